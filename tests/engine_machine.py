@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
 from tandem.errors import NeverFits, QueueFull
+from tandem.perf_model.soonest import Offer
 from tests.engine_driver import make_engine, make_spec
 from tests.toy_runner import continuation, kv_of
 
@@ -24,6 +25,9 @@ STEPS_MAX = 2000
 CLIENTS_MAX = 4  # at once; with more of them most of a run is about a queue that stands still
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1)
+offers = st.none() | st.builds(
+    Offer, st.integers(0, 4), latency_s=st.just(0.1), block_s=st.sampled_from([0.0, 1.0, 5.0])
+)
 modes = st.sampled_from([Mode.LOCAL, Mode.WAITING_FOR_REMOTE_KV])
 
 
@@ -80,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.sets(st.integers(0, 15), max_size=2),
         remote_min=st.integers(0, 6),
         prefix_blocks=st.integers(0, 4),
+        offer=offers,
         parent=st.integers(0, CLIENTS_MAX),
     )
     def add(
@@ -91,6 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop: set[int],
         remote_min: int,
         prefix_blocks: int,
+        offer: Offer | None,
         parent: int,
     ) -> None:
         room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
@@ -105,6 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
             stop_token_ids=sorted(stop),
             remote_prefill_min_tokens=remote_min,
             prefix_blocks=prefix_blocks,
+            offer=offer,
             fork_of=[*self.clients, "", "gone"][min(parent, len(self.clients) + 1)],
         )
         self._add(Client(spec, expected, made))

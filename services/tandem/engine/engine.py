@@ -287,14 +287,17 @@ class Engine:
         return bool(reason)
 
     def _settle_loads(self) -> list[Sequence]:
-        """Returns the sequences whose loads ended. What did not come is computed."""
+        """Returns sequences whose admission is told now that their loads ended."""
         loaded = []
         for load in self._tiers.take_ended():
             sequence = self._sequences[load.sequence_id]
-            sequence.take_loaded(load.first_block + load.num_read, load.num_read_by_tier)
+            sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             self._store_full_blocks(sequence)
             self._scheduler.enter(sequence)
-            loaded.append(sequence)
+            if not load.num_spared:
+                loaded.append(sequence)
+            elif sequence.mode is Mode.PREFILL_ONLY:
+                self._pending.final_blocks(sequence)
         for name in self._tiers.find_stalled():
             self._scheduler.compute_instead(self._sequences[name], self._tiers.give_up(name))
         return loaded
@@ -337,7 +340,7 @@ class Engine:
         after that it is never swapped for a twin."""
         sequence = chunk.sequence
         self._scheduler.computed(chunk)
-        sequence.num_computed_tokens += chunk.num_tokens
+        sequence.advance(chunk.num_tokens)
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)

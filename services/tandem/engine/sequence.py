@@ -4,6 +4,7 @@
        |  ^                 |  `--(computed)---> HELD --remove--> gone  Mode.PREFILL_ONLY
        |  '----preempt------'
        |---admit---> LOADING --all loaded, or what could be--> RUNNING or WAITING_FOR_KV
+       |              (it may compute its first blocks meanwhile; then it is RUNNING next)
        |                 `--stalled--> WAITING, and LOADING no more
        `---admit---> WAITING_FOR_KV --commit or start_local_prefill--> RUNNING
        (WAITING_FOR_REMOTE_KV: LOCAL now)
@@ -39,6 +40,7 @@ from tandem.block_hash import block_hash, hash_blocks
 from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.loading import Loading
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.grammars.masks import GrammarMatcher
@@ -91,7 +93,7 @@ class Sequence:
     num_stored_blocks: int = 0  # the table's first blocks that the pool finds by hash
     num_used_blocks: int = 0  # of those, as `take_used` has told
     cached: CachedTokens | None = None  # that the first admission reused; None before it
-    num_loading_blocks: int = 0  # LOADING: its first blocks that will be there, those cached, too
+    loading: Loading = field(default_factory=Loading)  # from a tier below the pool
     may_load: bool = True  # from a tier below the pool: until such a load stood still
     num_preemptions: int = 0
     is_forked: bool = False  # admitted with all but its last token, thanks to its parent
@@ -149,6 +151,13 @@ class Sequence:
         """The table of the first KV group; empty while it waits."""
         ids = self.tables.ids
         return ids[0] if ids else []
+
+    @property
+    def num_next_tokens(self) -> int:
+        """Missing tokens that come before others whose KV was loaded."""
+        if loaded := self.loading.loaded:
+            return loaded.start * self.block_size - self.num_computed_tokens
+        return self.num_missing_tokens
 
     @property
     def num_final_blocks(self) -> int:
@@ -219,7 +228,7 @@ class Sequence:
             self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
         )
         if self.status is Status.LOADING:
-            return self.num_tokens - self.num_loading_blocks * self.block_size
+            return self.num_tokens - self.loading.end * self.block_size
         if self.status is Status.WAITING or awaits_prefix:
             return self.num_tokens - self.num_prefix_blocks * self.block_size
         if self.status is Status.RUNNING and not self.in_decode:
@@ -275,7 +284,7 @@ class Sequence:
         self.num_computed_tokens = admission.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
         self.is_forked = admission.parent is not None
-        if self.cached is None and not self.num_loading_blocks:
+        if self.cached is None and not self.loading.end:
             self.cached = self._countable(CachedTokens(device=self.num_computed_tokens))
         if admission.parent is None or self.num_computed_tokens == num_blocks * self.block_size:
             return []
@@ -310,32 +319,28 @@ class Sequence:
             here = here.then(CachedTokens(device=num_stored_tokens))
             self.cached = self._countable(here.then(CachedTokens(peer=self.num_computed_tokens)))
 
-    @property
-    def blocks_to_load(self) -> tuple[list[bytes], int, list[int]]:
-        """LOADING: hashes from the chain's first block on, the index of the first block that is to
-        be loaded, and its own blocks from there on, which are to be filled."""
-        first, end = self.num_stored_blocks, self.num_loading_blocks
-        return self.block_hashes[:end], first, self.block_table[first:end]
-
-    def is_loading(self, index: int, block_hashes: list[bytes]) -> bool:
-        """Returns whether a tier's copy of such a chain's block comes for this sequence."""
-        will_come = self.num_stored_blocks <= index < self.num_loading_blocks
-        return will_come and self.block_hashes[index] == block_hashes[index]
-
-    def take_loaded(self, num_blocks: int, by_tier: Mapping[str, int]) -> None:
-        """The KV of its first `num_blocks` blocks is in place; `by_tier` says how many blocks came
-        from each tier."""
-        self.num_computed_tokens = num_blocks * self.block_size
-        self.num_loading_blocks = 0
+    def take_loaded(self, blocks: range, num_cached: int, by_tier: Mapping[str, int]) -> None:
+        """The KV of `blocks` is in place, and `num_cached` blocks were at its admission; `by_tier`
+        says how many came from each tier."""
+        self.loading.take(blocks.start, blocks.stop)
+        self.advance(0)
         if self.cached is None:
             loaded = {name: num * self.block_size for name, num in by_tier.items()}
-            device = self.num_computed_tokens - sum(loaded.values())
+            device = num_cached * self.block_size
             self.cached = self._countable(CachedTokens(device=device, **loaded))
+
+    def advance(self, num_tokens: int) -> None:
+        """The KV of so many more tokens is in place; loaded blocks after them count, too."""
+        self.num_computed_tokens += num_tokens
+        if self.loading.loaded:
+            num_blocks = self.num_computed_tokens // self.block_size
+            if (reached := self.loading.skip(num_blocks)) > num_blocks:
+                self.num_computed_tokens = reached * self.block_size
 
     def store_full_blocks(self, kv: KvCache, *, with_tokens: bool) -> None:
         """Lets others find what became full. A block that is there already takes its place.
 
-        `with_tokens`: the events have the blocks' token ids, and the adapter."""
+        `with_tokens`: the events have the blocks' token ids."""
         num_full_blocks = self.num_computed_tokens // self.block_size
         if num_full_blocks > self.num_stored_blocks:
             kv.store(
@@ -345,7 +350,6 @@ class Sequence:
                 first=self.num_stored_blocks,
                 last=num_full_blocks,
                 block_tokens=self.block_tokens if with_tokens else None,
-                adapter=self.spec.adapter,
             )
             self.num_stored_blocks = num_full_blocks
         if kv.has_windows:
@@ -372,7 +376,8 @@ class Sequence:
     def let_go(self) -> BlockTables:
         """Gives up all its blocks; returns them, to be released."""
         tables, self.tables = self.tables, BlockTables()
-        self.num_computed_tokens = self.num_stored_blocks = self.num_loading_blocks = 0
+        self.num_computed_tokens = self.num_stored_blocks = 0
+        self.loading = Loading()
         self.is_forked = False
         return tables
 

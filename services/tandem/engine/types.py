@@ -24,6 +24,7 @@ from tandem.adapter import Adapter
 from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WorkerRates
+from tandem.perf_model.soonest import Offer
 from tandem.retention import NO_RETENTION, Retention
 
 
@@ -75,6 +76,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # copied at admission, if only one token is left to compute then. Else it changes nothing.
     fork_of: str = ""
     prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
+    offer: Offer | None = None  # of a peer, for a prompt that may await its first blocks
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None
     retention: Retention = NO_RETENTION  # of its KV after its end
@@ -226,7 +228,6 @@ class StoredBlock(msgspec.Struct, frozen=True):
     # With `report_block_tokens` only, and not of blocks that were imported by their hashes.
     token_ids: list[int] = []
     index: int = 0  # of the block in its chain
-    adapter: Adapter | None = None  # that its KV is of, where token ids are known
 
 
 class TierBlocks(msgspec.Struct, frozen=True):

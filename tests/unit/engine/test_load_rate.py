@@ -62,30 +62,66 @@ class Bench:
         return self.outcome.ends[name].cached.host
 
 
-@pytest.mark.parametrize(("block_s", "num_loaded"), [(0.03, 24), (0.05, 0)])
+@pytest.mark.parametrize(("block_s", "num_loaded"), [(0.002, 24), (0.5, 0)])
 def test_the_sooner_of_load_and_compute(
     block_s: float, num_loaded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six blocks take 0.24 s to compute, and 0.18 or 0.3 s to load."""
+    """A block takes 40 ms to compute, and six of them 240 ms."""
     bench = Bench(monkeypatch, block_s)
     assert bench.ask("not measured", 0) == 24
     assert bench.ask("measured", 1) == num_loaded
     bench.engine.close()
 
 
-def test_a_load_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two loads of 0.18 s take longer than the 0.24 s to compute the second prompt."""
+def test_a_prompt_is_computed_from_its_front_while_its_end_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two blocks are computed in the 80 ms in which the tier gives four, or fewer if it is slow."""
+    bench = Bench(monkeypatch, 0.02)
+    bench.ask("not measured", 0)
+    bench.gate.clear()
+    bench.engine.add(make_spec("both", PROMPTS[1]))
+    report = bench.engine.step()
+    bench.outcome.take(report)
+    assert report.num_prefill_tokens == 8
+    assert bench.engine.load().num_awaiting_kv == 1
+    bench.gate.set()
+    assert 8 <= bench.settle("both", 1) <= 16
+    bench.engine.close()
+
+
+def test_blocks_are_computed_that_a_slow_load_has_not_come_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tier was fast when it was measured, and stands at one block now: most others are
+    computed, chunk by chunk, until it looks sooner to wait for it."""
     bench = Bench(monkeypatch, 0.03)
     bench.ask("not measured", 0)
     bench.gate.clear()
+    bench.engine.add(make_spec("both", PROMPTS[1]))
+    for _ in range(6):
+        if bench.engine.has_work():
+            bench.outcome.take(bench.engine.step())
+    assert not bench.engine.has_work()
+    assert bench.engine.awaits_threads()
+    bench.gate.set()
+    assert 4 <= bench.settle("both", 1) <= 8
+    bench.engine.close()
+
+
+def test_a_load_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt's load of 6 ms is queued. The second has two blocks less to compute than its
+    own load alone would leave it."""
+    bench = Bench(monkeypatch, 0.001)
+    bench.ask("not measured", 0)
+    bench.gate.clear()
     bench.engine.add(make_spec("loads", PROMPTS[1]))
-    bench.engine.add(make_spec("computes", PROMPTS[2]))
     bench.outcome.take(bench.engine.step())
-    load = bench.engine.load()
-    assert (load.num_awaiting_kv, load.num_running) == (1, 1)
+    assert bench.engine._tiers.queued_s == pytest.approx(0.006)
+    assert bench.engine.load().num_awaiting_kv == 1
     bench.gate.set()
     assert bench.settle("loads", 1) == 24
-    assert bench.settle("computes", 2) == 0
+    assert bench.engine._tiers.queued_s == 0.0
     bench.engine.close()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from tandem.block_hash import hash_blocks
 from tandem.cached_tokens import CachedTokens
 from tandem.engine.cache.block_table import BlockTables
+from tandem.engine.loading import Loading
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence import finish_reason as reason_of
 from tandem.engine.types import Mode
@@ -58,15 +59,27 @@ def test_only_the_first_admission_counts_as_cached_and_only_of_the_prompt() -> N
 
 def test_cached_tokens_are_counted_by_where_their_blocks_came_from() -> None:
     sequence = make(26, prefix_blocks=6)
-    sequence.num_loading_blocks = 4
+    sequence.loading = Loading(4)
     hold(sequence, [0, 1, 2, 3, 4, 5, 6], 1)
     assert sequence.cached is None
-    sequence.take_loaded(4, {"host": 2, "disk": 1})
+    sequence.take_loaded(range(1, 4), 1, {"host": 2, "disk": 1})
     assert sequence.cached == CachedTokens(device=4, host=8, disk=4)
     sequence.num_stored_blocks = 4
     sequence.take_prefix(6)
     assert sequence.cached == CachedTokens(device=4, host=8, disk=4, peer=8)
     assert sequence.cached.total == sequence.num_computed_tokens
+
+
+def test_loaded_blocks_count_once_the_gap_before_them_is_computed() -> None:
+    sequence = make(26)
+    sequence.loading = Loading(5, computes=True)
+    hold(sequence, [0, 1, 2, 3, 4, 5, 6], 1)
+    sequence.advance(4)
+    sequence.take_loaded(range(3, 5), 1, {"disk": 2})
+    assert sequence.cached == CachedTokens(device=4, disk=8)
+    assert (sequence.num_computed_tokens, sequence.num_next_tokens) == (8, 4)
+    sequence.advance(4)
+    assert (sequence.num_computed_tokens, sequence.num_next_tokens) == (20, 6)
 
 
 def test_finish_reasons() -> None:

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import StepReport
+from tandem.perf_model.rates import PrefillRate
 from tests.engine_machine import EngineMachine
 
 
@@ -39,6 +42,19 @@ class HeldThread:
             self.jobs.pop(0)()
 
 
+class FixedRate(LoadRate):
+    """Every block takes as long, whatever is measured."""
+
+    def __init__(self, block_s: float) -> None:
+        self.block_s = block_s
+
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        """Does nothing."""
+
+    def decline(self) -> None:
+        """Does nothing."""
+
+
 class Machine(EngineMachine):
     @initialize(
         host_slots=st.integers(0, 9),
@@ -48,10 +64,12 @@ class Machine(EngineMachine):
         max_num_seqs=st.integers(1, 4),
         max_tokens_per_step=st.integers(1, 9),
         policy=st.sampled_from(["lru", "prefix", "value"]),
+        block_s=st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]),
     )
     def start(  # type: ignore[override]
-        self, host_slots: int, disk_slots: int, policy: str, **limits: int
+        self, host_slots: int, disk_slots: int, policy: str, block_s: float, **limits: int
     ) -> None:
+        self.block_s = block_s
         self.slots, self.policy = (host_slots, disk_slots), policy
         self.threads: dict[str, HeldThread] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="tiers-"))
@@ -61,7 +79,11 @@ class Machine(EngineMachine):
         self.told: dict[str, dict[bytes, bytes]] = {}  # block hash -> parent hash, by tier
         self.tiers.clock = lambda: self.now
         self.tiers.turn_s = 60.0
-        self.tiers.is_worth = lambda *_, **__: True  # whatever the clock says
+        # Whatever the clock says: what comes soonest follows from these prices alone.
+        rate = PrefillRate(step_s=0.5, token_s=1.0, token_context_s=0.0)
+        self.engine._scheduler._loads._step_time = SimpleNamespace(prefill_rate=rate)
+        for tier in self.tiers.tiers:
+            tier.rate = FixedRate(self.block_s)
 
     def settings(self, block_size: int) -> dict[str, Any]:
         host_slots, disk_slots = self.slots

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.adapter import Adapter
 from tandem.engine.cache.block import Block, Copy
 from tandem.engine.cache.block_events import BlockEvents
 from tandem.engine.cache.cached_blocks import CachedBlocks
@@ -218,13 +217,12 @@ class BlockPool:
         block_hash: bytes,
         token_ids: Sequence[int] = (),
         index: int = 0,
-        adapter: Adapter | None = None,
     ) -> int:
         """Lets a full block, final in memory, be found by its hash; parents come before children.
 
         Answers the block that holds this content from now on. When another one did already, the
-        caller's reference moves to that one, and `block_id` is free. `token_ids`, the block's
-        `index` in its chain and its `adapter` only go into the event.
+        caller's reference moves to that one, and `block_id` is free. `token_ids` and the block's
+        `index` in its chain only go into the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -243,7 +241,7 @@ class BlockPool:
         block.is_pinned = block_hash in self.pins
         self._by_hash[block_hash] = block_id
         self._unwritten[block_id] = None
-        self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index, adapter))
+        self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index))
         return block_id
 
     def is_writable(self, block_id: int) -> bool:

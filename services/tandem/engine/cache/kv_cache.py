@@ -11,7 +11,6 @@ outside use ids that are unique among the pools (kv_groups.py).
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from tandem.adapter import Adapter
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables
 from tandem.engine.cache.hot_prefixes import hot_prefixes
@@ -155,12 +154,11 @@ class KvCache:
         first: int,
         last: int,
         block_tokens: Callable[[int], Sequence[int]] | None = None,
-        adapter: Adapter | None = None,
     ) -> None:
         """Lets others find blocks first..last - 1 of the tables, those before them being stored.
 
         A block that is there already takes the place of a table's own. `block_tokens` are the token
-        ids of a block, by its index, if the events are to have them and the `adapter`.
+        ids of a block, by its index, if the events are to have them.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
@@ -173,7 +171,6 @@ class KvCache:
                     block_hash=block_hashes[i],
                     token_ids=block_tokens(i) if block_tokens else (),
                     index=i,
-                    adapter=adapter if block_tokens else None,
                 )
 
     def give_back(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:

@@ -5,7 +5,8 @@ to prefill in the order of arrival, in chunks that delay those who decode by no 
 (perf_model/step_time.py); then waiting sequences are admitted, oldest first.
 
 A sequence of which a tier below the pool has more blocks than the pool is LOADING first, while
-others step. It has all its blocks then, and is like one that waits for KV.
+others step. It has all its blocks then, and is like one that waits for KV. It may compute its first
+blocks meanwhile (loads.py), with what all others leave of a step.
 
 Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
 nothing. Of a KV group with a window these are the blocks of a decode step; what a chunk needs
@@ -31,6 +32,7 @@ from operator import attrgetter
 from tandem.engine.adapter_slots import AdapterSlots, Answer
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
+from tandem.engine.scheduler.loads import Loads, is_awaited
 from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.sequence import Admission, Sequence, Status
@@ -64,7 +66,7 @@ class Scheduler:
         self.awaiting: list[Sequence] = []
         self.loading: list[Sequence] = []
         self._kv = kv
-        self._tiers = tiers
+        self._loads = Loads(tiers, step_time, max_tokens_per_step)
         self._step_time = step_time
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
@@ -121,7 +123,7 @@ class Scheduler:
                 queue.remove(sequence)
 
     def has_work(self) -> bool:
-        if self.running:
+        if self.running or any(self._loads.find_chunk(s, self._max_tokens) for s in self.loading):
             return True
         oldest = self._next_waiting()
         return oldest is not None and self._can_admit(oldest, Schedule())
@@ -137,6 +139,8 @@ class Scheduler:
         for sequence in self.running:
             if not sequence.in_decode:
                 self._add_chunk(schedule, sequence)
+        for sequence in self.loading:
+            self._compute_meanwhile(schedule, sequence)
         if not preempted:  # else blocks are short: who came in now would be the next victim
             self._admit(schedule)
         return schedule
@@ -177,7 +181,7 @@ class Scheduler:
     def _admit(self, schedule: Schedule) -> None:
         while (sequence := self._next_waiting()) and self._can_admit(sequence, schedule):
             admission, hashes = self._plan(sequence), sequence.reusable_hashes
-            sequence.num_loading_blocks = self._num_to_load(sequence, admission)
+            self._plan_load(sequence, admission)
             tables = self._kv.reserve(
                 hashes,
                 admission.num_cached_blocks,
@@ -186,27 +190,39 @@ class Scheduler:
             )
             assert tables is not None
             schedule.copies += sequence.hold(tables, admission)
-            if sequence.num_loading_blocks:
+            if sequence.loading.end:
                 self.withdraw(sequence)
                 sequence.status = Status.LOADING
                 self.loading.append(sequence)
-                self._tiers.load(sequence.sequence_id, *sequence.blocks_to_load)
+                self._loads.start(sequence)
+                if sequence.loading.computes:
+                    schedule.admitted.append(sequence)
+                    self._compute_meanwhile(schedule, sequence)
                 continue
             schedule.admitted.append(sequence)
             self.enter(sequence)
             if sequence.status is Status.RUNNING:
                 self._add_chunk(schedule, sequence)
 
-    def _num_to_load(self, sequence: Sequence, admission: Admission) -> int:
-        """Returns how many first blocks it has once a tier's are loaded; 0: none is worth it."""
-        first, hashes = admission.num_cached_blocks, sequence.reusable_hashes
-        depth = self._tiers.depth(hashes) if sequence.may_load and not admission.parent else 0
-        rate = self._step_time.prefill_rate
-        if depth <= first or rate is None:
-            return depth if depth > first else 0
-        size = sequence.block_size
-        compute_s = rate.seconds((depth - first) * size, first * size, self._max_tokens)
-        return depth if self._tiers.is_worth(hashes, first, depth, compute_s=compute_s) else 0
+    def _plan_load(self, sequence: Sequence, admission: Admission) -> None:
+        """Decides what of a sequence comes from a tier, at its admission."""
+        prefilling = [s for s in self.running if not s.in_decode]
+        sequence.loading = loading = self._loads.plan(
+            sequence,
+            admission,
+            queued_tokens=sum(s.num_missing_tokens for s in prefilling),
+            num_delayed=len(self.running) - len(prefilling) + len(self.waiting) - 1,
+        )
+        if not loading.awaits:
+            sequence.await_nothing()
+
+    def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
+        """Plans a chunk of a LOADING sequence, before the blocks that are read now."""
+        tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
+        if len(schedule.chunks) < self._max_num_seqs:
+            num_tokens = self._loads.find_chunk(sequence, tokens_left)
+            if num_tokens and (num_tokens := self._loads.take_chunk(sequence, num_tokens)):
+                schedule.add(sequence, num_tokens)
 
     def _plan(self, sequence: Sequence) -> Admission:
         return sequence.plan(self._kv.match(sequence.reusable_hashes), self._parent(sequence))
@@ -240,7 +256,7 @@ class Scheduler:
             return False
         hashes = sequence.reusable_hashes
         depth = self._kv.match(hashes)
-        return depth < len(hashes) and any(s.is_loading(depth, hashes) for s in self.loading)
+        return depth < len(hashes) and is_awaited(depth, hashes, self.loading)
 
     def _adapters_in_use(self) -> set[str]:
         of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))
@@ -306,6 +322,7 @@ class Scheduler:
             num_tokens = self._chunk_prefill_only(sequence, tokens_left)
         else:
             num_tokens = min(sequence.num_missing_tokens, tokens_left)
+        num_tokens = min(num_tokens, sequence.num_next_tokens)
         # A window may have room for a part only, for as long as others hold what it has passed.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:

@@ -7,9 +7,11 @@ it is written, nor can the slots of a load. Nobody can stop a job in the middle 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 
@@ -53,8 +55,7 @@ def write_all(writes: Sequence[Write]) -> None:
         write()
 
 
-@dataclass(slots=True)
-class Part:
+class Part(NamedTuple):
     """One block of a load."""
 
     tier: int
@@ -67,33 +68,82 @@ class Part:
 
 @dataclass(slots=True)
 class Load:
+    """Reads blocks from the last to the first. The engine may compute the first ones meanwhile: it
+    takes those parts from the load, and nobody reads them then.
+
+        [ taken by the engine | not read yet | being read | in place ]
+                      num_taken                      num_parts - num_read
+    """
+
     sequence_id: str
     first_block: int  # index of the first part in its chain
     parts: list[Part]
     tables: dict[int, list[int]]  # by tier: slots that are referenced meanwhile
+    ends: dict[int, int]  # by tier, in the order of parts: the number of parts up to its last one
     on_end: Callable[[Load], object]
     clock: Callable[[], float]  # in seconds
     submitted_at: float
-    num_read: int = 0  # first parts that are in place
+    num_spared: int = 0  # first parts that the engine is expected to compute
+    num_taken: int = 0
+    num_begun: int = 0  # last parts that are in place, or are being read
+    num_read: int = 0  # last parts that are in place
     failed: Part | None = None
     progress_at: float = 0.0
     seconds: dict[int, float] = field(default_factory=dict)  # by tier
     is_given_up: bool = False  # its sequence is gone: what is not read yet stays so
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self) -> None:
         try:
-            for part in self.parts:
-                if self.is_given_up:
-                    return
-                if not self._read(part):
-                    return
+            while (part := self._begin()) is not None and self._read(part):
+                pass
         finally:
             self.on_end(self)
 
     @property
+    def num_free(self) -> int:
+        """First parts that the engine may take, or has taken."""
+        return len(self.parts) - self.num_begun
+
+    def take(self, num_parts: int) -> int:
+        """The engine computes the first `num_parts`, as far as they are not begun; returns how many
+        these are."""
+        with self._lock:
+            self.num_taken = max(self.num_taken, min(num_parts, self.num_free))
+            return self.num_taken
+
+    @property
+    def blocks(self) -> range:
+        """Indexes in its chain of the blocks that are in place."""
+        end = self.first_block + len(self.parts)
+        return range(end - self.num_read, end)
+
+    @property
+    def parts_to_read(self) -> list[Part]:
+        """Parts that are expected to be read still."""
+        first = max(self.num_spared, self.num_taken)
+        return self.parts[first : len(self.parts) - self.num_read]
+
+    @property
+    def unsafe_blocks(self) -> list[int]:
+        """The device's blocks that may be written as long as the load has not ended."""
+        return [part.block_id for part in self.parts[self.num_taken :]]
+
+    @property
     def num_read_by_tier(self) -> dict[str, int]:
         """Blocks that are in place, by the name of the tier that they came from."""
-        return dict(Counter(part.storage.name for part in self.parts[: self.num_read]))
+        return dict(Counter(part.storage.name for part in self.parts_read))
+
+    @property
+    def parts_read(self) -> list[Part]:
+        return self.parts[len(self.parts) - self.num_read :]
+
+    def _begin(self) -> Part | None:
+        with self._lock:
+            if self.is_given_up or self.num_free <= self.num_taken:
+                return None
+            self.num_begun += 1
+            return self.parts[-self.num_begun]
 
     def _read(self, part: Part) -> bool:
         started = self.clock()

@@ -25,6 +25,7 @@ from tandem.engine.tiers.jobs import Load, Part, Write, write_all
 from tandem.engine.tiers.storage import Bytes, Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks, TierLoad
+from tandem.perf_model.soonest import Reach
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 1e-4  # of the engine's thread for what was written, and again for what is to be
@@ -77,7 +78,7 @@ class Tiers:
     @property
     def num_fenced(self) -> int:
         """Device blocks that loads without a sequence may still write; they are quarantined."""
-        return sum(len(load.parts) for load in self._given_up)
+        return sum(len(load.unsafe_blocks) for load in self._given_up)
 
     def turn(self) -> None:
         """Takes what was written and starts further writes, for 2 * `turn_s` at most."""
@@ -95,36 +96,34 @@ class Tiers:
         for tier in self.tiers:
             tier.policy.use(block_hashes, keep=keep)
 
-    def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain a tier has."""
-        if any(self._is_stalled(load) for load in self._given_up):
-            return 0  # the thread would come to no other load
-        return max((tier.pool.depth(block_hashes) for tier in self.tiers), default=0)
+    def reach(self, block_hashes: Sequence[bytes]) -> list[Reach]:
+        """Returns how many first blocks of a chain each tier has, and its measured price of one; 0
+        before a load was measured."""
+        if not self.tiers or any(self._is_stalled(load) for load in self._given_up):
+            return []  # the thread would come to no other load
+        return [Reach(tier.pool.depth(block_hashes), tier.rate.block_s) for tier in self.tiers]
 
-    def is_worth(
-        self, block_hashes: Sequence[bytes], first: int, end: int, *, compute_s: float
-    ) -> bool:
-        """Returns whether blocks first..end - 1 come sooner than they are computed, as far as the
-        tiers were measured."""
-        at, load_s, used = first, self._queued_s(), []
+    def decline(self) -> None:
+        """A load was not made, because another way looked sooner."""
         for tier in self.tiers:
-            depth = min(end, tier.pool.depth(block_hashes))
-            if depth > at:
-                load_s += (depth - at) * tier.rate.block_s
-                at = depth
-                used.append(tier)
-        if load_s <= compute_s:
-            return True
-        for tier in used:
             tier.rate.decline()
-        return False
 
     def load(
-        self, sequence_id: str, block_hashes: Sequence[bytes], first: int, block_ids: Sequence[int]
+        self,
+        sequence_id: str,
+        block_hashes: Sequence[bytes],
+        first: int,
+        block_ids: Sequence[int],
+        *,
+        num_spared: int = 0,
     ) -> None:
-        """Starts to fill `block_ids` with the chain's blocks from `first` on; a tier has them."""
+        """Starts to fill `block_ids` with the chain's blocks from `first` on; a tier has them.
+
+        The engine is expected to compute the first `num_spared` of them meanwhile (`take`).
+        """
         end, at = first + len(block_ids), first
         parts: list[Part] = []
+        ends: dict[int, int] = {}
         tables: dict[int, list[int]] = {}
         for tier in self.tiers:
             depth = min(end, tier.pool.depth(block_hashes))
@@ -145,11 +144,29 @@ class Tiers:
                 for i in range(at, depth)
             ]
             at = depth
+            ends[tier.number] = len(parts)
         assert at == end, "no tier has these blocks"
-        load = Load(sequence_id, first, parts, tables, self._ended.put, self.clock, self.clock())
+        load = Load(
+            sequence_id,
+            first,
+            parts,
+            tables,
+            ends,
+            self._ended.put,
+            self.clock,
+            self.clock(),
+            num_spared=num_spared,
+        )
         self._loads[sequence_id] = load
         assert self._reader is not None
         self._reader.submit(load)
+
+    def reach_of(self, load: Load) -> list[Reach]:
+        """Returns where the blocks of a load come from."""
+        return [
+            Reach(load.first_block + end, self.tiers[number].rate.block_s)
+            for number, end in load.ends.items()
+        ]
 
     def take_ended(self) -> list[Load]:
         """Returns the loads that ended, but those given up; their blocks are no more written."""
@@ -162,7 +179,7 @@ class Tiers:
             self._observe(load)
             if load.is_given_up:
                 self._given_up.remove(load)
-                self._pool.unquarantine(part.block_id for part in load.parts)
+                self._pool.unquarantine(load.unsafe_blocks)
             else:
                 del self._loads[load.sequence_id]
                 ended.append(load)
@@ -175,7 +192,11 @@ class Tiers:
             return []
         load.is_given_up = True
         self._given_up.append(load)
-        return [part.block_id for part in load.parts]
+        return load.unsafe_blocks
+
+    def find_load(self, sequence_id: str) -> Load:
+        """Returns the load of a sequence that is LOADING."""
+        return self._loads[sequence_id]
 
     def find_stalled(self) -> list[str]:
         """Returns the sequences whose loads stand still."""
@@ -189,6 +210,15 @@ class Tiers:
             assert self._writer is not None
             self._writer.submit(tier.storage.forget)
         self._follow_evictions()
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds until the loads in flight have ended, as far as the tiers were measured."""
+        return sum(
+            self.tiers[part.tier].rate.block_s
+            for load in self._loads.values()
+            for part in load.parts_to_read
+        )
 
     def take_events(self) -> list[TierBlocks]:
         """Returns the tiers whose blocks changed since the last call, with the changes."""
@@ -215,14 +245,6 @@ class Tiers:
         self._reader.close(0.0)
         for tier in self.tiers:
             tier.storage.close()
-
-    def _queued_s(self) -> float:
-        """Returns how long the loads in flight will take, as far as the tiers were measured."""
-        return sum(
-            self.tiers[part.tier].rate.block_s
-            for load in self._loads.values()
-            for part in load.parts[load.num_read :]
-        )
 
     def _wants_writes(self) -> bool:
         return (
@@ -277,7 +299,7 @@ class Tiers:
 
     def _observe(self, load: Load) -> None:
         for tier in self.tiers:
-            num_read = sum(part.tier == tier.number for part in load.parts[: load.num_read])
+            num_read = sum(part.tier == tier.number for part in load.parts_read)
             if num_read:
                 tier.num_loaded += num_read
                 tier.rate.observe(num_read, load.seconds[tier.number])

@@ -19,8 +19,9 @@ from tandem.config.worker import WorkerConfig
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.observability.logs import about
-from tandem.perf_model.predict import prefill_seconds
+from tandem.perf_model.predict import ASK_S, prefill_seconds
 from tandem.perf_model.rates import PairRate
+from tandem.perf_model.soonest import Offer
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import KvCompatibility
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
@@ -81,7 +82,14 @@ class PrefixPuller:
         if self._compatibility.has_windows:  # a window of another depth would be of no use
             prefix_tokens = prefix_blocks * self._block_size
             chosen = [holder for holder in chosen if holder.num_tokens == prefix_tokens]
-        return PrefixPlan(msgspec.structs.replace(spec, prefix_blocks=prefix_blocks), chosen)
+        rates, pair = self._rates.worker, chosen[0].rate
+        offer = Offer(
+            chosen[0].num_tokens // self._block_size,
+            ASK_S + pair.latency_s,
+            rates.block_bytes / pair.bytes_per_s,
+        )
+        added = msgspec.structs.replace(spec, prefix_blocks=prefix_blocks, offer=offer)
+        return PrefixPlan(added, chosen)
 
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
         """Pulls what is missing; how many of the sequence's first blocks are good then.

@@ -1,0 +1,126 @@
+"""Decides what of a sequence is loaded from tiers below the pool, and what it computes meanwhile.
+
+By perf_model/soonest.py, with the measured rates of the tiers and of this engine, and with what
+waits for each. A sequence that computes meanwhile takes what others leave of a step, in whole
+blocks; how far it goes is decided anew for each step, by how far the load has come.
+"""
+
+from collections.abc import Iterable
+
+from tandem.engine.loading import Loading
+from tandem.engine.sequence import Admission, Sequence
+from tandem.engine.tiers.tiers import Tiers
+from tandem.engine.types import Mode
+from tandem.perf_model.soonest import (
+    Prompt,
+    choose_soonest,
+    load_seconds,
+    meeting_block,
+)
+from tandem.perf_model.step_time import StepTimeModel
+
+
+class Loads:
+    def __init__(self, tiers: Tiers, step_time: StepTimeModel, max_tokens_per_step: int) -> None:
+        self._tiers = tiers
+        self._step_time = step_time
+        self._max_tokens = max_tokens_per_step
+
+    def plan(
+        self, sequence: Sequence, admission: Admission, *, queued_tokens: int, num_delayed: int
+    ) -> Loading:
+        """Returns what is to be loaded for a sequence that is about to be admitted.
+
+        `queued_tokens` are computed before its own, and `num_delayed` sequences wait while it
+        computes.
+        """
+        if not sequence.may_load or admission.parent is not None:
+            return Loading()
+        held = admission.num_cached_blocks
+        tiers = self._tiers.reach(sequence.reusable_hashes)
+        deepest = max((tier.num_blocks for tier in tiers), default=0)
+        rate = self._step_time.prefill_rate
+        if deepest <= held or rate is None:
+            return Loading(deepest) if deepest > held else Loading()
+        prompt = Prompt(
+            sequence.num_tokens,
+            sequence.block_size,
+            held,
+            rate,
+            self._max_tokens,
+            rate.seconds(queued_tokens, 0, self._max_tokens),
+            num_delayed,
+        )
+        choice = choose_soonest(
+            prompt,
+            tiers,
+            load_queue_s=self._tiers.queued_s,
+            offer=sequence.spec.offer,
+            meets=_may_compute(sequence, deepest),
+        )
+        if not choice.loads:
+            self._tiers.decline()
+            return Loading()
+        computes = choice.first > held
+        is_remote = sequence.mode is Mode.WAITING_FOR_REMOTE_KV
+        may_await = is_remote or choice.pulls or sequence.spec.offer is None
+        return Loading(choice.end, computes, choice.first - held, may_await and not computes)
+
+    def start(self, sequence: Sequence) -> None:
+        """Starts the load of a sequence that has its blocks."""
+        first, end = sequence.num_stored_blocks, sequence.loading.end
+        self._tiers.load(
+            sequence.sequence_id,
+            sequence.block_hashes[:end],
+            first,
+            sequence.block_table[first:end],
+            num_spared=sequence.loading.num_spared,
+        )
+
+    def find_chunk(self, sequence: Sequence, tokens_left: int) -> int:
+        """Returns how many tokens a LOADING sequence should compute in a step that has so many
+        left."""
+        rate = self._step_time.prefill_rate
+        if not sequence.loading.computes or rate is None:
+            return 0
+        size, load = sequence.block_size, self._tiers.find_load(sequence.sequence_id)
+        at = sequence.num_computed_tokens // size
+        end = min(load.first_block + load.num_free, at + tokens_left // size)
+        if at >= end:
+            return 0
+        reach = self._tiers.reach_of(load)
+
+        def compute_s(block: int) -> float:
+            return rate.seconds((block - at) * size, at * size, self._max_tokens)
+
+        def load_s(block: int) -> float:
+            return load_seconds(reach, block, load.blocks.start)
+
+        return (min(end, meeting_block(compute_s, load_s, at, load.blocks.start)) - at) * size
+
+    def take_chunk(self, sequence: Sequence, num_tokens: int) -> int:
+        """Takes the next blocks of a LOADING sequence from its load; returns the tokens of those
+        that are not being read already."""
+        size, load = sequence.block_size, self._tiers.find_load(sequence.sequence_id)
+        start = sequence.num_computed_tokens
+        num_parts = (start + num_tokens) // size - load.first_block
+        num_taken = min(num_parts, load.take(num_parts))
+        return max(0, (load.first_block + num_taken) * size - start)
+
+
+def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence]) -> bool:
+    """Returns whether a LOADING sequence is to have such a chain's block."""
+    return any(
+        s.num_stored_blocks <= index < s.loading.end
+        and s.block_hashes[index] == block_hashes[index]
+        for s in loading
+    )
+
+
+def _may_compute(sequence: Sequence, num_blocks: int) -> bool:
+    """Returns whether it may compute its first blocks while others up to `num_blocks` are loaded:
+    not if it would wait for KV of a peer after that."""
+    if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
+        missing = sequence.num_tokens - num_blocks * sequence.block_size
+        return missing < sequence.spec.remote_prefill_min_tokens
+    return not sequence.num_prefix_blocks or sequence.spec.offer is not None

@@ -1,0 +1,157 @@
+"""Blocks are loaded, pulled or computed: whichever is soonest, and where both ends meet best."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.perf_model.rates import PrefillRate
+from tandem.perf_model.soonest import Choice, Offer, Prompt, Reach, choose_soonest, load_seconds
+
+SLACK = 1 + 1e-9
+RATE = PrefillRate(step_s=0.0, token_s=0.01, token_context_s=0.0)
+
+seconds = st.floats(0, 2)
+block_seconds = st.floats(0, 0.5)
+rates = st.builds(PrefillRate, st.floats(0, 0.05), st.floats(1e-4, 0.05), st.floats(0, 1e-4))
+reaches = st.lists(st.builds(Reach, st.integers(0, 60), block_seconds), max_size=3)
+offers = st.none() | st.builds(Offer, st.integers(0, 60), seconds, block_seconds)
+prompts = st.builds(
+    Prompt,
+    num_tokens=st.integers(245, 400),
+    block_size=st.just(4),
+    num_held=st.integers(0, 60),
+    rate=rates,
+    step_tokens=st.sampled_from([16, 64, 512]),
+    queue_s=seconds,
+    num_delayed=st.integers(0, 3),
+)
+
+
+def of(num_held: int = 0, **more: float) -> Prompt:
+    """A prompt of 100 blocks of 4 tokens and one token, each block computed in 40 ms."""
+    return Prompt(401, 4, num_held, RATE, 10_000, **more)
+
+
+@pytest.mark.parametrize(
+    ("block_s", "first", "ends_s"),
+    [
+        (0.0004, 0, 0.04),  # a block is loaded before one is computed
+        (0.04, 50, 2.0),  # both as fast: half of each
+        (0.12, 75, 3.0),
+        (400.0, 99, 400.0),
+    ],
+)
+def test_load_and_compute_meet(block_s: float, first: int, ends_s: float) -> None:
+    choice = choose_soonest(of(), [Reach(100, block_s)])
+    if block_s > 100:  # even the last block is sooner computed
+        assert not choice.loads
+        return
+    assert (choice.first, choice.end) == (first, 100)
+    assert choice.there_s == pytest.approx(ends_s, rel=0.02)
+
+
+def test_who_computes_delays_others() -> None:
+    assert choose_soonest(of(num_delayed=2), [Reach(100, 0.04)]).first == 0
+
+
+def test_queues_of_both_count() -> None:
+    busy = choose_soonest(of(queue_s=1.0), [Reach(100, 0.04)])
+    assert busy.first < 50
+    waits = choose_soonest(of(), [Reach(100, 0.04)], load_queue_s=1.0)
+    assert waits.first > 50
+    assert not choose_soonest(of(), [Reach(100, 0.04)], load_queue_s=9.0).loads
+
+
+def test_a_slow_tier_below_a_fast_one_is_left_alone() -> None:
+    choice = choose_soonest(of(), [Reach(50, 0.0004), Reach(100, 9.0)])
+    assert (choice.first, choice.end) == (0, 50)
+
+
+@pytest.mark.parametrize(
+    ("offer", "loads", "pulls"),
+    [
+        (Offer(100, 0.1, 0.001), False, True),
+        (Offer(100, 0.1, 0.05), True, False),
+        (Offer(20, 0.1, 0.0), True, False),
+    ],
+)
+def test_a_pull_against_a_load(offer: Offer, loads: bool, pulls: bool) -> None:
+    choice = choose_soonest(of(), [Reach(90, 0.005)], offer=offer)
+    assert (choice.loads, choice.pulls) == (loads, pulls)
+
+
+def test_the_rest_after_a_load_is_pulled() -> None:
+    choice = choose_soonest(of(), [Reach(60, 0.001)], offer=Offer(100, 0.1, 0.002), meets=False)
+    assert (choice.end, choice.loads, choice.pulls) == (60, True, True)
+
+
+def single_choices(
+    prompt: Prompt, tiers: list[Reach], queue_s: float, offer: Offer | None
+) -> list[float]:
+    """Costs of computing, loading or pulling alone."""
+    ends = [(0.0, prompt.num_held)]
+    for end in (tier.num_blocks for tier in tiers if tier.num_blocks > prompt.num_held):
+        ends.append((queue_s + load_seconds(tiers, prompt.num_held, end), end))
+    if offer is not None and offer.num_blocks > prompt.num_held:
+        moved = offer.num_blocks - prompt.num_held
+        ends.append((offer.latency_s + moved * offer.block_s, offer.num_blocks))
+    return [
+        max(prompt.queue_s, there_s) + (1 + prompt.num_delayed) * prompt.compute_s(end)
+        for there_s, end in ends
+    ]
+
+
+@given(prompts, reaches, seconds, offers, st.booleans())
+def test_never_worse_than_the_best_single_choice(
+    prompt: Prompt, tiers: list[Reach], queue_s: float, offer: Offer | None, meets: bool
+) -> None:
+    found = choose_soonest(prompt, tiers, load_queue_s=queue_s, offer=offer, meets=meets)
+    assert found.cost_s <= SLACK * min(single_choices(prompt, tiers, queue_s, offer))
+    assert found.seconds <= SLACK * found.cost_s
+    assert prompt.num_held <= found.first
+    if found.loads:
+        assert found.end <= max(tier.num_blocks for tier in tiers)
+        assert meets or found.first == prompt.num_held
+
+
+@given(prompts, reaches, seconds)
+def test_no_other_meeting_point_is_sooner(
+    prompt: Prompt, tiers: list[Reach], queue_s: float
+) -> None:
+    prompt = msgspec.structs.replace(prompt, num_delayed=0)
+    found = choose_soonest(prompt, tiers, load_queue_s=queue_s)
+    for end in {tier.num_blocks for tier in tiers}:
+        for first in range(prompt.num_held, end):
+            computed_s = prompt.queue_s + prompt.compute_s(prompt.num_held, first)
+            loaded_s = queue_s + load_seconds(tiers, first, end)
+            other_s = max(computed_s, loaded_s) + prompt.compute_s(end)
+            assert found.seconds <= SLACK * other_s
+
+
+@given(prompts, reaches, seconds, offers, st.floats(0, 1), st.data())
+def test_a_faster_way_never_costs_more(
+    prompt: Prompt,
+    tiers: list[Reach],
+    queue_s: float,
+    offer: Offer | None,
+    times: float,
+    data: st.DataObject,
+) -> None:
+    """Nobody is delayed: what is weighed is the time of this prompt alone."""
+    prompt = msgspec.structs.replace(prompt, num_delayed=0)
+
+    def cost(prompt: Prompt, tiers: list[Reach], queue_s: float, offer: Offer | None) -> float:
+        choice: Choice = choose_soonest(prompt, tiers, load_queue_s=queue_s, offer=offer)
+        return choice.cost_s
+
+    before = cost(prompt, tiers, queue_s, offer)
+    faster = [Reach(tier.num_blocks, tier.block_s * times) for tier in tiers]
+    nearer = offer and Offer(offer.num_blocks, offer.latency_s * times, offer.block_s * times)
+    quicker = msgspec.structs.replace(prompt, rate=prompt.rate.stretched(times))
+    assert cost(prompt, faster, queue_s, offer) <= SLACK * before
+    assert cost(prompt, tiers, queue_s * times, offer) <= SLACK * before
+    assert cost(prompt, tiers, queue_s, nearer) <= SLACK * before
+    assert cost(quicker, tiers, queue_s, offer) <= SLACK * before
