@@ -2,29 +2,29 @@
 
     python benchmarks/tier_policies.py [--requests 3000] [--seed 0]
 
-Agents of a few kinds share their kind's system prompt. A session asks again and again, with its
-whole conversation and a tool's result at the end, and pauses while the tool runs. Between them come
-prompts that nobody repeats. The working set is the most blocks that open sessions have at once; the
-device's pool holds a tenth of it. The pool, the tier and its policies are the engine's own; blocks
-have one byte, and an infinite cache is an infinite tier. Writes
-benchmarks/results/tier_policies.json.
+The device's pool holds a tenth of the trace's working set (agents_trace.py). The pool, the tier and
+its policies are the engine's own; blocks have one byte, and an infinite cache is an infinite tier.
+With pins, a session's prompt is pinned for a minute, in the pool and in the tier, while its tool
+runs. Beside them stands LMCache's policy: whole chunks of 256 tokens, all of which are taken, and
+the least recently used of which is evicted. Writes benchmarks/results/tier_policies.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
+from typing import Protocol
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.agents_trace import BLOCK, Request, Trace
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.keep_policy import keep_policy
@@ -32,60 +32,27 @@ from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 
 RESULTS = Path(__file__).parent / "results" / "tier_policies.json"
-BLOCK = 16
-KINDS, SYSTEM = 5, (60, 200)  # kinds of agents, and blocks of a system prompt
-TURNS, GROWTH = (4, 20), (4, 40)  # of a session, and blocks that a turn adds
-ONCE, ONCE_SHARE = (30, 200), 0.35  # blocks of a prompt that nobody repeats, and their share
-OPEN = 40  # sessions at once
 DEVICE = 0.1  # of the working set
 SIZES = (0.25, 0.5, 1.0)  # of a tier, in working sets
-POLICIES = {"lru": ("lru", False), "prefix": ("prefix", False), "value": ("value", False)}
-POLICIES |= {"value, sessions kept": ("value", True)}
+PIN_S, PIN_SHARE = 60.0, 0.5
+CHUNK = 256 // BLOCK  # blocks, as LMCache 0.5.6 has them by default
 
 
 @dataclass(frozen=True)
-class Request:
-    hashes: list[bytes]
-    in_session: bool
+class Policy:
+    name: str  # of --kv-tier-policy
+    knows_sessions: bool = False
+    pins: bool = False  # what waits for a tool
 
 
-@dataclass(order=True)
-class Session:
-    at: float  # of its next request
-    hashes: list[bytes] = field(compare=False)
-    turns_left: int = field(compare=False)
-
-
-class Trace:
-    """Requests in their order; `working_set` is known when all were made."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = Random(seed)
-        self._systems = [self._fresh(SYSTEM) for _ in range(KINDS)]
-        self.working_set = 0
-
-    def requests(self, count: int) -> Iterator[Request]:
-        sessions = [self._open(self._rng.random() * 60) for _ in range(OPEN)]
-        heapq.heapify(sessions)
-        for _ in range(count):
-            if self._rng.random() < ONCE_SHARE:
-                yield Request(self._fresh(ONCE), in_session=False)
-                continue
-            session = heapq.heappop(sessions)
-            session.hashes += self._fresh(GROWTH)
-            yield Request(list(session.hashes), in_session=True)
-            self.working_set = max(
-                self.working_set, len({h for each in (session, *sessions) for h in each.hashes})
-            )
-            session.turns_left -= 1
-            session.at += self._rng.lognormvariate(2.0, 1.2)  # a tool: 7 s in the middle
-            heapq.heappush(sessions, session if session.turns_left else self._open(session.at))
-
-    def _open(self, at: float) -> Session:
-        return Session(at, list(self._rng.choice(self._systems)), self._rng.randint(*TURNS))
-
-    def _fresh(self, sizes: tuple[int, int]) -> list[bytes]:
-        return [self._rng.randbytes(16) for _ in range(self._rng.randint(*sizes))]
+POLICIES = {
+    "lru": Policy("lru"),
+    "prefix": Policy("prefix"),
+    "value": Policy("value"),
+    "lru, pins": Policy("lru", pins=True),
+    "value, sessions": Policy("value", knows_sessions=True),
+    "value, sessions, pins": Policy("value", knows_sessions=True, pins=True),
+}
 
 
 class InCall:
@@ -98,24 +65,101 @@ class InCall:
         pass
 
 
-def hits(requests: list[Request], num_blocks: int, num_slots: int, policy: str) -> float:
+class LowerTier(Protocol):
+    def depth(self, hashes: list[bytes]) -> int:
+        """Returns how many first blocks it has."""
+
+    def load(self, request: Request, first: int, table: list[int]) -> None:
+        """Gives blocks from `first` on."""
+
+    def take(self, request: Request) -> None:
+        """The request is computed, and its blocks are referenced still."""
+
+    def settle(self) -> None:
+        """Lets it write what it wants to."""
+
+    def check(self) -> None:
+        """Raises AssertionError if its books are wrong."""
+
+
+class OwnTier:
+    """A tier of the engine's with its policies."""
+
+    def __init__(self, pool: BlockPool, num_slots: int, policy: Policy) -> None:
+        storage = HostStorage(num_slots=num_slots, block_bytes=1)
+        tier = Tier(0, storage, keep_policy(policy.name, num_slots, BLOCK))
+        memory = np.zeros((pool.num_blocks, 1), np.uint8)
+        self._tiers = Tiers(pool, memory, [tier], lambda _: InCall())
+        self._policy = policy
+        self._pools = (pool, tier.pool)
+        for each in self._pools:
+            each.pins.capacity = int(PIN_SHARE * each.num_blocks)
+        self.depth = self._tiers.depth
+
+    def load(self, request: Request, first: int, table: list[int]) -> None:
+        self._tiers.load("", request.blocks, first, table)
+        self._tiers.take_ended()
+
+    def take(self, request: Request) -> None:
+        self._tiers.use(request.blocks, keep=self._policy.knows_sessions and request.in_session)
+        for pool in self._pools:
+            pool.expire_pins(request.at)
+            if self._policy.pins and request.calls_tool:
+                pool.pin(b"", 1, request.blocks, request.at + PIN_S)
+
+    def settle(self) -> None:
+        while self._tiers.has_news:
+            self._tiers.turn()
+            self._tiers.take_events()
+
+    def check(self) -> None:
+        self._tiers.check_integrity()
+
+
+class ChunkTier:
+    """LMCache's: whole chunks by the hash of their last block. Those of a request that were there
+    are touched from its last one to its first one; a new one is the most recently used."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_chunks = num_slots // CHUNK
+        self._chunks: OrderedDict[bytes, None] = OrderedDict()
+
+    def depth(self, hashes: list[bytes]) -> int:
+        names = hashes[CHUNK - 1 :: CHUNK]
+        found = next((i for i, name in enumerate(names) if name not in self._chunks), len(names))
+        return found * CHUNK
+
+    def load(self, request: Request, first: int, table: list[int]) -> None:
+        pass
+
+    def take(self, request: Request) -> None:
+        names = request.blocks[CHUNK - 1 :: CHUNK]
+        for name in reversed(names[: self.depth(request.blocks) // CHUNK]):
+            self._chunks.move_to_end(name)
+        for name in names:
+            self._chunks.setdefault(name)
+            if len(self._chunks) > self._num_chunks:
+                self._chunks.popitem(last=False)
+
+    def settle(self) -> None:
+        pass
+
+    def check(self) -> None:
+        assert len(self._chunks) <= self._num_chunks
+
+
+def hits(requests: list[Request], pool: BlockPool, tier: LowerTier) -> float:
     """Returns the share of blocks that were not computed."""
-    name, keeps_sessions = POLICIES[policy]
-    pool = BlockPool(num_blocks)
-    storage = HostStorage(num_slots=num_slots, block_bytes=1)
-    tier = Tier(0, storage, keep_policy(name, num_slots, BLOCK))
-    tiers = Tiers(pool, np.zeros((num_blocks, 1), np.uint8), [tier], lambda _: InCall())
     num_hits = num_asked = 0
-    for number, request in enumerate(requests):
-        hashes = request.hashes
+    for request in requests:
+        hashes = request.blocks
         here = len(pool.match(hashes))
-        depth = max(here, tiers.depth(hashes))
+        depth = max(here, tier.depth(hashes))
         found = pool.reserve(hashes[:here], len(hashes))
         assert found is not None
         table = found.block_table
         if depth > here:
-            tiers.load(str(number), hashes, here, table[here:depth])
-            tiers.take_ended()
+            tier.load(request, here, table[here:depth])
         for i in range(here, len(hashes)):
             table[i] = pool.store(
                 table[i],
@@ -123,15 +167,13 @@ def hits(requests: list[Request], num_blocks: int, num_slots: int, policy: str) 
                 parent_hash=hashes[i - 1] if i else b"",
                 block_hash=hashes[i],
             )
-        tiers.use(hashes, keep=keeps_sessions and request.in_session)
+        tier.take(request)
         pool.release(table)
-        while tiers.has_news:
-            tiers.turn()
-            tiers.take_events()
+        tier.settle()
         num_hits += depth
         num_asked += len(hashes)
     pool.check_integrity([])
-    tiers.check_integrity()
+    tier.check()
     return num_hits / num_asked
 
 
@@ -145,19 +187,27 @@ def main() -> None:
     args = parser.parse_args()
     trace = Trace(args.seed)
     requests = list(trace.requests(args.requests))
-    num_blocks = max(int(DEVICE * trace.working_set), max(len(r.hashes) for r in requests) + 64)
-    all_blocks = len({h for request in requests for h in request.hashes})
-    infinite = hits(requests, num_blocks, all_blocks, "lru")
+    num_blocks = max(int(DEVICE * trace.working_set), max(len(r.blocks) for r in requests) + 64)
+    all_blocks = len({b for request in requests for b in request.blocks})
+
+    def own(size: int, policy: Policy) -> float:
+        pool = BlockPool(num_blocks)
+        return hits(requests, pool, OwnTier(pool, size, policy))
+
+    infinite = own(all_blocks, POLICIES["lru"])
     results = {"requests": len(requests), "seed": args.seed, "working_set": trace.working_set}
     results |= {"device": num_blocks, "blocks": all_blocks, "infinite": infinite}
     print(json.dumps(results))
+    sizes = {size: int(size * trace.working_set) for size in SIZES}
     rows = {}
-    for policy in POLICIES:
-        rows[policy] = {
-            str(size): hits(requests, num_blocks, int(size * trace.working_set), policy)
-            for size in SIZES
-        }
-        print(policy, {size: f"{share / infinite:.3f}" for size, share in rows[policy].items()})
+    for name, policy in POLICIES.items():
+        rows[name] = {str(size): own(slots, policy) for size, slots in sizes.items()}
+    rows["LMCache"] = {
+        str(size): hits(requests, BlockPool(num_blocks), ChunkTier(slots))
+        for size, slots in sizes.items()
+    }
+    for name, row in rows.items():
+        print(name, {size: f"{share / infinite:.3f}" for size, share in row.items()})
     args.output.write_text(json.dumps(results | {"hits": rows}, indent=1) + "\n")
 
 

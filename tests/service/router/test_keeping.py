@@ -120,6 +120,20 @@ async def test_an_answer_with_tool_calls_is_kept_while_they_run(
             worker.keep_reason = ""
 
 
+async def test_a_named_function_ends_with_stop_and_is_kept_too(router: RunningRouter) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    _, request_id = await ask(router, CALL, tools=[TOOL], tool_choice=named)
+    record = router.router.generator.requests.find(request_id)
+    assert record.outcome == "stop"
+    assert (await kept(router)).retention.pin_s == 60
+    assert (await kept_of(router, request_id))["why_not"] == ""
+
+
+async def test_text_beside_tools_is_not_kept(router: RunningRouter) -> None:
+    _, request_id = await ask(router, "It rains.", tools=[TOOL])
+    assert router.router.generator.requests.find(request_id).kept == {}
+
+
 async def test_grpc_has_the_same_wishes(router: RunningRouter) -> None:
     for worker in router.workers:
         worker.submitted.clear()

@@ -22,6 +22,7 @@ from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import StepReport
 from tandem.perf_model.rates import PrefillRate
+from tandem.retention import Retention
 from tests.engine_machine import EngineMachine
 
 
@@ -65,19 +66,27 @@ class Machine(EngineMachine):
         max_tokens_per_step=st.integers(1, 9),
         policy=st.sampled_from(["lru", "prefix", "value"]),
         block_s=st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]),
+        pin_share=st.sampled_from([0.0, 0.5, 1.0]),
     )
     def start(  # type: ignore[override]
-        self, host_slots: int, disk_slots: int, policy: str, block_s: float, **limits: int
+        self,
+        host_slots: int,
+        disk_slots: int,
+        policy: str,
+        block_s: float,
+        pin_share: float,
+        **limits: int,
     ) -> None:
         self.block_s = block_s
         self.slots, self.policy = (host_slots, disk_slots), policy
+        self.pin_share = pin_share
         self.threads: dict[str, HeldThread] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="tiers-"))
         EngineMachine.start.__wrapped__(self, **limits)  # type: ignore[attr-defined]
         self.tiers = self.engine._tiers
         self.now = 1.0
         self.told: dict[str, dict[bytes, bytes]] = {}  # block hash -> parent hash, by tier
-        self.tiers.clock = lambda: self.now
+        self.tiers.clock = self.engine.kept.clock = lambda: self.now
         self.tiers.turn_s = 60.0
         # Whatever the clock says: what comes soonest follows from these prices alone.
         rate = PrefillRate(step_s=0.5, token_s=1.0, token_context_s=0.0)
@@ -90,6 +99,7 @@ class Machine(EngineMachine):
         block_bytes = 8 * block_size
         found: dict[str, Any] = {"kv_host_bytes": host_slots * block_bytes}
         found["kv_tier_policy"] = self.policy
+        found["kv_pin_share"] = self.pin_share
         if disk_slots:
             found["kv_disk_path"] = str(self.folder)
             found["kv_disk_bytes"] = HEADER_BYTES + disk_slots * (block_bytes + RECORD_BYTES)
@@ -107,6 +117,16 @@ class Machine(EngineMachine):
     @rule(seconds=st.sampled_from([STALL_S / 2, STALL_S * 2]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
+
+    @rule(weight=st.sampled_from([1, 3]), index=st.integers(0, 9))
+    def keep(self, weight: int, index: int) -> None:
+        """Pins a chain for one of two tenants: that of its first block."""
+        if chains := self.engine.hot_prefixes(99):
+            chain = chains[index % len(chains)]
+            retention = Retention(pin_s=STALL_S, weight=weight)
+            tenant = b"a" if chain[0] < b"\x80" else b"b"
+            kept = self.engine.kept.keep(tenant, retention, chain)
+            assert kept.num_blocks == len(chain) or kept.reason
 
     @precondition(lambda self: self.slots[1])
     @rule(is_full=st.booleans())

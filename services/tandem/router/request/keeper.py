@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ASKED_MAX = 256  # at once
-TOOL_CALLS = "tool_calls"
 
 
 class Keeper:
@@ -34,11 +33,11 @@ class Keeper:
         self._tool_pin_s = tool_pin_s
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def on_end(self, job: Job, finish_reason: str, record: "RequestRecord") -> None:
-        """Has the KV of a completion kept, if it is to be."""
+    def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
+        """Has the KV of a completion kept, if its request asks for it or its client runs tools."""
         client, worker = job.request.client, job.worker
         pin_s = client.retention.pin_s
-        if finish_reason == TOOL_CALLS:
+        if waits_for_tools:
             pin_s = max(pin_s, self._tool_pin_s)
         compatibility = self._view.compatibility()
         if not pin_s or worker is None or compatibility is None:

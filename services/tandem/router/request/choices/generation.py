@@ -33,6 +33,7 @@ class Choice:
     text: TextStream
     num_sent: int = 0  # tokens
     is_begun: bool = False
+    has_calls: bool = False  # of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,13 @@ class Generation:
                 else:
                     piece = choice.text.push(step.token_ids, step.finish_reason)
                 self._note(choice, len(piece.token_ids))
+                choice.has_calls |= bool(piece.tool_calls)
                 if piece.finish_reason:
                     # Before the last delta, so that the worker is free however slow the client is,
                     # and a client that asks again at once finds its tenant's limits as they are.
                     await steps.aclose()
-                    self._means.keeper.on_end(choice.job, piece.finish_reason, self._record)
+                    waits_for_tools = choice.has_calls and piece.finish_reason != "length"
+                    self._means.keeper.on_end(choice.job, self._record, waits_for_tools)
                 yield self._delta(choice, piece, step.logprobs)
                 if piece.finish_reason:
                     return
