@@ -91,19 +91,24 @@ def attend(
             if WINDOW:
                 is_seen &= keys[None, :] > last_keys[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
-        new_maxima = tl.maximum(maxima, tl.max(scores, 1))
-        base = new_maxima
-        if WINDOW:  # a row that has seen nothing yet
-            base = tl.where(base == float("-inf"), 0.0, base)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(maxima - base)
-        sums = sums * shrink + tl.sum(weights, 1)
-        accumulator = accumulator * shrink[:, None]
+        weights, accumulator, sums, maxima = weigh(scores, accumulator, sums, maxima, WINDOW)
         if has_scales(kv):
             weights = weights * (v_scales.to(tl.float32) * unit(kv))[None, :]
         accumulator += product(weights.to(queries.dtype), read(v, queries.dtype))
-        maxima = new_maxima
     return accumulator, sums, maxima
+
+
+@triton.jit
+def weigh(scores, accumulator, sums, maxima, WINDOW: tl.constexpr):
+    """Returns the weights of a turn's scores, and the state to add their values to: rescaled, and
+    with the turn in its sums and maxima."""
+    new_maxima = tl.maximum(maxima, tl.max(scores, 1))
+    base = new_maxima
+    if WINDOW:  # a row that has seen nothing yet
+        base = tl.where(base == float("-inf"), 0.0, base)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(maxima - base)
+    return weights, accumulator * shrink[:, None], sums * shrink + tl.sum(weights, 1), new_maxima
 
 
 @triton.jit

@@ -59,8 +59,6 @@ def decode_attention(
         partials = queries.new_empty((*shape, head_dim), dtype=torch.float32)
         log_sums = queries.new_empty(shape, dtype=torch.float32)
     block_d = max(16, next_power_of_2(head_dim))
-    has_sinks = sinks is not None
-    given_sinks = queries if sinks is None else sinks  # a pointer in any case
     check_scales(layer_kv, scales)
     _attend_split[(num_seqs, num_kv_heads, num_splits)](
         queries,
@@ -70,7 +68,7 @@ def decode_attention(
         context_lens,
         partials,
         log_sums,
-        given_sinks,
+        queries if sinks is None else sinks,  # a pointer in any case
         queries.stride(0),
         layer_kv.stride(0),
         layer_kv.stride(1),
@@ -85,33 +83,51 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=(cap or 0.0) * LOG2_E.value,
-        HAS_SINKS=has_sinks and num_splits == 1,
+        HAS_SINKS=sinks is not None and num_splits == 1,
         DEVICE=device_name(queries.device),
     )
     if num_splits > 1:
-        _weigh_splits[(num_seqs, num_heads)](
-            partials,
-            log_sums,
-            out,
-            given_sinks,
-            num_splits,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            SPLITS=next_power_of_2(num_splits),
-            HAS_SINKS=has_sinks,
-        )
+        join_splits(partials, log_sums, out, sinks)
     return out
 
 
+def join_splits(
+    partials: torch.Tensor,
+    log_sums: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Weighs partial results [B, heads, splits, D] together into `out`, [B, heads, D].
+
+    log_sums    [B, heads, splits], in base 2; -inf: nothing is in the range
+    """
+    num_seqs, num_heads, num_splits, head_dim = partials.shape
+    _weigh_splits[(num_seqs, num_heads)](
+        partials,
+        log_sums,
+        out,
+        out if sinks is None else sinks,  # a pointer in any case
+        num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        SPLITS=next_power_of_2(num_splits),
+        HAS_SINKS=sinks is not None,
+    )
+
+
 def choose_num_splits(
-    num_seqs: int, num_kv_heads: int, context_len_max: int, device: torch.device
+    num_seqs: int,
+    num_kv_heads: int,
+    context_len_max: int,
+    device: torch.device,
+    programs: int = _PROGRAMS_PER_MULTIPROCESSOR,
 ) -> int:
-    """Enough for the programs to fill the card a few times over; a power of 2.
+    """Enough for each multiprocessor to get so many programs; a power of 2.
 
     A function of nothing that changes from step to step, because CUDA graphs fix it. Ranges follow
     each context's length, so a short one is not cut finer than a turn of keys.
     """
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // (num_seqs * num_kv_heads)
+    wanted = programs * num_multiprocessors(device) // (num_seqs * num_kv_heads)
     useful = max(1, context_len_max // 64)
     return 1 << (max(1, min(wanted, useful, _SPLITS_MAX)).bit_length() - 1)
 

@@ -22,7 +22,7 @@ from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
 from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
-_SMALL_TOKENS = 256  # fewer are tuned apart
+SMALL_TOKENS = 256  # fewer are tuned apart
 
 
 def prefill_attention(
@@ -80,7 +80,7 @@ def prefill_attention(
         layer_kv.stride(2),
         block_tables.stride(0),
         (head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
-        2 if num_tokens <= _SMALL_TOKENS else 3,
+        2 if num_tokens <= SMALL_TOKENS else 3,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
@@ -142,7 +142,7 @@ def _attend_chunks(
 ):
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq, start, num_queries, first_row = _tile_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
+    seq, start, num_queries, first_row = tile_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
     if first_row < 0:
         return
     context_len = tl.load(context_lens + seq)
@@ -204,7 +204,7 @@ def _attend_chunks(
 
 
 @triton.jit
-def _tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
+def tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
     """Returns (sequence, its first query, its number of queries, the tile's first row).
 
     A negative row says that the program has no tile.

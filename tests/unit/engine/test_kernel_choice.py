@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from tandem.errors import ConfigError
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 CUDA = torch.device("cuda")
-MODEL = cast(Any, SimpleNamespace(latent=None))  # Triton takes every model but latent ones
+MODEL = cast(Any, SimpleNamespace(latent=None))  # Triton takes every model
 
 
 def program(folder: Path, name: str) -> None:
@@ -45,13 +46,14 @@ def test_without_a_c_compiler_torch_computes_and_it_is_said(
         choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, MODEL)
 
 
-def test_latent_attention_is_computed_by_torch(path: Path) -> None:
+def test_latent_attention_needs_fast_numerics(path: Path) -> None:
     program(path, "gcc")
     latent = cast(Any, SimpleNamespace(latent=object()))
-    assert choose_kernels(EngineConfig(model="m"), CUDA, MODEL) == "triton"
-    assert choose_kernels(EngineConfig(model="m"), CUDA, latent) == "torch"
-    with pytest.raises(ConfigError, match="no triton kernels for this: only the native and"):
-        choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, latent)
+    assert choose_kernels(EngineConfig(model="m"), CUDA, latent) == "triton"
+    invariant = EngineConfig(model="m", numerics="invariant")
+    assert choose_kernels(invariant, CUDA, latent) == "torch"
+    with pytest.raises(ConfigError, match="no triton kernels for this: the invariant numerics"):
+        choose_kernels(replace(invariant, kernels="triton"), CUDA, latent)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])

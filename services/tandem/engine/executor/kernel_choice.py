@@ -39,8 +39,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
         return f"the device is {device.type}" if device.type != "cpu" else why_not_native(model)
     if chosen != "triton":
         return ""
-    if model.latent is not None:
-        return "only the native and torch kernels know latent attention"
+    if model.latent is not None and config.kv_dtype == "int8":
+        return "only the native and torch kernels read int8 KV of latent attention"
     if config.kv_dtype in ("k8v4", "int4"):
         return (
             f"only the native and torch kernels read {config.kv_dtype} KV; "

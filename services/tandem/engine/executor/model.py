@@ -23,6 +23,7 @@ from tandem.engine.executor.step_lora import NO_LORA, StepLora
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
 from tandem.models.config import GateClamp, ModelConfig
 from tandem.models.experts import Experts
+from tandem.models.families import ExpertForm
 from tandem.models.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
 from tandem_kernels.dispatch import Angles, Attention, Kernels
@@ -168,7 +169,8 @@ class Decoder:
 
     def _experts(self, experts: Experts, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
         """Sums a row's experts in their order, each of which computes its rows together."""
-        chosen, shares = self._choose(experts, weights, x)
+        logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
+        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         out = torch.zeros_like(x, dtype=torch.float32)
         if weights.shared is not None:
             out += self._mlp(0, weights.shared, x, NO_LORA)
@@ -180,23 +182,6 @@ class Decoder:
             part = self._mlp(0, mlp, x[padded], NO_LORA)[: len(rows)]
             out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
         return out.to(x.dtype)
-
-    def _choose(
-        self, experts: Experts, weights: ExpertWeights, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the experts of each row, and their weights."""
-        logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
-        if self._config.expert_form != "deepseek":
-            return choose_experts(logits, experts.top_k, experts.is_normalized)
-        groups = experts.groups
-        return choose_in_groups(
-            logits,
-            experts.top_k,
-            is_normalized=experts.is_normalized,
-            groups=(groups.num, groups.top) if groups else None,
-            scale=experts.scale,
-            correction=weights.correction,
-        )
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
@@ -241,6 +226,23 @@ class Decoder:
 def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
     return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+
+
+def choose(
+    form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the experts of each row, and their weights, from a router's logits."""
+    if form != "deepseek":
+        return choose_experts(logits, experts.top_k, experts.is_normalized)
+    groups = experts.groups
+    return choose_in_groups(
+        logits,
+        experts.top_k,
+        is_normalized=experts.is_normalized,
+        groups=(groups.num, groups.top) if groups else None,
+        scale=experts.scale,
+        correction=correction,
+    )
 
 
 def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:

@@ -2,26 +2,32 @@
 
     x += delta, normed     one kernel: residual and norm       delta: what the part before adds
     q, k, v                one product
-    rotate and store       one kernel: norms of heads, rope, cache write
-    attention              one launch for single tokens, one for chunks
+    attention              triton_attention.py; triton_latent.py with latents
     silu(gate) * up        one kernel
 
 Norms after attention and the MLP, and norms of all heads as one, are kernels of their own. Experts
-are two products, each one launch for all of them.
+are in triton_experts.py.
 
 Only views and launches, nothing that waits for the device: a CUDA graph can record it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from tandem.engine.cache.kv_groups import layer_places
-from tandem.engine.executor.model import embedding_multiplier, final_logits, rope_tables
+from tandem.engine.executor.model import (
+    choose,
+    embedding_multiplier,
+    final_logits,
+    rope_tables,
+)
 from tandem.engine.executor.step_lora import NO_LORA, StepLora
+from tandem.engine.executor.triton_attention import HeadAttention, LayerStep
+from tandem.engine.executor.triton_experts import StackedExperts
 from tandem.engine.executor.triton_inputs import StepViews
+from tandem.engine.executor.triton_latent import LatentAttention
 from tandem.engine.executor.weights import (
     ExpertWeights,
     LayerWeights,
@@ -31,28 +37,31 @@ from tandem.engine.executor.weights import (
 )
 from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts
-from tandem_kernels.experts import choose_experts
-from tandem_kernels.kv_cache import KvPool, LayerKv
+from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul
-from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
-from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
-from tandem_kernels.triton.prefill_attention import prefill_attention
-from tandem_kernels.triton.rope_cache import rotate_and_store
+
+
+def _nothing() -> None:
+    """Waits for nobody."""
 
 
 class TritonDecoder:
     def __init__(self, config: ModelConfig, weights: ModelWeights, max_model_len: int) -> None:
         self._config = config
         self._weights = weights = weights.loaded()
-        self._max_model_len = max_model_len
+        self._attention: HeadAttention | LatentAttention = (
+            HeadAttention(config, max_model_len)
+            if config.latent is None
+            else LatentAttention(config.latent, max_model_len)
+        )
         self._places = layer_places(config)
         device = weights.embedding.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._frequencies = {rope: rope_tables(rope, config.head_dim, device) for rope in ropes}
+        self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         self._experts = [
-            _StackedExperts.of(layer.mlp) if isinstance(layer.mlp, ExpertWeights) else None
+            StackedExperts.of(layer.mlp) if isinstance(layer.mlp, ExpertWeights) else None
             for layer in weights.layers
         ]
         clamp = config.gate_clamp
@@ -65,7 +74,7 @@ class TritonDecoder:
         self,
         step: StepViews,
         pools: Sequence[KvPool],
-        on_kv_launched: Callable[[], object] = lambda: None,
+        on_kv_launched: Callable[[], object] = _nothing,
         lora: StepLora = NO_LORA,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of step.logit_rows, vocab].
@@ -86,24 +95,12 @@ class TritonDecoder:
         for index, (spec, place, layer, stacked) in enumerate(layers):
             normed = self._add_norm(x, delta, layer.attention_norm)
             layer_kv = pools[place.group].layer(place.number)
-            has_head_norms = self._config.qk_norm == "head"
-            queries = rotate_and_store(
+            is_last = layer is self._weights.layers[-1]
+            attended = self._attention.attend(
                 self._project_qkv(normed, index, layer, lora),
-                angles[spec.rope],
-                step.slots[place.group],
-                layer_kv.numbers,
-                num_heads=self._config.num_attention_heads,
-                q_norm=layer.q_norm if has_head_norms else None,
-                k_norm=layer.k_norm if has_head_norms else None,
-                eps=eps,
-                scales=layer_kv.scales,
-                fixed_scales=layer_kv.fixed_scales,
+                LayerStep(step, layer, spec.window, place.group, layer_kv, angles[spec.rope]),
+                on_kv_launched if is_last else _nothing,
             )
-            if layer is self._weights.layers[-1]:
-                on_kv_launched()
-            attended = self._attend(
-                queries, step, layer_kv, place.group, spec.window, layer.sinks
-            ).flatten(1)
             delta = _project(attended, (layer.attention_out,))
             delta = lora.add(index, "attention_out", delta, attended)
             delta = self._scaled(delta, layer.attention_post_norm)
@@ -113,7 +110,7 @@ class TritonDecoder:
             else:
                 assert spec.experts is not None
                 assert stacked is not None
-                delta = self._mix(spec.experts, stacked, layer.mlp.router, normed)
+                delta = self._mix(spec.experts, stacked, layer.mlp, normed)
             delta = self._scaled(delta, layer.mlp_post_norm)
         assert delta is not None
         last, last_delta = x[step.logit_rows], delta[step.logit_rows]
@@ -129,15 +126,16 @@ class TritonDecoder:
         return gated_mul(gate_up, self._config.activation, self._clamp)
 
     def _mix(
-        self, experts: Experts, stacked: "_StackedExperts", router: Linear, x: torch.Tensor
+        self, experts: Experts, stacked: StackedExperts, weights: ExpertWeights, x: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the weighted sum of each row's experts."""
-        logits = linear(x, router.weight, router.bias)
-        chosen, shares = choose_experts(logits, experts.top_k, experts.is_normalized)
-        tiles = tile_by_expert(chosen, experts.num)
-        gated = self._gated(grouped_linear(x, *stacked.gate_up, tiles))
-        parts = grouped_linear(gated, *stacked.down, tiles).view(*chosen.shape, -1)
-        return (parts * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+        """Returns the weighted sum of each row's experts, and what the shared MLP gives."""
+        router = weights.router
+        logits = linear(x.to(router.weight.dtype), router.weight, router.bias)
+        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
+        mixed = stacked.mix(x, chosen, shares, self._gated)
+        if weights.shared is not None:
+            mixed += self._mlp(0, weights.shared, x, NO_LORA)
+        return mixed.to(x.dtype)
 
     def _add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
@@ -170,102 +168,6 @@ class TritonDecoder:
                 part.copy_(rms_norm(part, weight, self._config.rms_norm_eps))
                 first += weight.shape[0]
         return qkv
-
-    def _attend(
-        self,
-        queries: torch.Tensor,
-        step: StepViews,
-        layer_kv: LayerKv,
-        group: int,
-        window: int | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        block_tables = step.block_tables[group]
-        num_single = step.shape.num_single
-        scale, cap = self._config.attention_scale, self._config.attention_cap
-        numbers, scales, _ = layer_kv
-        parts = []
-        if num_single:
-            num_splits = choose_num_splits(
-                num_single,
-                numbers.shape[1],
-                min(self._max_model_len, window or self._max_model_len),
-                queries.device,
-            )
-            parts.append(
-                decode_attention(
-                    queries[:num_single],
-                    numbers,
-                    block_tables[:num_single],
-                    step.context_lens[:num_single],
-                    num_splits=num_splits,
-                    window=window,
-                    scale=scale,
-                    cap=cap,
-                    sinks=sinks,
-                    scales=scales,
-                )
-            )
-        if step.shape.num_chunks:
-            parts.append(
-                prefill_attention(
-                    queries[num_single:],
-                    numbers,
-                    block_tables[num_single:],
-                    step.context_lens[num_single:],
-                    step.query_starts,
-                    window,
-                    scale,
-                    cap,
-                    sinks,
-                    scales,
-                )
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class _Stack(NamedTuple):
-    """One matrix of all experts of a layer."""
-
-    weight: torch.Tensor  # [experts, out, in]
-    bias: torch.Tensor | None  # [experts, out]
-
-    @classmethod
-    def of(cls, matrices: Sequence[Sequence[Linear]]) -> Self:
-        """Stacks the parts of each expert's matrix."""
-        biases = [[p.bias for p in parts if p.bias is not None] for parts in matrices]
-        return cls(
-            _stacked([[part.weight for part in parts] for parts in matrices]),
-            _stacked(biases) if biases[0] else None,
-        )
-
-
-class _StackedExperts(NamedTuple):
-    gate_up: _Stack
-    down: _Stack
-
-    @classmethod
-    def of(cls, weights: ExpertWeights) -> Self:
-        return cls(
-            _Stack.of([mlp.gate_up for mlp in weights.mlps]),
-            _Stack.of([(mlp.down,) for mlp in weights.mlps]),
-        )
-
-
-def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Returns one tensor of all experts: the one that they are views of (load_experts.py), or a
-    copy."""
-    first = parts[0][0]
-    num_bytes = first.numel() * first.element_size()
-    storage = first.untyped_storage().data_ptr()
-    if all(
-        len(each) == 1
-        and each[0].untyped_storage().data_ptr() == storage
-        and each[0].data_ptr() == first.data_ptr() + i * num_bytes
-        for i, each in enumerate(parts)
-    ):
-        return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
-    return torch.stack([torch.cat(list(each)) for each in parts])
 
 
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:

@@ -22,6 +22,9 @@ from tandem_kernels.triton import (
     decode_attention,
     edits,
     grouped_linear,
+    latent_cache,
+    latent_decode,
+    latent_prefill,
     logprobs,
     norm,
     prefill_attention,
@@ -42,6 +45,11 @@ GEMMA2 = MISTRAL | {"CAP": 72.0, "GROUP_SIZE": 2, "HEAD_DIM": 256, "BLOCK_D": 25
 QWEN = LLAMA3 | {"GROUP_SIZE": 7, "HEAD_DIM": 80}
 MIXTRAL = {"NUM_OUT": 28672, "NUM_IN": 4096, "NUM_EXPERTS": 8, "SLOTS_OF_ROW": 2}
 MIXTRAL |= {"COLUMNS": 64, "INPUTS": 64}
+
+LATENTS = {"absorbed": "*bf16", "rotated": "*bf16", "kv": "*bf16", "scale": "fp32"}
+LATENTS |= {"block_tables": "*i32", "context_lens": "*i32"}
+DEEPSEEK = {"NUM_HEADS": 128, "RANK": 512, "BLOCK_RANK": 512, "ROPE": 64}
+DEEPSEEK |= {"BLOCK_SIZE": 16}
 
 HEADS = {
     "NUM_HEADS": 32,
@@ -125,6 +133,22 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             HEADS | {"HAS_NORM": True, "HAS_FIXED": kv is E4M3},
         )
         for kv in ({}, INT8, E4M3)
+    ),
+    (
+        latent_decode._attend_latent_split,
+        LATENTS | {"partials": "*fp32", "log_sums": "*fp32"},
+        DEEPSEEK | {"BLOCK_ROPE": 64, "DEVICE": "card"},
+    ),
+    (
+        latent_prefill._attend_latent_chunks,
+        LATENTS | {"query_starts": "*i32", "out": "*bf16"},
+        DEEPSEEK | {"BLOCK_ROPE": 64, "DEVICE": "card"},
+    ),
+    (
+        latent_cache._rotate_and_store_latents,
+        dict.fromkeys(("queries", "kv", "rotated", "pool", "norm"), "*bf16")
+        | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i32", "eps": "fp32"},
+        DEEPSEEK | {"Q_DIM": 192, "PAIRS": 32, "HEADS": 16},
     ),
     (
         norm._add_rms_norm,

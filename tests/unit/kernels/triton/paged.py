@@ -34,11 +34,13 @@ class Paged:
         block_size: int,
         dtype: str,
         device: torch.device,
+        has_values: bool = True,
     ) -> Paged:
-        """`dtype` is the pool's, as layouts name it."""
+        """`dtype` is the pool's, as layouts name it. Without values, keys are values."""
         counts = [-(-n // block_size) for n in lens]
         num_blocks = sum(counts) + 2
-        layout = BlockLayout(num_blocks, num_kv_heads, LAYERS, block_size, head_dim, dtype)
+        sizes = num_blocks, num_kv_heads, LAYERS, block_size, head_dim
+        layout = BlockLayout(*sizes, dtype, has_values)
         pool = empty_pool(layout, device)
         generator = torch.Generator().manual_seed(1)
         shape = (2, num_blocks * block_size, num_kv_heads, head_dim)

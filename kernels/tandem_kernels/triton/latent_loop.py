@@ -1,0 +1,132 @@
+"""The inner loop of latent attention: a tile of query rows over a range of a sequence's latents.
+
+A token has one row in the pool, its latent and one rotated key, for all heads; its value is the
+latent (arXiv:2405.04434). A turn reads the rows of KEYS tokens once: latents are multiplied with
+the queries for scores, and with the weights for what is attended.
+
+    absorbed  [ROWS, BLOCK_RANK]    W_k^T q of (query, head) pairs; BLOCK_RANK: RANK, padded
+    rotated   [ROWS, BLOCK_ROPE]    the rotated parts of their queries
+    latents   [KEYS, BLOCK_RANK]
+    turned    [BLOCK_ROPE, KEYS]    rotated keys
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.triton.attention_loop import product, weigh
+from tandem_kernels.triton.kv_rows import read
+
+
+class LatentQueries(NamedTuple):
+    """Queries as latents and rotated keys meet them, in one dtype."""
+
+    absorbed: torch.Tensor  # [T, heads, rank]; tokens and heads may be strided
+    rotated: torch.Tensor  # [T, heads, rope], contiguous
+
+    def rows(self, first: int, end: int) -> Self:
+        """Returns those of some tokens."""
+        return self._replace(absorbed=self.absorbed[first:end], rotated=self.rotated[first:end])
+
+
+def check_latents(queries: LatentQueries, layer_kv: torch.Tensor) -> None:
+    """Asserts that rows lie as the kernels read them."""
+    absorbed, rotated = queries
+    assert absorbed.shape[:2] == rotated.shape[:2]
+    assert absorbed.stride(2) == 1
+    assert rotated.is_contiguous()
+    width = absorbed.shape[2] + rotated.shape[2]
+    assert (*layer_kv.shape[1:3], layer_kv.shape[4]) == (1, 1, width)
+    assert layer_kv.stride()[3:] == (width, 1)
+
+
+@triton.jit
+def load_queries(
+    absorbed,
+    rotated,
+    tokens,
+    heads,
+    is_row,
+    stride_token,
+    stride_head,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+):
+    """Returns both parts of the queries of (token, head) rows."""
+    ranks = tl.arange(0, BLOCK_RANK)
+    turns = tl.arange(0, BLOCK_ROPE)
+    at = tokens * stride_token + heads.to(tl.int64) * stride_head
+    q_latent = tl.load(
+        absorbed + at[:, None] + ranks[None, :],
+        mask=is_row[:, None] & (ranks < RANK)[None, :],
+        other=0.0,
+    )
+    q_turned = tl.load(
+        rotated + ((tokens * NUM_HEADS + heads) * ROPE)[:, None] + turns[None, :],
+        mask=is_row[:, None] & (turns < ROPE)[None, :],
+        other=0.0,
+    )
+    return q_latent, q_turned
+
+
+@triton.jit
+def attend_latents(
+    state,
+    tile,
+    first,
+    end,
+    paged,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Returns (accumulator, sums, maxima) after the tokens `first` to `end` of a sequence.
+
+    `tile` is (absorbed, rotated, last_keys); a row sees the tokens up to its last key. Not MASKED:
+    every row sees all of them, and they are whole turns. The first turn of all has to hold a token
+    that each row sees.
+
+    `paged` is (the layer in block 0, the sequence's block table, the stride of a block, the scale
+    in base 2).
+    """
+    accumulator, sums, maxima = state
+    absorbed, rotated, last_keys = tile
+    kv, block_table, stride_block, scale = paged
+    ranks = tl.arange(0, BLOCK_RANK)
+    turns = tl.arange(0, BLOCK_ROPE)
+    is_rank = ranks < RANK
+    is_turn = turns < ROPE
+    for start in range(first, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        if MASKED:
+            is_key = keys < end
+            blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=is_key, other=0)
+        else:
+            blocks = tl.load(block_table + keys // BLOCK_SIZE)
+        tokens = kv + blocks.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * (RANK + ROPE)
+        latents_at = tokens[:, None] + ranks[None, :]
+        turned_at = tokens[None, :] + RANK + turns[:, None]
+        if MASKED:
+            latents = tl.load(latents_at, mask=is_key[:, None] & is_rank[None, :], other=0.0)
+            turned = tl.load(turned_at, mask=is_turn[:, None] & is_key[None, :], other=0.0)
+        else:
+            latents = tl.load(latents_at, mask=is_rank[None, :], other=0.0)
+            turned = tl.load(turned_at, mask=is_turn[:, None], other=0.0)
+        latents = read(latents, absorbed.dtype)
+        scores = product(absorbed, tl.trans(latents))
+        scores = (scores + product(rotated, read(turned, rotated.dtype))) * scale
+        if MASKED:
+            is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
+            scores = tl.where(is_seen, scores, float("-inf"))
+        weights, accumulator, sums, maxima = weigh(scores, accumulator, sums, maxima, 0)
+        accumulator += product(weights.to(absorbed.dtype), latents)
+    return accumulator, sums, maxima

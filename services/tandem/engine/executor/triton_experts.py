@@ -1,0 +1,72 @@
+"""A layer's experts on the Triton kernels: two products, each one launch for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+
+from tandem.engine.executor.weights import ExpertWeights, Linear
+from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
+
+
+class Stack(NamedTuple):
+    """One matrix of all experts of a layer."""
+
+    weight: torch.Tensor  # [experts, out, in]
+    bias: torch.Tensor | None  # [experts, out]
+
+    @classmethod
+    def of(cls, matrices: Sequence[Sequence[Linear]]) -> Self:
+        """Stacks the parts of each expert's matrix."""
+        biases = [[p.bias for p in parts if p.bias is not None] for parts in matrices]
+        return cls(
+            _stacked([[part.weight for part in parts] for parts in matrices]),
+            _stacked(biases) if biases[0] else None,
+        )
+
+
+class StackedExperts(NamedTuple):
+    gate_up: Stack
+    down: Stack
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> Self:
+        return cls(
+            Stack.of([mlp.gate_up for mlp in weights.mlps]),
+            Stack.of([(mlp.down,) for mlp in weights.mlps]),
+        )
+
+    def mix(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        gated: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns the weighted sum of each row's experts, in fp32.
+
+        chosen, shares  [T, top_k]: experts and their weights
+        gated           the activation of gates and ups
+        """
+        tiles = tile_by_expert(chosen, len(self.down.weight))
+        inner = gated(grouped_linear(x, *self.gate_up, tiles))
+        parts = grouped_linear(inner, *self.down, tiles).view(*chosen.shape, -1)
+        return (parts * shares.unsqueeze(-1)).sum(1)
+
+
+def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Returns one tensor of all experts: the one that they are views of (load_experts.py), or a
+    copy."""
+    first = parts[0][0]
+    num_bytes = first.numel() * first.element_size()
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        len(each) == 1
+        and each[0].untyped_storage().data_ptr() == storage
+        and each[0].data_ptr() == first.data_ptr() + i * num_bytes
+        for i, each in enumerate(parts)
+    ):
+        return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack([torch.cat(list(each)) for each in parts])

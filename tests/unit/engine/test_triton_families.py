@@ -1,0 +1,59 @@
+"""Each kind of layer on the Triton kernels, beside transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import StepBatch
+from tests.step_batches import place
+from tests.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+PROMPTS = [
+    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (20, 2)
+]
+WINDOW = {"sliding_window": 8}  # shorter than the longer prompt
+# By family: the kinds of layers that nothing above it has.
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt-oss": WINDOW,  # full and window, sinks, YaRN, biased experts, clamped gates
+    "deepseek-v2": {},  # latents, a dense layer, experts beside a shared MLP
+    "deepseek-v3": {},  # latents of queries, experts in groups with a correction
+    "gemma2": WINDOW,  # caps, norms around, GELU
+    "gemma3": WINDOW,  # norms of heads, ropes by layer, linear rope
+    "granite": {"mlp_bias": True},  # multipliers, biases
+    "olmo2": {},  # norms after, norms over all heads
+    "smollm3": {},  # no rope
+    "phi3-longrope": {"original_max_position_embeddings": 512},  # longrope, partial rope, fused
+    "llama-llama3-tied": {},  # llama3's rope
+}
+OTHERS = ("deepseek-v2-groups", "deepseek-v3-halves", "mixtral", "qwen3-moe", "mistral-window")
+
+
+@pytest.mark.parametrize(
+    "family", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_logits_and_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    folder, reference = make_tiny_model(family, tmp_path, **KINDS.get(family, {}))
+    settings: dict[str, Any] = {"dtype": "float32", "block_size": 8, "kernels": "triton"}
+    runner = ModelRunner(folder, EngineConfig(model="", max_num_seqs=2, **settings))
+    with torch.no_grad():
+        expected = [
+            reference(torch.tensor([prompt], device=reference.device)).logits[0]
+            for prompt in PROMPTS
+        ]
+    sequences = place(runner, PROMPTS)
+    # Chunks, a chunk beside a single token, single tokens, and a chunk after a prefix.
+    for counts in ((11, 0), (5, 1), (1, 1), (3, 0)):
+        going = [i for i in range(2) if counts[i]]
+        logits = runner.forward(StepBatch([sequences[i].take(counts[i]) for i in going])).cpu()
+        wanted = torch.stack([expected[i][sequences[i].done - 1] for i in going])
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
