@@ -8,7 +8,8 @@ tier, with one on disk, with one in host memory, and with a pool for everything 
 take turns. Figures are of each chat's second turn and later: TTFT, the share of prompt tokens that
 were cached, and the time of the tier in the engine's thread for each step.
 
-Then the same without reuse: prompts that nobody repeats. One prompt of 6,000 tokens that has left
+Then prompts that nobody repeats, and documents with several questions each, of which the pool holds
+two and none comes back: a tier only costs there. One prompt of 6,000 tokens that has left
 the pool: loaded from host memory, beside computed, and beside a copy of the same bytes and a step.
 Last, the time between tokens of two streams, while prompts of 512 tokens come every few steps: from
 a tier, or from a pool that holds all. Tokens of all engines are compared. Writes
@@ -48,6 +49,7 @@ WORKING_SET = 1.3  # times the pool
 TIER_BYTES = 4 << 30
 ANSWER = 16  # tokens
 SAYS = 32  # tokens of a user's next turn
+DOCUMENT, QUESTIONS = 1_200, 4  # tokens of a document, and questions about it
 READS_S = 0.3  # between an answer and the next request
 LONG = 6_000  # tokens
 STREAM = 400  # tokens of a stream's answer
@@ -96,7 +98,7 @@ class Client:
         self._num_asked = 0
         self._tier_s = 0.0
         if engine._tiers.tiers:
-            for name in ("turn", "take_ended", "depth", "is_worth", "load"):
+            for name in ("turn", "take_ended", "reach", "load", "reach_of"):
                 setattr(engine._tiers, name, self._timed(getattr(engine._tiers, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,12 +204,21 @@ def ask_new(client: Client, args: argparse.Namespace) -> None:
         client.ask(_random(rng, args.tokens), counts=number >= args.chats)
 
 
+def ask_documents(client: Client, args: argparse.Namespace) -> None:
+    """Long documents, each with several questions in a row, and none comes back after that."""
+    rng = Random(4)
+    for number in range(args.chats):
+        document = _random(rng, DOCUMENT)
+        for _ in range(QUESTIONS):
+            client.ask(document + _random(rng, SAYS), counts=number > 0)
+
+
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns a row for each work and kind of engine."""
     last = args.tokens + args.turns * (ANSWER + SAYS)
     needed = args.chats * (last // BLOCK + 1)
     rows = {}
-    for work in (chat, ask_new):
+    for work in (chat, ask_new, ask_documents):
         found = {kind: Measured() for kind in (*KINDS, BY_VALUE)}
         for number in range(args.rounds):
             for kind in found if number % 2 == 0 else reversed(found):

@@ -51,6 +51,7 @@ def measure_load(
         groups=kv.group_loads(),
         adapters=_measure_adapters(sequences, adapters),
         tiers=tiers.loads(),
+        load_queue_s=tiers.queued_s,
         pins=kept.loads(),
     )
 

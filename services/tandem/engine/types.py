@@ -219,6 +219,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
     adapters: AdapterLoad = AdapterLoad()
     tiers: list[TierLoad] = []
+    load_queue_s: float = 0.0  # until loads from tiers that are under way have ended
     pins: list[PinLoad] = []
 
 

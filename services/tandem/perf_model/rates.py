@@ -93,6 +93,7 @@ class WorkerRates(msgspec.Struct, frozen=True):
     measured: bool = False  # False: the defaults, nothing was seen yet
     windows: tuple[WindowBytes, ...] = ()  # of the layers that have one
     tiers: tuple[TierRate, ...] = ()  # below the KV pool, the fastest first
+    load_queue_s: float = 0.0  # until the loads from tiers that are under way have ended
 
     def moved_bytes(self, num_blocks: float) -> float:
         """Bytes that move for the last `num_blocks` blocks of a prompt, the last one maybe only a

@@ -40,7 +40,7 @@ def test_a_chat_returns_to_the_worker_that_can_load_it() -> None:
         placement = placed([a, b], {"a#disk": 240}, seed)
         assert placement.decode is a
         assert placement.tokens_missing == 4000 - 3840
-        assert "cached=3840/4000 load=240ms" in placement.reason
+        assert "cached=3840/4000 load=227ms" in placement.reason  # 240 ms, but for 13 blocks
         assert placement.prefix_holders == ()  # nobody can pull from a tier
 
 
@@ -52,11 +52,31 @@ def test_of_many_workers_the_one_that_can_load_it_is_found() -> None:
 
 
 def test_a_tier_that_is_slower_than_computing_draws_nobody() -> None:
-    slow = worker("a", rates=rates(("disk", 0.1)))
+    slow = worker("a", rates=rates(("disk", 20.0)))
     assert reuse(WORK, slow, {"a#disk": 240}).num_tokens == 0
-    b = worker("b", rates=rates(("disk", 0.1)))
+    b = worker("b", rates=rates(("disk", 20.0)))
     chosen = {placed([slow, b], {"a#disk": 240}, seed).decode.worker_id for seed in range(40)}
     assert chosen == {"a", "b"}
+
+
+def test_loads_under_way_count() -> None:
+    """Both can load the prompt in 240 ms; one has loads of 9 s under way."""
+    idle, busy = (
+        worker(name, rates=msgspec.structs.replace(rates(("disk", 1e-3)), load_queue_s=queue_s))
+        for name, queue_s in (("idle", 0.0), ("busy", 9.0))
+    )
+    matches = {"idle#disk": 240, "busy#disk": 240}
+    for seed in range(20):
+        assert placed([idle, busy], matches, seed).decode is idle
+    assert reuse(WORK, busy, matches).num_tokens == 0
+
+
+def test_a_slow_tier_helps_while_the_worker_computes() -> None:
+    """A block takes longer to load than to compute: both ends meet before either is through."""
+    slow = worker("a", rates=rates(("disk", 0.05)))
+    reused = reuse(WORK, slow, {"a#disk": 240})
+    assert reused.num_tokens == 3840
+    assert 2.0 < reused.load_s < prefill_seconds(MEASURED, 3840, 0)
 
 
 def test_load_over_prefix_holds_for_tiers_too() -> None:
@@ -71,7 +91,7 @@ def test_load_over_prefix_holds_for_tiers_too() -> None:
     [
         (1e-3, PairRate("nixl", 1e-3, 1e8), "loads"),  # 0.25 s against 0.9 s
         (8e-3, PairRate("nixl", 1e-3, 2e9), "pulls"),  # 2.0 s against 0.05 s
-        (0.1, PairRate("nixl", 1e-3, 2e6), "computes"),  # 25 s and 46 s against 5.6 s
+        (20.0, PairRate("nixl", 1e-3, 2e6), "computes"),  # 20 s for a block, 46 s, or 5.6 s
     ],
 )
 def test_load_pull_or_compute_whichever_is_soonest(

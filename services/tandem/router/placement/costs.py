@@ -33,6 +33,7 @@ from tandem.perf_model.predict import (
     token_seconds,
 )
 from tandem.perf_model.rates import PairRate, WorkerRates
+from tandem.perf_model.soonest import Prompt, Reach, choose_soonest
 from tandem.prefix_index.holders import holder_of
 
 TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the others
@@ -167,8 +168,8 @@ def _adapter_s(work: Work, worker: WorkerSnapshot) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The first tokens of a prompt that a worker does not compute, and what it takes to have them
-    in its pool."""
+    """The first tokens of a prompt that a worker has or loads, and the time until they are in its
+    pool; it may compute some of them while it loads the others."""
 
     num_tokens: int
     load_s: float = 0.0
@@ -176,21 +177,31 @@ class Reuse:
 
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
     """Returns what the worker's pool holds of the prompt, and what it loads from tiers below, where
-    that is sooner than computing. The worker decides by the same rule."""
-    held = cached_tokens(work, worker, matches)
-    at, load_s = matches.get(worker.worker_id, 0), 0.0
-    for tier in worker.rates.tiers:
+    that is sooner than computing. The worker decides by the same function."""
+    held, rates = cached_tokens(work, worker, matches), worker.rates
+    in_pool = matches.get(worker.worker_id, 0)
+    tiers = []
+    for tier in rates.tiers:
         depth = matches.get(holder_of(worker.worker_id, tier.name), 0)
-        if depth > at:
-            load_s += tier.seconds(depth - at, worker.rates.block_bytes)
-            at = depth
-    reached = at * work.block_size
-    if not load_s or reached <= held:
+        if depth > in_pool:
+            tiers.append(Reach(depth, tier.seconds(1, rates.block_bytes)))
+    if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
         return Reuse(held)
-    reached = min(reached, work.num_tokens - 1)
-    if load_s > prefill_seconds(worker.rates, reached, held):
+    choice = choose_soonest(
+        Prompt(
+            work.num_tokens,
+            work.block_size,
+            in_pool,
+            rates.prefill,
+            rates.step_tokens,
+            num_delayed=worker.num_waiting,
+        ),
+        tiers,
+        load_queue_s=rates.load_queue_s,
+    )
+    if not choice.loads:
         return Reuse(held)
-    return Reuse(reached, load_s)
+    return Reuse(min(choice.end * work.block_size, work.num_tokens - 1), choice.there_s)
 
 
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:

@@ -43,7 +43,9 @@ class Rates:
     def on_step(self, report: StepReport) -> None:
         """Takes what the engine measured up to this step, and how long the step was."""
         tiers = tuple(TierRate(tier.name, tier.block_s) for tier in report.load.tiers)
-        self.worker = msgspec.structs.replace(report.rates or self.worker, tiers=tiers)
+        self.worker = msgspec.structs.replace(
+            report.rates or self.worker, tiers=tiers, load_queue_s=report.load.load_queue_s
+        )
         if report.num_prefill_tokens or report.num_decode_tokens:
             faded_s = self._longest_turn_s * _TURN_KEEP
             self._longest_turn_s = max(report.step_ms / 1000, faded_s)
