@@ -103,7 +103,8 @@ async def test_warm_prefix_on_the_decode_side(
     again = await complete_all(cluster, prompts)
     assert [a.token_ids for a in first] == expected
     assert [a.token_ids for a in again] == expected
-    assert [a.cached_tokens for a in again] == [(len(p) - 1) // 16 * 16 for p in prompts]
+    # The answers filled the block in which each prompt ends: all but its last token is there.
+    assert [a.cached_tokens for a in again] == [len(p) - 1 for p in prompts]
     assert blocks_moved(cluster, "nixl") == before
     cluster.wait_idle()
 

@@ -60,4 +60,4 @@ def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path, kv_dtype: KvDtyp
                     assert list(map(_token_ids, found)) == expected, name
         for name, found in answers.items():
             cached = found[0]["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert name == "preempted" or cached == 144, name
+            assert name == "preempted" or cached in (144, 149), name

@@ -58,4 +58,4 @@ def test_five_ways(family: str, redis_server: EmbeddedRedis, tmp_path: Path) -> 
             for answers in (first[name], again[name]):
                 assert list(map(_token_ids, answers)) == expected, name
             cached = again[name][0]["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert name == "preempted" or cached == 144, name
+            assert name == "preempted" or cached in (144, 149), name

@@ -128,6 +128,8 @@ def _show_record(record: Mapping[str, Any]) -> None:
     for name in [name for name in _LATER_STAGES if name in stages]:
         table.add_row(f"{name}, later", f"{stages[name]:.1f}", "")
     screen.print(table)
+    if waited_ms := record["shared_wait_ms"]:
+        screen.print(f"{waited_ms:.1f} ms of its queue: for blocks that other requests computed")
     usage = record["usage"]
     cached = f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached"
     if by_tier := usage.get("cached_tokens_by_tier"):

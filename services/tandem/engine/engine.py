@@ -59,7 +59,7 @@ class Engine:
             runner, num_slots=config.max_loras, rank_max=config.max_lora_rank
         )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
-        self._kv = KvCache(self.layout)
+        self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
         self._new_sequences = new = NewSequences(
             runner, model_fingerprint, self.layout, self._grammars, self._adapters
@@ -90,14 +90,14 @@ class Engine:
         Blocks that consumers wait for go to `on_final` as soon as they are final, before the
         tokens; without it they are in the report.
         """
-        started = time.perf_counter()
-        work = StepWork()
+        started, work = time.perf_counter(), StepWork()
         self._settle_adapters()
         self._tiers.turn()
         self.kept.turn()
         loaded = self._settle_loads()
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
+        self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
             self._pending.admitted(sequence)
         self._pending.tell_final(on_final)
@@ -133,7 +133,7 @@ class Engine:
         self._drop(old, unsafe_blocks)
         self._new_sequences.check(spec)
         new = self._new_sequences.make(spec, old.arrival)
-        new.cached = old.cached
+        new.cached, new.shared_wait_s = old.cached, old.shared_wait_s
         new.num_preemptions = old.num_preemptions
         self._enter(new)
 
@@ -358,7 +358,7 @@ class Engine:
             self._end_if_over(sequence, *new, logprobs=logprobs)
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
-        sequence.store_full_blocks(self._kv, with_tokens=self._config.report_block_tokens)
+        sequence.store_full_blocks(self._kv)
         if used := sequence.take_used():
             self._tiers.use(used, keep=sequence.spec.retention.returns)
 

@@ -40,7 +40,9 @@ class PendingReport:
         return bool(self._report.reserved or self._report.final_blocks)
 
     def admitted(self, sequence: Sequence) -> None:
-        self._report.admitted.append(Admitted(sequence.sequence_id, time.monotonic()))
+        self._report.admitted.append(
+            Admitted(sequence.sequence_id, time.monotonic(), sequence.shared_wait_s)
+        )
         awaits = sequence.status is Status.WAITING_FOR_KV
         if awaits:
             # A window that is to be resumed after the prefix has no blocks beyond it yet.

@@ -27,6 +27,12 @@ them, in which only its last token is missing:
 
     parent [ stored | half-filled: 5 of 8 tokens, more come ]
     fork   [ the same | its own copy, of 4 of its 5 tokens  ]
+
+A sequence that leaves a cached chain inside a block gets a copy of that block, and goes on after
+the tokens that both have:
+
+    chain    [ stored | a b c d e f g h | ... ]
+    sequence [ the same | a b c, copied; u v w, to come ]
 """
 
 from __future__ import annotations
@@ -34,10 +40,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from tandem.block_hash import block_hash, hash_blocks
 from tandem.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.engine.admission import Admission
+from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.loading import Loading
@@ -52,24 +59,6 @@ class Status(Enum):
     WAITING_FOR_KV = "awaiting_kv"
     RUNNING = "running"
     HELD = "held"
-
-
-class BlockCopy(NamedTuple):
-    """Two blocks of a KV group's pool: the KV of one block is copied into the other."""
-
-    source: int
-    target: int
-    group: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """The start of a sequence with what is cached of it."""
-
-    num_cached_blocks: int
-    num_computed_tokens: int
-    resume: int  # it goes on with the token after so many others, once it awaits no KV any more
-    parent: Sequence | None  # it is a fork of this one
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +85,8 @@ class Sequence:
     loading: Loading = field(default_factory=Loading)  # from a tier below the pool
     may_load: bool = True  # from a tier below the pool: until such a load stood still
     num_preemptions: int = 0
+    shared_since: float = 0.0  # WAITING for blocks that another computes (early_reuse.py); 0: not
+    shared_wait_s: float = 0.0  # in all
     is_forked: bool = False  # admitted with all but its last token, thanks to its parent
     # PREFILL_ONLY: predicted, of its consumer's pulls behind what is computed.
     pull_lag_s: float = 0.0
@@ -138,7 +129,7 @@ class Sequence:
         return len(self.token_ids)
 
     def block_tokens(self, index: int) -> list[int]:
-        """Returns the token ids of a full block."""
+        """Returns the token ids of a block, fewer of the last one."""
         return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     @property
@@ -260,47 +251,57 @@ class Sequence:
             new.append(forced)
         return new
 
-    def plan(self, num_cached_blocks: int, parent: Sequence | None) -> Admission:
-        """Returns how it would be admitted with so many first blocks cached."""
-        num_computed, num_tokens = num_cached_blocks * self.block_size, self.num_tokens
-        forked = (
-            parent if parent is not None and self._can_fork(parent, num_cached_blocks) else None
-        )
-        if forked is not None:
-            num_computed = max(num_computed, num_tokens - 1)
-        resume = num_computed
-        if self.mode is Mode.WAITING_FOR_REMOTE_KV:
-            if not forked and num_tokens - num_computed >= self.spec.remote_prefill_min_tokens:
-                resume = self.last_depth * self.block_size
-        elif not forked and self.num_prefix_blocks > num_cached_blocks:
-            resume = self.num_prefix_blocks * self.block_size
-        return Admission(num_cached_blocks, num_computed, resume, forked)
+    def wanted_after(self, num_blocks: int) -> tuple[bytes, list[int]]:
+        """Returns the hash of the last one of so many blocks, and the tokens after it that a copied
+        block may have: at least the last one is computed."""
+        if self.wants_prompt_logits:
+            return b"", []
+        parent_hash = self.block_hashes[num_blocks - 1] if num_blocks else self.chain_root
+        wanted = self.block_tokens(num_blocks)
+        return parent_hash, wanted[:-1] if num_blocks == self.last_depth else wanted
+
+    def plan(
+        self, num_cached_blocks: int, parent: Sequence | None = None, part: BlockPart | None = None
+    ) -> Admission:
+        """Returns how it would be admitted with so many first blocks cached, and after them a part
+        of one. One that awaits KV from outside takes no part: the whole block comes."""
+        start = num_cached_blocks * self.block_size
+        fork = parent and self.fork_part(parent, num_cached_blocks)
+        part = fork or part or NO_PART
+        num_computed = start + part.num_tokens
+        resume, awaits = num_computed, False
+        if self.mode is Mode.PREFILL_ONLY:
+            resume = min(resume, self.last_depth * self.block_size)
+        if fork is None and self.mode is Mode.WAITING_FOR_REMOTE_KV:
+            if self.num_tokens - num_computed >= self.spec.remote_prefill_min_tokens:
+                resume, awaits = self.last_depth * self.block_size, True
+        elif fork is None and self.num_prefix_blocks > num_cached_blocks:
+            resume, awaits = self.num_prefix_blocks * self.block_size, True
+        if awaits:
+            num_computed, part = start, NO_PART
+        return Admission(num_cached_blocks, num_computed, resume, part.sources, fork is not None)
 
     def hold(self, tables: BlockTables, admission: Admission) -> list[BlockCopy]:
-        """Takes its blocks at admission; the first ones have their KV. Returns the copies that make
-        it a fork."""
+        """Takes its blocks at admission; the first ones have their KV. Returns the copies that give
+        it the part of a block."""
         self.tables = tables
         self.num_stored_blocks = num_blocks = admission.num_cached_blocks
         self.num_computed_tokens = admission.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
-        self.is_forked = admission.parent is not None
+        self.is_forked = admission.is_fork
         if self.cached is None and not self.loading.end:
             self.cached = self._countable(CachedTokens(device=self.num_computed_tokens))
-        if admission.parent is None or self.num_computed_tokens == num_blocks * self.block_size:
-            return []
         return [
-            BlockCopy(theirs[num_blocks], own[num_blocks], group)
-            for group, (theirs, own) in enumerate(
-                zip(admission.parent.tables.ids, tables.ids, strict=True)
-            )
+            BlockCopy(source, tables.ids[group][num_blocks], group)
+            for group, source in enumerate(admission.sources)
             if num_blocks >= tables.firsts[group]
         ]
 
-    def _can_fork(self, parent: Sequence, num_blocks: int) -> bool:
-        """Returns whether the parent has all that is missing here after `num_blocks` blocks but the
-        last token, in the one block after those that both share."""
+    def fork_part(self, parent: Sequence, num_blocks: int) -> BlockPart | None:
+        """Returns the part of a parent that has all that is missing here after `num_blocks` blocks
+        but the last token, in the one block after those that both share; None: it has not."""
         start, end = num_blocks * self.block_size, self.num_tokens - 1
-        return (
+        can_fork = (
             end - start <= self.block_size
             and all(first <= num_blocks for first in parent.tables.firsts)
             and end <= parent.num_computed_tokens
@@ -309,6 +310,10 @@ class Sequence:
             and self.block_hashes[:num_blocks] == parent.block_hashes[:num_blocks]
             and self.token_ids[start:end] == parent.token_ids[start:end]
         )
+        if not can_fork:
+            return None
+        sources = tuple(ids[num_blocks] for ids in parent.tables.ids) if end > start else ()
+        return BlockPart(end - start, sources)
 
     def take_prefix(self, num_blocks: int) -> None:
         """The KV of its first `num_blocks` blocks is in place: some of it came from a peer."""
@@ -337,10 +342,8 @@ class Sequence:
             if (reached := self.loading.skip(num_blocks)) > num_blocks:
                 self.num_computed_tokens = reached * self.block_size
 
-    def store_full_blocks(self, kv: KvCache, *, with_tokens: bool) -> None:
-        """Lets others find what became full. A block that is there already takes its place.
-
-        `with_tokens`: the events have the blocks' token ids."""
+    def store_full_blocks(self, kv: KvCache) -> None:
+        """Lets others find what became full. A block that is there already takes its place."""
         num_full_blocks = self.num_computed_tokens // self.block_size
         if num_full_blocks > self.num_stored_blocks:
             kv.store(
@@ -349,7 +352,7 @@ class Sequence:
                 chain_root=self.chain_root,
                 first=self.num_stored_blocks,
                 last=num_full_blocks,
-                block_tokens=self.block_tokens if with_tokens else None,
+                block_tokens=self.block_tokens,
             )
             self.num_stored_blocks = num_full_blocks
         if kv.has_windows:

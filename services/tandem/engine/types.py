@@ -97,6 +97,7 @@ class Admitted(msgspec.Struct, frozen=True):
 
     sequence_id: str
     at: float  # time.monotonic(), the same clock in all processes of a machine
+    shared_wait_s: float = 0.0  # in the queue, for blocks that another sequence computed or pulled
 
 
 class Reserved(msgspec.Struct, frozen=True):

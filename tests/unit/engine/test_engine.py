@@ -54,27 +54,27 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     )
 
 
-def test_the_same_prompt_again_reuses_its_full_blocks() -> None:
+def test_the_same_prompt_again_computes_its_last_token() -> None:
     engine, _ = make_engine()
     outcome = drive_all(engine, make_spec("a", PROMPT))
     engine.add(make_spec("b", PROMPT))
     outcome.take(engine.step())
     assert engine.block_ids("b")[0] == 0
-    assert outcome.reports[-1].num_prefill_tokens == 2
+    assert outcome.reports[-1].num_prefill_tokens == 1
     drive(engine, outcome)
-    assert outcome.ends["b"].num_cached_tokens == 4
+    assert outcome.ends["b"].num_cached_tokens == 5
     assert outcome.token_ids["b"] == outcome.token_ids["a"]
 
 
-def test_a_prompt_cached_whole_computes_its_last_block_in_a_block_of_its_own() -> None:
+def test_a_prompt_cached_whole_computes_its_last_token_in_a_block_of_its_own() -> None:
     engine, runner = make_engine()
     prompt = [*PROMPT, 2, 6]
     drive_all(engine, make_spec("a", prompt))
     before = runner.kv.clone()
     engine.add(make_spec("b", prompt))
     report = engine.step()
-    assert report.num_prefill_tokens == 4
-    assert report.new_tokens == [NewTokens("b", continuation(prompt, 1), "", CachedTokens(4))]
+    assert report.num_prefill_tokens == 1
+    assert report.new_tokens == [NewTokens("b", continuation(prompt, 1), "", CachedTokens(7))]
     # It got the block that was there already, and its own copy is free again.
     assert engine.block_ids("b") == [0, 1]
     assert bool((runner.kv[[0, 1]] == before[[0, 1]]).all())

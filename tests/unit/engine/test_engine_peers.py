@@ -98,6 +98,7 @@ class TestAwaitKv:
 
     def test_nothing_is_shared_before_the_commit(self) -> None:
         engine, runner = make_engine()
+        engine._scheduler.early_reuse.wait_max_s = 0.0
         engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()
         outcome = drive_all(engine, make_spec("b", PROMPT))
@@ -254,6 +255,7 @@ class TestPrefix:
 
     def test_a_twin_takes_the_place_of_what_came(self) -> None:
         engine, runner = make_engine()
+        engine._scheduler.early_reuse.wait_max_s = 0.0
         engine.add(make_spec("a", self.LONG, mode=Mode.PREFILL_ONLY, prefix_blocks=2))
         engine.step()
         drive_all(engine, make_spec("b", self.LONG[:9], max_tokens=1))
@@ -303,6 +305,7 @@ class TestPrefix:
 
     def test_each_way_on_is_for_its_own_mode(self) -> None:
         engine, _ = make_engine()
+        engine._scheduler.early_reuse.wait_max_s = 0.0
         engine.add(make_spec("prefix", self.LONG, prefix_blocks=3))
         engine.add(make_spec("all", self.LONG, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()

@@ -7,7 +7,9 @@ class BlockEvents:
     """Net changes, because a consumer applies all that was stored before all that was removed: a
     block that was stored and removed since is in neither."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_tokens: bool = False) -> None:
+        """`with_tokens`: stored blocks are told of with their token ids."""
+        self._with_tokens = with_tokens
         self._stored: dict[bytes, StoredBlock] = {}  # by hash
         self._removed: dict[bytes, None] = {}
 
@@ -16,6 +18,8 @@ class BlockEvents:
 
     def store(self, block: StoredBlock) -> None:
         """A block can be found from now on; its parents were stored before."""
+        if not self._with_tokens:
+            block = StoredBlock(block.parent_hash, block.block_hash, index=block.index)
         if block.block_hash in self._removed:
             del self._removed[block.block_hash]
         else:

@@ -21,6 +21,9 @@ Three things always hold; `check_integrity` looks at them:
 - A hash names one block. A second block of the same content is never entered: its owner gets the
   first one instead (`store`).
 - A hashed block is full and never written again; only its one owner writes a block without a hash.
+
+A prompt that leaves a cached chain inside a block takes the beginning of that block by a copy: see
+`children`, and `source` of `reserve`.
 """
 
 from collections import Counter
@@ -28,8 +31,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem.engine.cache.block import Block, Copy
+from tandem.engine.cache.block_checks import check_blocks
 from tandem.engine.cache.block_events import BlockEvents
 from tandem.engine.cache.cached_blocks import CachedBlocks
+from tandem.engine.cache.child_blocks import ChildBlocks
 from tandem.engine.cache.pins import Pins
 from tandem.engine.types import StoredBlock
 
@@ -41,8 +46,10 @@ class Reservation:
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
+        """`report_tokens`: the events of stored blocks have their token ids."""
         self.num_blocks = num_blocks
+        self.children = ChildBlocks()  # of the blocks that were stored with their tokens
         self.num_dropped = 0  # CACHED blocks that were evicted without a copy
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
@@ -53,7 +60,7 @@ class BlockPool:
         self._leaving: set[int] = set()
         self._unwritten: dict[int, None] = {}  # hashed, Copy.NONE: in the order of `store`
         self._clock = 0
-        self._events = BlockEvents()
+        self._events = BlockEvents(with_tokens=report_tokens)
 
     @property
     def num_free(self) -> int:
@@ -100,18 +107,23 @@ class BlockPool:
     def find(self, block_hash: bytes) -> int | None:
         return self._by_hash.get(block_hash)
 
-    def can_reserve(self, block_hashes: Iterable[bytes], num_blocks: int) -> bool:
-        return self._fits(self.match(block_hashes), num_blocks)
+    def can_reserve(
+        self, block_hashes: Iterable[bytes], num_blocks: int, source: int | None = None
+    ) -> bool:
+        return self._fits(self.match(block_hashes), num_blocks, source)
 
-    def reserve(self, block_hashes: Iterable[bytes], num_blocks: int) -> Reservation | None:
+    def reserve(
+        self, block_hashes: Iterable[bytes], num_blocks: int, source: int | None = None
+    ) -> Reservation | None:
         """References what is cached of the chain and allocates the rest of `num_blocks`.
 
-        None when there is no room for all of it; then nothing changed.
+        It references `source`, too, if there is one: a block that is to be copied, and released
+        then. None when there is no room for all of it; then nothing changed.
         """
         matched = self.match(block_hashes)
-        if not self._fits(matched, num_blocks):
+        if not self._fits(matched, num_blocks, source):
             return None
-        for block_id in matched:
+        for block_id in matched if source is None else [*matched, source]:
             self._reference(block_id)
         fresh = self.allocate(num_blocks - len(matched))
         assert fresh is not None
@@ -221,8 +233,8 @@ class BlockPool:
         """Lets a full block, final in memory, be found by its hash; parents come before children.
 
         Answers the block that holds this content from now on. When another one did already, the
-        caller's reference moves to that one, and `block_id` is free. `token_ids` and the block's
-        `index` in its chain only go into the event.
+        caller's reference moves to that one, and `block_id` is free. With `token_ids` its beginning
+        can be found. The block's `index` in its chain only goes into the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -241,6 +253,8 @@ class BlockPool:
         block.is_pinned = block_hash in self.pins
         self._by_hash[block_hash] = block_id
         self._unwritten[block_id] = None
+        if token_ids:
+            self.children.add(parent_hash, block_hash, token_ids)
         self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index))
         return block_id
 
@@ -292,8 +306,9 @@ class BlockPool:
             block_id = self._blocks[block_id].parent_id
         return chain[::-1]
 
-    def _fits(self, matched: list[int], num_blocks: int) -> bool:
-        blocks = (self._blocks[block_id] for block_id in matched)
+    def _fits(self, matched: list[int], num_blocks: int, source: int | None) -> bool:
+        kept = matched if source is None else [*matched, source]
+        blocks = (self._blocks[block_id] for block_id in kept)
         unreferenced = sum(
             not block.num_references and block.copy is not Copy.WRITING for block in blocks
         )
@@ -327,6 +342,7 @@ class BlockPool:
         assert block.block_hash is not None, f"block {block_id} is evicted and was not cached"
         del self._by_hash[block.block_hash]
         self._events.remove(block.block_hash)
+        self.children.remove(block.block_hash)
         self._unwritten.pop(block_id, None)
         if block.is_pinned:
             self.pins.forget(block.block_hash)
@@ -347,44 +363,20 @@ class BlockPool:
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError naming what is wrong; `block_tables` are all that reference."""
         expected = Counter(block_id for table in block_tables for block_id in table)
-        children: Counter[int] = Counter()
-        cached = set()
-        for block_id, block in enumerate(self._blocks):
-            assert block.num_references == expected[block_id], (
-                f"block {block_id} has {block.num_references} references, but "
-                f"{expected[block_id]} tables name it"
-            )
-            if block.block_hash is None:
-                assert block.num_references <= 1, f"block {block_id} is shared and has no hash"
-                continue
-            assert self._by_hash.get(block.block_hash) == block_id, (
-                f"the hash of block {block_id} leads to {self._by_hash.get(block.block_hash)}"
-            )
-            assert block.is_pinned is (block.block_hash in self.pins), f"the pin of {block_id}"
-            if not block.num_references:
-                cached.add(block_id)
-            if block.parent_id is not None:
-                children[block.parent_id] += 1
-                parent = self._blocks[block.parent_id]
-                assert parent.block_hash is not None, f"the parent of block {block_id} is gone"
-                assert parent.num_references >= (block.num_references > 0), (
-                    f"block {block_id} is used, its parent {block.parent_id} is not"
-                )
-        self._check_sets(expected, children, cached)
+        cached = check_blocks(self._blocks, self._by_hash, expected)
+        self._check_sets(expected, cached)
 
     def copies(self) -> list[tuple[int, bytes | None, Copy]]:
         """Returns each block with its hash and its copy."""
         return [(i, block.block_hash, block.copy) for i, block in enumerate(self._blocks)]
 
-    def _check_sets(self, expected: Counter[int], children: Counter[int], cached: set[int]) -> None:
-        hashed = sum(block.block_hash is not None for block in self._blocks)
-        assert len(self._by_hash) == hashed, "a hash leads to a block that does not carry it"
-        for block_id, block in enumerate(self._blocks):
-            assert block.num_children == children[block_id], (
-                f"block {block_id} counts {block.num_children} children of {children[block_id]}"
-            )
+    def _check_sets(self, expected: Counter[int], cached: set[int]) -> None:
+        assert self.children.block_hashes() <= self._by_hash.keys(), "a child is gone"
         self._cached.check(cached)
         self.pins.check()
+        for block_hash, block_id in self._by_hash.items():
+            is_pinned = block_hash in self.pins
+            assert self._blocks[block_id].is_pinned is is_pinned, f"the pin of {block_id}"
         unwritten = {i for i, b in enumerate(self._blocks) if b.block_hash and b.copy is Copy.NONE}
         assert self._unwritten.keys() == unwritten, "what has no copy is not what is to be written"
         states = [*self._free, *self._quarantined, *self._leaving, *cached, *expected]

@@ -11,6 +11,7 @@ outside use ids that are unique among the pools (kv_groups.py).
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from tandem.engine.cache.block_copy import BlockCopy, BlockPart
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables
 from tandem.engine.cache.hot_prefixes import hot_prefixes
@@ -23,11 +24,14 @@ from tandem.perf_model.rates import WindowBytes, WorkerRates
 
 
 class KvCache:
-    def __init__(self, layout: KvLayout) -> None:
+    def __init__(self, layout: KvLayout, *, report_tokens: bool = False) -> None:
+        """`report_tokens`: the events of stored blocks have their token ids."""
         self.layout = layout
         self._block_size = layout.block_size
         self.pools: list[BlockPool] = [
-            (BlockPool if group.window is None else WindowPool)(group.layout.num_blocks)
+            (BlockPool if group.window is None else WindowPool)(
+                group.layout.num_blocks, report_tokens=report_tokens
+            )
             for group in layout.groups
         ]
         self._depths = ResumableDepths(layout) if layout.has_windows else None
@@ -67,21 +71,44 @@ class KvCache:
                     break
         return gap
 
+    def find_beginning(self, parent_hash: bytes, token_ids: Sequence[int]) -> BlockPart | None:
+        """Returns the part of a cached block that has the first ones of these tokens after a chain
+        that ends with `parent_hash`; None if no block has the first. References nothing."""
+        for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
+            found = [pool.find(block_hash) for pool in self.pools]
+            sources = tuple(block_id for block_id in found if block_id is not None)
+            if len(sources) == len(found):
+                return BlockPart(num_tokens, sources)
+        return None
+
     def reserve(
-        self, block_hashes: Sequence[bytes], depth: int, *, num_tokens: int, resume: int
+        self,
+        block_hashes: Sequence[bytes],
+        depth: int,
+        *,
+        num_tokens: int,
+        resume: int,
+        sources: Sequence[int] = (),
     ) -> BlockTables | None:
         """References what is cached of the chain's first `depth` blocks, and allocates the rest.
+
+        `sources` are blocks of each group that will be copied into the first of the rest, if the
+        table begins before it. They are referenced, too, until `end_copies`.
 
         The tables cover a sequence of `num_tokens` tokens from what the token after `resume` others
         sees; with a window, as far as a decode step needs it at least. None when there is no room
         for all of it; then nothing changed.
         """
-        if not self.can_reserve(block_hashes, depth, num_tokens=num_tokens, resume=resume):
+        if not self.can_reserve(
+            block_hashes, depth, num_tokens=num_tokens, resume=resume, sources=sources
+        ):
             return None
         tables = BlockTables()
         spans = self._spans(num_tokens, resume)
-        for pool, (first, end) in zip(self.pools, spans, strict=True):
-            found = pool.reserve(block_hashes[first:depth], end - first)
+        for pool, (first, end), source in zip(
+            self.pools, spans, self._copied(sources, spans, depth), strict=True
+        ):
+            found = pool.reserve(block_hashes[first:depth], end - first, source)
             assert found is not None
             assert found.num_cached_blocks == max(0, depth - first), "there was no such hit"
             tables.ids.append([NULL_BLOCK] * first + found.block_table)
@@ -89,13 +116,36 @@ class KvCache:
         return tables
 
     def can_reserve(
-        self, block_hashes: Sequence[bytes], depth: int, *, num_tokens: int, resume: int
+        self,
+        block_hashes: Sequence[bytes],
+        depth: int,
+        *,
+        num_tokens: int,
+        resume: int,
+        sources: Sequence[int] = (),
     ) -> bool:
         """Returns whether there is room for what `reserve` would take."""
+        spans = self._spans(num_tokens, resume)
         return all(
-            pool.can_reserve(block_hashes[first:depth], end - first)
-            for pool, (first, end) in zip(self.pools, self._spans(num_tokens, resume), strict=True)
+            pool.can_reserve(block_hashes[first:depth], end - first, source)
+            for pool, (first, end), source in zip(
+                self.pools, spans, self._copied(sources, spans, depth), strict=True
+            )
         )
+
+    def end_copies(self, copies: Iterable[BlockCopy]) -> None:
+        """Drops the references to blocks that were copied."""
+        for copy in copies:
+            self.pools[copy.group].release([copy.source])
+
+    def _copied(
+        self, sources: Sequence[int], spans: Sequence[tuple[int, int]], depth: int
+    ) -> list[int | None]:
+        """Returns the block that is copied in each group."""
+        if not sources:
+            return [None] * len(spans)
+        pairs = zip(sources, spans, strict=True)
+        return [source if first <= depth else None for source, (first, _) in pairs]
 
     def room_for_import(self, block_hashes: Sequence[bytes], depth: int) -> int:
         """Returns how long a chain of these blocks may be if it evicts nothing and `depth` of them
@@ -158,7 +208,7 @@ class KvCache:
         """Lets others find blocks first..last - 1 of the tables, those before them being stored.
 
         A block that is there already takes the place of a table's own. `block_tokens` are the token
-        ids of a block, by its index, if the events are to have them.
+        ids of a block, by its index, if they are known.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True

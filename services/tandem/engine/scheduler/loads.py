@@ -7,8 +7,9 @@ blocks; how far it goes is decided anew for each step, by how far the load has c
 
 from collections.abc import Iterable
 
+from tandem.engine.admission import Admission
 from tandem.engine.loading import Loading
-from tandem.engine.sequence import Admission, Sequence
+from tandem.engine.sequence import Sequence
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.perf_model.soonest import (
@@ -34,7 +35,7 @@ class Loads:
         `queued_tokens` are computed before its own, and `num_delayed` sequences wait while it
         computes.
         """
-        if not sequence.may_load or admission.parent is not None:
+        if not sequence.may_load or admission.is_fork:
             return Loading()
         held = admission.num_cached_blocks
         tiers = self._tiers.reach(sequence.reusable_hashes)

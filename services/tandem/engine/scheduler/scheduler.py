@@ -30,12 +30,14 @@ from collections.abc import Collection
 from operator import attrgetter
 
 from tandem.engine.adapter_slots import AdapterSlots, Answer
+from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
-from tandem.engine.scheduler.loads import Loads, is_awaited
+from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
+from tandem.engine.scheduler.loads import Loads
 from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
-from tandem.engine.sequence import Admission, Sequence, Status
+from tandem.engine.sequence import Sequence, Status
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.perf_model.step_time import StepTimeModel, StepWork
@@ -65,6 +67,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self.loading: list[Sequence] = []
+        self.early_reuse = EarlyReuse(kv, step_time)
         self._kv = kv
         self._loads = Loads(tiers, step_time, max_tokens_per_step)
         self._step_time = step_time
@@ -126,7 +129,7 @@ class Scheduler:
         if self.running or any(self._loads.find_chunk(s, self._max_tokens) for s in self.loading):
             return True
         oldest = self._next_waiting()
-        return oldest is not None and self._can_admit(oldest, Schedule())
+        return oldest is not None and self._admission(oldest, Schedule()) is not None
 
     def awaits_threads(self) -> bool:
         """Returns True while a waiting sequence's grammar is compiled, or an adapter is read."""
@@ -179,16 +182,21 @@ class Scheduler:
         return len(self.waiting) > num_waiting
 
     def _admit(self, schedule: Schedule) -> None:
-        while (sequence := self._next_waiting()) and self._can_admit(sequence, schedule):
-            admission, hashes = self._plan(sequence), sequence.reusable_hashes
+        while (sequence := self._next_waiting()) and (
+            admission := self._admission(sequence, schedule)
+        ):
             self._plan_load(sequence, admission)
+            if sequence.loading.end:  # whole blocks come
+                admission = sequence.plan(admission.num_cached_blocks)
             tables = self._kv.reserve(
-                hashes,
+                sequence.reusable_hashes,
                 admission.num_cached_blocks,
                 num_tokens=sequence.num_tokens,
                 resume=admission.resume,
+                sources=admission.sources,
             )
             assert tables is not None
+            self.early_reuse.end(sequence)
             schedule.copies += sequence.hold(tables, admission)
             if sequence.loading.end:
                 self.withdraw(sequence)
@@ -224,22 +232,13 @@ class Scheduler:
             if num_tokens and (num_tokens := self._loads.take_chunk(sequence, num_tokens)):
                 schedule.add(sequence, num_tokens)
 
-    def _plan(self, sequence: Sequence) -> Admission:
-        return sequence.plan(self._kv.match(sequence.reusable_hashes), self._parent(sequence))
-
-    def _parent(self, sequence: Sequence) -> Sequence | None:
-        """Returns the sequence that this one may be a fork of. A RUNNING one: its KV is committed,
-        and no read writes its blocks. Nothing is preempted between this and the copy."""
-        name = sequence.spec.fork_of
-        return next((s for s in self.running if name and s.sequence_id == name), None)
-
     def _next_waiting(self) -> Sequence | None:
         """Returns the oldest that lacks neither its grammar nor its adapter, and whose next block
-        is not loaded for another: meanwhile others go first. Not so where adapters' slots are all
+        does not come for another: meanwhile others go first. Not so where adapters' slots are all
         in use: then no younger one with an adapter goes first, or a slot might never be free."""
         is_full = False
         for sequence in self.waiting:
-            if sequence.awaits_grammar or self._awaits_load(sequence):
+            if sequence.awaits_grammar or self._awaits_others(sequence):
                 continue
             if (adapter := sequence.spec.adapter) is None:
                 return sequence
@@ -250,20 +249,36 @@ class Scheduler:
                 is_full = answer is Answer.FULL
         return None
 
-    def _awaits_load(self, sequence: Sequence) -> bool:
-        """Returns whether another sequence is LOADING the first block that it lacks."""
-        if not self.loading:
-            return False
-        hashes = sequence.reusable_hashes
-        depth = self._kv.match(hashes)
-        return depth < len(hashes) and is_awaited(depth, hashes, self.loading)
+    def _awaits_others(self, sequence: Sequence) -> bool:
+        return self.early_reuse.awaits(
+            sequence, running=self.running, awaiting=self.awaiting, loading=self.loading
+        )
 
     def _adapters_in_use(self) -> set[str]:
         of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))
         return {adapter.digest for adapter in of_admitted if adapter is not None}
 
-    def _can_admit(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Returns whether there are a running slot and all its blocks, beside what is planned.
+    def _admission(self, sequence: Sequence, schedule: Schedule) -> Admission | None:
+        """Returns how a sequence starts now; None without a running slot or room for its blocks."""
+        if not self._has_slot(sequence, schedule):
+            return None
+        depth = self._kv.match(hashes := sequence.reusable_hashes)
+        parent = find_parent(sequence, self.running, depth)
+        part = self._kv.find_beginning(*sequence.wanted_after(depth))
+        for each in (part, None):  # the block with the part may be one that has to be evicted
+            admission = sequence.plan(depth, parent, each)
+            if self._kv.can_reserve(
+                hashes,
+                depth,
+                num_tokens=sequence.num_tokens,
+                resume=admission.resume,
+                sources=admission.sources,
+            ):
+                return admission
+        return None
+
+    def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Returns whether there is a running slot beside what is planned.
 
         A sequence that will decode here waits until each step has a place for it and all before it:
         otherwise those that await KV would, as it comes, keep prompts out of every step. One that
@@ -279,15 +294,7 @@ class Scheduler:
             slot = len(queue) + len(self.loading) < self._max_num_seqs
         if not sequence.may_wait_for_remote_kv:
             slot = slot and self._tokens_left(schedule, 0) > 0
-        if not slot:
-            return False
-        admission = self._plan(sequence)
-        return self._kv.can_reserve(
-            sequence.reusable_hashes,
-            admission.num_cached_blocks,
-            num_tokens=sequence.num_tokens,
-            resume=admission.resume,
-        )
+        return slot
 
     @property
     def num_running_slots(self) -> int:

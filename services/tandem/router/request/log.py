@@ -105,6 +105,7 @@ class RequestRecord:
             "decode_worker": routed.placement.decode.worker_id if routed else "",
             "prefill_worker": timings.prefill_worker_id,
             "transport": timings.transport,
+            "shared_wait_ms": _ms(timings.shared_wait_ms / 1000),
             "blocks_pulled": sum(job.progress.timings.blocks_pulled for job in self.jobs),
             "bytes_pulled": sum(job.progress.timings.bytes_pulled for job in self.jobs),
             "usage": {

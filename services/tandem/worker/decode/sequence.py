@@ -79,6 +79,7 @@ class DecodeSequence:
     state: SequenceState = SequenceState.QUEUED
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
+    shared_wait_s: float = 0.0  # before it was admitted, for blocks that others computed or pulled
     first_token_at: float = 0.0
     second_token_at: float = 0.0
     pulled: PullStats | None = None  # by the lease that brought its prompt
@@ -120,7 +121,9 @@ class DecodeSequence:
         queue_s = max(0.0, (self.admitted_at or self.submitted_at) - self.submitted_at)
         if self.pulled is not None:
             queue_s += self.pulled.queue_s
+            self.shared_wait_s += self.pulled.shared_wait_s
         self.timings.queue_ms = queue_s * 1000
+        self.timings.shared_wait_ms = self.shared_wait_s * 1000
         self.timings.prefill_ms = max(0.0, now - self.submitted_at - queue_s) * 1000
 
     def note_second_token(self, now: float) -> None:

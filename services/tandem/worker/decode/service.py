@@ -107,6 +107,7 @@ class DecodeService:
         for admitted in step.admitted:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
                 sequence.admitted_at = sequence.admitted_at or admitted.at
+                sequence.shared_wait_s = admitted.shared_wait_s
         for reserved in step.reserved:
             self._on_reserved(reserved)
         for new_tokens in step.new_tokens:

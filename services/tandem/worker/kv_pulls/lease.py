@@ -36,6 +36,7 @@ class PullStats:
     num_skipped: int = 0  # blocks before the first missing one: here already
     num_bytes: int = 0
     queue_s: float = 0.0  # in the producer's queue
+    shared_wait_s: float = 0.0  # part of it: for blocks that others computed
     pull_s: float = 0.0  # of all pulls together, while others ran or not
     began_at: float = 0.0  # the first of them
     prefilled_at: float = 0.0  # when the first token came
@@ -111,6 +112,7 @@ class ConsumerLease:
             self.stats.prefilled_at = time.monotonic()
             self.stats.cached = cached_of(event.prefilled)
             self.stats.queue_s = event.prefilled.queue_ms / 1000
+            self.stats.shared_wait_s = event.prefilled.shared_wait_ms / 1000
             first_token_id = int(event.prefilled.first_token_id)
             on_first_token(event.prefilled, self.stats)
 

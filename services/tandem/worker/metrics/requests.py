@@ -26,6 +26,11 @@ class RequestMetrics(MetricSet):
     _queue = histogram(
         "tandem_request_queue_time_seconds", "Until the engine had blocks for it", TTFT_S
     )
+    _shared_wait = histogram(
+        "tandem_request_shared_wait_seconds",
+        "Part of the queue time of requests that waited for blocks that others computed",
+        TTFT_S,
+    )
     _prefill = histogram(
         "tandem_request_prefill_time_seconds", "From the queue to the first token", TTFT_S
     )
@@ -51,6 +56,8 @@ class RequestMetrics(MetricSet):
     def on_first_token(self, sequence: DecodeSequence) -> None:
         self._ttft.observe(sequence.first_token_at - sequence.submitted_at)
         self._queue.observe(sequence.timings.queue_ms / 1000)
+        if sequence.timings.shared_wait_ms:
+            self._shared_wait.observe(sequence.timings.shared_wait_ms / 1000)
         self._prefill.observe(sequence.timings.prefill_ms / 1000)
         self._queries.inc(sequence.spec.num_prompt_tokens)
         self._hits.inc(sequence.cached.total)
@@ -68,5 +75,7 @@ class RequestMetrics(MetricSet):
         self._lease.observe(now - lease.opened_at)
         if lease.admitted_at:
             self._queue.observe(lease.queue_s)
+            if lease.shared_wait_s:
+                self._shared_wait.observe(lease.shared_wait_s)
         if lease.prefilled_at:
             self._prefill.observe(lease.prefilled_at - lease.admitted_at)

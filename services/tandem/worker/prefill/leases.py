@@ -27,6 +27,7 @@ class Lease:
     # Times are `time.monotonic()` seconds; 0: not yet.
     opened_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
+    shared_wait_s: float = 0.0  # before it was admitted, for blocks that others computed
     prefilled_at: float = 0.0
     # What the engine brought, and one release: at most one event for each block of the prompt.
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)

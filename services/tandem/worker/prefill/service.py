@@ -75,6 +75,7 @@ class PrefillService:
         for admitted in step.admitted:
             if (lease := self._leases.get(admitted.sequence_id)) is not None:
                 lease.admitted_at = lease.admitted_at or admitted.at
+                lease.shared_wait_s = admitted.shared_wait_s
         for reserved in step.reserved:
             lease = self._leases.get(reserved.sequence_id)
             if lease is not None and lease.plan is not None:
@@ -203,6 +204,7 @@ class PrefillService:
                         first_token_id=event.first_token_id,
                         cached_tokens=event.num_cached_tokens,
                         queue_ms=lease.queue_s * 1000,
+                        shared_wait_ms=lease.shared_wait_s * 1000,
                         prompt_logprobs=map(logprobs_message, event.prompt_logprobs),
                         embedding=event.embedding,
                     )

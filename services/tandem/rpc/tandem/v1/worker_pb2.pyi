@@ -168,7 +168,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[SubmitSequence, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequence, _Mapping]] = ...) -> None: ...
 
 class SequenceTimings(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class SequenceTimings(_message.Message):
     BLOCKS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     SECOND_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_exposed_ms: float
@@ -189,7 +190,8 @@ class SequenceTimings(_message.Message):
     blocks_skipped: int
     transfer_ms: float
     second_token_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ...) -> None: ...
+    shared_wait_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "host", "disk", "peer")
@@ -408,7 +410,7 @@ class BlockChecksum(_message.Message):
     def __init__(self, index: _Optional[int] = ..., xxh3: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("first_token_id", "cached_tokens", "queue_ms", "logprobs", "prompt_logprobs", "embedding", "cached_by_tier")
+    __slots__ = ("first_token_id", "cached_tokens", "queue_ms", "logprobs", "prompt_logprobs", "embedding", "cached_by_tier", "shared_wait_ms")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +418,7 @@ class Prefilled(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    SHARED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     cached_tokens: int
     queue_ms: float
@@ -423,7 +426,8 @@ class Prefilled(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
     embedding: _containers.RepeatedScalarFieldContainer[float]
     cached_by_tier: CachedTokens
-    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[LogprobEntry, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
+    shared_wait_ms: float
+    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[LogprobEntry, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("num_blocks",)

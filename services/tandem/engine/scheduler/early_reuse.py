@@ -1,0 +1,103 @@
+"""Early reuse: a waiting sequence lets another one compute the blocks that both begin with.
+
+    WAITING --the blocks are in the pool--> admitted with them
+            `--the other is gone, or the wait was too long--> admitted, and computes them
+
+A sequence waits for those that hold their blocks: RUNNING, LOADING or awaiting KV from a peer. It
+holds none itself, so nobody waits in a circle on one worker. One that is for a peer waits for no KV
+from a peer: two workers that prefill for each other would wait in a circle.
+"""
+
+import time
+from collections.abc import Iterable
+from itertools import takewhile
+
+from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.scheduler.loads import is_awaited
+from tandem.engine.sequence import Sequence
+from tandem.engine.types import Mode
+from tandem.perf_model.step_time import StepTimeModel
+
+WAIT_MAX_S = 10.0  # for blocks that others compute or pull, from the first time on
+
+
+class EarlyReuse:
+    def __init__(self, kv: KvCache, step_time: StepTimeModel) -> None:
+        self._kv = kv
+        self._step_time = step_time
+        self.wait_max_s = WAIT_MAX_S
+        self.clock = time.monotonic
+
+    def awaits(
+        self,
+        sequence: Sequence,
+        *,
+        running: Iterable[Sequence],
+        awaiting: Iterable[Sequence],
+        loading: Iterable[Sequence],
+    ) -> bool:
+        """Returns whether a waiting sequence leaves the first block that it lacks to another."""
+        if self._awaits_load(sequence, loading):
+            return True
+        hashes = sequence.reusable_hashes
+        sources = [other for other in running if _computes_next_of(other, hashes)]
+        if sequence.mode is not Mode.PREFILL_ONLY:
+            sources += [other for other in awaiting if _pulls_most_of(other, hashes)]
+        if not sources:
+            return False
+        if not sequence.shared_since:
+            num_blocks = max(_num_to_come(other, hashes) for other in sources)
+            if not self._is_worth(num_blocks * sequence.block_size):
+                return False
+            sequence.shared_since = self.clock()
+        return self.clock() - sequence.shared_since < self.wait_max_s
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence is admitted: its wait, if there was one, is over."""
+        if sequence.shared_since:
+            sequence.shared_wait_s += self.clock() - sequence.shared_since
+            sequence.shared_since = 0.0
+
+    def _awaits_load(self, sequence: Sequence, loading: Iterable[Sequence]) -> bool:
+        hashes = sequence.reusable_hashes
+        depth = self._kv.match(hashes) if loading else len(hashes)
+        return depth < len(hashes) and is_awaited(depth, hashes, loading)
+
+    def _is_worth(self, num_tokens: int) -> bool:
+        """Returns whether it takes longer to compute so many tokens than to wait for a step."""
+        rate = self._step_time.prefill_rate
+        return rate is None or num_tokens * rate.token_s >= rate.step_s
+
+
+def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> Sequence | None:
+    """Returns the sequence that one with `depth` cached blocks may be a fork of: its parent, or one
+    that computed blocks for which it waited. A RUNNING one: its KV is committed, and no read
+    writes its blocks. Nothing is preempted between this and the copy."""
+    if name := sequence.spec.fork_of:
+        return next((s for s in running if s.sequence_id == name), None)
+    others = running if sequence.shared_since else ()
+    return next((s for s in others if sequence.fork_part(s, depth)), None)
+
+
+def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
+    """Returns whether the next block that a sequence stores is one of these. A block's hash names
+    all blocks before it, too, and the sequence holds those."""
+    first, theirs = other.num_stored_blocks, other.block_hashes
+    return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
+
+
+def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
+    """Returns whether half of what a sequence awaits, and half of these blocks that are not here,
+    are the same: all that it awaits is here at once, at the end."""
+    if not _computes_next_of(other, hashes):
+        return False
+    num_longer = max(len(hashes), len(other.block_hashes)) - other.num_stored_blocks
+    return 2 * _num_to_come(other, hashes) >= num_longer
+
+
+def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
+    """Returns how many of these blocks the sequence still stores."""
+    pairs = zip(other.block_hashes, hashes, strict=False)
+    return (
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks
+    )
