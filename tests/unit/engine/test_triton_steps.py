@@ -104,12 +104,23 @@ def test_the_same_tokens_as_torch_over_quantized_kv(
         assert (ours.memory == theirs.memory).float().mean() > 0.99
 
 
-def test_adapters_beside_the_base_as_torch_computes_them(tmp_path: Path) -> None:
-    folder, _ = make_tiny_model("llama", tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ALL),
+        pytest.param(
+            "deepseek-v2", ("q_proj", "kv_a_proj_with_mqa", "o_proj"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_adapters_beside_the_base_as_torch_computes_them(
+    family: str, targets: Sequence[str], tmp_path: Path
+) -> None:
+    folder, _ = make_tiny_model(family, tmp_path / "model")
     paths = [tmp_path / name for name in ("one", "two")]
     for seed, path in enumerate(paths):
-        targets = (ALL, ("v_proj",))[seed]
-        write_adapter(path, folder.config, seed=seed, r=4, target_modules=list(targets))
+        modules = (targets, targets[:1])[seed]
+        write_adapter(path, folder.config, seed=seed, r=4 + seed, target_modules=list(modules))
     adapters = [describe(path.name, path, folder.config) for path in paths]
     digests = ["", *(adapter.digest for adapter in adapters)]
     found = []

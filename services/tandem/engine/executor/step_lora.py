@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -11,6 +11,14 @@ from tandem.engine.executor.lora_weights import LoraWeights, Parts
 from tandem_kernels.lora import Product, add_lora
 
 ProductName = Literal["qkv", "attention_out", "gate_up", "down"]
+
+
+class AddsLora(Protocol):
+    """This adds to a step's products what its adapters give them."""
+
+    def add(
+        self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 class StepLora:

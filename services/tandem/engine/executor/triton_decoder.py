@@ -23,7 +23,7 @@ from tandem.engine.executor.model import (
     final_logits,
     rope_tables,
 )
-from tandem.engine.executor.step_lora import NO_LORA, StepLora
+from tandem.engine.executor.step_lora import NO_LORA, AddsLora
 from tandem.engine.executor.triton_attention import HeadAttention, LayerStep
 from tandem.engine.executor.triton_experts import StackedExperts
 from tandem.engine.executor.triton_inputs import StepViews
@@ -75,7 +75,7 @@ class TritonDecoder:
         step: StepViews,
         pools: Sequence[KvPool],
         on_kv_launched: Callable[[], object] = _nothing,
-        lora: StepLora = NO_LORA,
+        lora: AddsLora = NO_LORA,
     ) -> torch.Tensor:
         """Writes the tokens' KV; fp32 logits [rows of step.logit_rows, vocab].
 
@@ -118,7 +118,7 @@ class TritonDecoder:
         self.final_hidden = final
         return final_logits(self._config, linear(final, self._weights.output).float())
 
-    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
+    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: AddsLora) -> torch.Tensor:
         gated = self._gated(lora.add(index, "gate_up", _project(x, mlp.gate_up), x))
         return lora.add(index, "down", _project(gated, (mlp.down,)), gated)
 
@@ -155,7 +155,7 @@ class TritonDecoder:
         return delta if multiplier == 1.0 else delta * multiplier
 
     def _project_qkv(
-        self, x: torch.Tensor, index: int, layer: LayerWeights, lora: StepLora
+        self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
         """Returns q, k and v side by side; q and k normalized if that is done over all heads."""
         qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)

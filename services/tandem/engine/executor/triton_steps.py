@@ -6,9 +6,9 @@ import torch
 
 from tandem.engine.executor.decode_graphs import DecodeGraphs
 from tandem.engine.executor.lora_weights import LoraWeights
-from tandem.engine.executor.step_lora import StepLora
 from tandem.engine.executor.triton_decoder import TritonDecoder
 from tandem.engine.executor.triton_inputs import StepViews, adapted_rows, write_step
+from tandem.engine.executor.triton_lora import TritonAdapters
 from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
@@ -28,15 +28,15 @@ class TritonSteps:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._pools: Sequence[KvPool] | None = None
-        self._adapters: dict[str, LoraWeights] = {}
+        self._adapters = TritonAdapters(weights.embedding.device)
 
     def add_adapter(self, weights: LoraWeights) -> None:
         """Lets slices name the adapter's digest."""
-        self._adapters[weights.digest] = weights
+        self._adapters.add(weights)
 
     def drop_adapter(self, digest: str) -> None:
         """Forgets an adapter that no slice names any more."""
-        self._adapters.pop(digest, None)
+        self._adapters.drop(digest)
 
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
@@ -116,17 +116,12 @@ class TritonSteps:
         array, device = host.array, pools[0].device
         if device.type == "cuda":
             array = array.pin_memory().to(device, non_blocking=True)
-        rows = {
-            digest: torch.tensor(of_one, device=device)
-            for digest, of_one in adapted_rows(batch).items()
-        }
-        lora = StepLora(rows, self._adapters, torch.nn.functional.linear)
         written: list[torch.cuda.Event | None] = []
         logits = self._decoder.forward(
             StepViews.of(array, host.shape),
             pools,
             lambda: written.append(_recorded_event(device) if wants_event else None),
-            lora,
+            self._adapters.of_step(adapted_rows(batch)),
         )
         return logits, written[0]
 

@@ -26,6 +26,7 @@ from tandem_kernels.triton import (
     latent_decode,
     latent_prefill,
     logprobs,
+    lora,
     norm,
     prefill_attention,
     rope_cache,
@@ -149,6 +150,16 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         dict.fromkeys(("queries", "kv", "rotated", "pool", "norm"), "*bf16")
         | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i32", "eps": "fp32"},
         DEEPSEEK | {"Q_DIM": 192, "PAIRS": 32, "HEADS": 16},
+    ),
+    (
+        lora._shrink,
+        {"x": "*bf16", "middle": "*fp32", "parts": "*i64", "rows": "*i32", "adapters": "*i32"},
+        {"ROWS": 16, "RANKS": 64, "INPUTS": 128},
+    ),
+    (
+        lora._expand,
+        {"out": "*bf16", "middle": "*fp32", "parts": "*i64", "rows": "*i32", "adapters": "*i32"},
+        {"ROWS": 16, "RANKS": 64, "COLUMNS": 64},
     ),
     (
         norm._add_rms_norm,

@@ -1,0 +1,187 @@
+"""Adds to a product what LoRA adapters give it, for all adapters of a step in two launches.
+
+    shrink    middle[row, part] = x[row] A^T          A [rank, in] of the row's adapter
+    expand    out[row, columns of part] += middle B^T    B [columns, rank], the scale multiplied in
+
+Rows lie in tiles of one adapter each (arXiv:2310.18547); rows of the base model are in none and are
+not touched. Matrices are found by their addresses, so adapters of any ranks lie where they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.lora import LoraPart
+from tandem_kernels.triton.attention_loop import product
+from tandem_kernels.triton.tuning import next_power_of_2
+
+_ROWS = 16  # of a tile: what tensor cores take
+_INPUTS, _COLUMNS = 128, 64
+_RANKS_MAX = 64  # of a turn
+_FIELDS = tl.constexpr(5)  # of a part: addresses of A and B, rank, first column, columns
+
+
+class LoraTiles(NamedTuple):
+    """Rows of a step by their adapter."""
+
+    rows: torch.Tensor  # [tiles * _ROWS] int32; -1: no row
+    adapters: torch.Tensor  # [tiles] int32
+
+    @classmethod
+    def of(cls, rows: Mapping[int, Sequence[int]], device: torch.device) -> Self:
+        """Returns tiles of the rows of each adapter, by its number."""
+        padded: list[int] = []
+        adapters: list[int] = []
+        for adapter, of_one in rows.items():
+            padded += [*of_one, *[-1] * (-len(of_one) % _ROWS)]
+            adapters += [adapter] * (-(-len(of_one) // _ROWS))
+        both = torch.tensor(padded + adapters, dtype=torch.int32).to(device)
+        return cls(both[: len(padded)], both[len(padded) :])
+
+
+def part_fields(part: LoraPart) -> list[int]:
+    """Returns how kernels find a part, whose matrices must stay where they are."""
+    assert part.a.is_contiguous()
+    assert part.b.is_contiguous()
+    num_columns, rank = part.b.shape
+    return [part.a.data_ptr(), part.b.data_ptr(), rank, part.first, num_columns]
+
+
+NO_PART = [0] * _FIELDS.value  # of rank 0
+
+
+def add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    tiles: LoraTiles,
+    parts: torch.Tensor,
+    *,
+    rank_max: int,
+    columns_max: int,
+) -> None:
+    """Adds to rows of `out` [T, columns], the product of `x` [T, in]; all matrices have x's dtype.
+
+    parts        [adapters, parts, 5] int64: part_fields or NO_PART; adapters may be strided
+    rank_max     the highest rank of any part
+    columns_max  the most columns of any part
+    """
+    assert out.dtype == x.dtype
+    assert x.stride(1) == out.stride(1) == parts.stride(2) == 1
+    num_parts = parts.shape[1]
+    assert parts.shape[2] == parts.stride(1) == _FIELDS.value
+    ranks = min(_RANKS_MAX, max(16, next_power_of_2(rank_max)))
+    num_tiles = len(tiles.adapters)
+    middle = x.new_empty(num_tiles * _ROWS, num_parts, rank_max, dtype=torch.float32)
+    _shrink[(num_tiles, num_parts, triton.cdiv(rank_max, ranks))](
+        x,
+        middle,
+        parts,
+        tiles.rows,
+        tiles.adapters,
+        x.shape[1],
+        rank_max,
+        x.stride(0),
+        parts.stride(0),
+        ROWS=_ROWS,
+        RANKS=ranks,
+        INPUTS=_INPUTS,
+    )
+    _expand[(num_tiles, num_parts, triton.cdiv(columns_max, _COLUMNS))](
+        out,
+        middle,
+        parts,
+        tiles.rows,
+        tiles.adapters,
+        rank_max,
+        out.stride(0),
+        parts.stride(0),
+        ROWS=_ROWS,
+        RANKS=ranks,
+        COLUMNS=_COLUMNS,
+    )
+
+
+@triton.jit(do_not_specialize=["rank_max"], do_not_specialize_on_alignment=["parts", "adapters"])
+def _shrink(
+    x,
+    middle,
+    parts,
+    rows,
+    adapters,
+    num_in,
+    rank_max,
+    stride_row,
+    stride_adapter,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    ranks = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
+    fields = parts + tl.load(adapters + tile) * stride_adapter + part * _FIELDS
+    rank = tl.load(fields + 2)
+    if tl.program_id(2) * RANKS < rank:
+        places = tile * ROWS + tl.arange(0, ROWS)
+        of_rows = tl.load(rows + places).to(tl.int64)
+        is_row = of_rows >= 0
+        is_rank = ranks < rank
+        inputs = tl.arange(0, INPUTS)
+        row_at = x + of_rows[:, None] * stride_row
+        a_at = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty)) + ranks[None, :] * num_in
+        sums = tl.zeros((ROWS, RANKS), tl.float32)
+        for first in range(0, num_in, INPUTS):
+            at = first + inputs
+            is_input = at < num_in
+            each = tl.load(
+                row_at + at[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0
+            )
+            a = tl.load(a_at + at[:, None], mask=is_rank[None, :] & is_input[:, None], other=0.0)
+            sums += product(each, a)
+        at = (places * tl.num_programs(1) + part) * rank_max
+        tl.store(middle + at[:, None] + ranks[None, :], sums, mask=is_rank[None, :])
+
+
+@triton.jit(do_not_specialize=["rank_max"], do_not_specialize_on_alignment=["parts", "adapters"])
+def _expand(
+    out,
+    middle,
+    parts,
+    rows,
+    adapters,
+    rank_max,
+    stride_row,
+    stride_adapter,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    dtype: tl.constexpr = out.dtype.element_ty
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    fields = parts + tl.load(adapters + tile) * stride_adapter + part * _FIELDS
+    rank = tl.load(fields + 2)
+    num_columns = tl.load(fields + 4)
+    if (rank > 0) & (tl.program_id(2) * COLUMNS < num_columns):
+        places = tile * ROWS + tl.arange(0, ROWS)
+        of_rows = tl.load(rows + places).to(tl.int64)
+        is_column = columns < num_columns
+        middle_at = middle + ((places * tl.num_programs(1) + part) * rank_max)[:, None]
+        b_at = tl.load(fields + 1).to(tl.pointer_type(dtype)) + columns[None, :] * rank
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, rank, RANKS):
+            ranks = first + tl.arange(0, RANKS)
+            is_rank = ranks < rank
+            inner = tl.load(middle_at + ranks[None, :], mask=is_rank[None, :], other=0.0)
+            b = tl.load(
+                b_at + ranks[:, None], mask=is_rank[:, None] & is_column[None, :], other=0.0
+            )
+            sums += product(inner.to(dtype), b)
+        out_at = out + of_rows[:, None] * stride_row + tl.load(fields + 3) + columns[None, :]
+        is_element = (of_rows >= 0)[:, None] & is_column[None, :]
+        total = tl.load(out_at, mask=is_element, other=0.0).to(tl.float32) + sums
+        tl.store(out_at, total.to(dtype), mask=is_element)
