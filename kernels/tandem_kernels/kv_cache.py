@@ -36,6 +36,15 @@ _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
 }
 
 
+class RotatedKey(Protocol):
+    """This is what a pool needs of tandem.dtypes.RotatedKey."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
 class KvLayout(Protocol):
     """This is what a pool needs of tandem.engine.cache.layout.BlockLayout."""
 
@@ -61,6 +70,8 @@ class KvLayout(Protocol):
     def row_bytes(self) -> tuple[int, int]: ...
     @property
     def has_values(self) -> bool: ...
+    @property
+    def rotated(self) -> RotatedKey | None: ...
 
 
 class LayerKv(NamedTuple):
@@ -78,7 +89,8 @@ def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = 
         assert isinstance(static, KeyChannels)
         return Int4KvPool(memory, layout, static)
     if not layout.has_values:
-        return LatentKvPool(memory, layout)
+        kind = LatentKvPool if layout.rotated is None else QuantizedLatentKvPool
+        return kind(memory, layout)
     if static is not None:
         assert isinstance(static, FixedScales)
         return FixedScaleKvPool(memory, layout, static)
@@ -162,6 +174,41 @@ class LatentKvPool(KvPool):
         """Rows of whole blocks, as keys and as values: [2, B, heads, M * block_size, D]."""
         runs = torch.index_select(self._runs, 0, block_rows + layer)
         rows = runs.view(num_seqs, self.num_kv_heads, -1, self.head_dim)
+        return rows.expand(2, *rows.shape)
+
+
+class QuantizedLatentKvPool(LatentKvPool):
+    """A pool of latents of int8 (kv_int8.py), whose rotated keys are as computed. `gather` brings
+    what they stand for."""
+
+    def _make_views(self) -> None:
+        assert self.layout.dtype == "int8"
+        rotated = self.layout.rotated
+        assert rotated is not None
+        self.dtype = torch.float32
+        size, (of_latent, of_key) = self.block_size, self.layout.row_bytes
+        runs = [of_latent * size, of_key * size, 2 * size]
+        parts = self.memory.view(-1, self.layout.layer_bytes)[:, : sum(runs)]
+        latents, keys, scales = torch.split(parts, runs, 1)
+        self._latents = latents.view(torch.int8).view(-1, size, of_latent)
+        self._keys = keys.view(_DTYPES[rotated.dtype]).view(-1, size, rotated.dim)
+        self._scales = scales.view(torch.float16)
+
+    def write(
+        self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        at = token_rows // self.block_size + layer, token_rows % self.block_size
+        latents, rotated = torch.split(keys, [self._latents.shape[-1], self._keys.shape[-1]], -1)
+        numbers, scales = kv_int8.quantize(latents)
+        self._latents.index_put_(at, numbers)
+        self._keys.index_put_(at, rotated.to(self._keys.dtype))
+        self._scales.index_put_(at, scales)
+
+    def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
+        parts = block_rows + layer
+        latents = kv_int8.widen(self._latents[parts], self._scales[parts])
+        rows = torch.cat((latents, self._keys[parts].float()), -1)
+        rows = rows.view(num_seqs, self.num_kv_heads, -1, self.head_dim)
         return rows.expand(2, *rows.shape)
 
 

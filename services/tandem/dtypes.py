@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tandem.config.engine import EngineOptions
@@ -22,6 +22,13 @@ KV_BITS = {
 _SCALE_BYTES = 2  # float16
 _PART_MULTIPLE = 64  # of bytes, where there are scales: a cache line
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
+
+
+class RotatedKey(NamedTuple):
+    """The end of a quantized row of latent attention, which is kept as it is computed."""
+
+    dim: int
+    dtype: str  # a key of DTYPE_BYTES
 
 
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
@@ -51,18 +58,29 @@ def is_quantized(kv_dtype: str) -> bool:
     return kv_dtype not in DTYPE_BYTES
 
 
-def kv_row_bytes(kv_dtype: str, head_dim: int) -> tuple[int, int]:
-    """Returns the bytes of a token's K and of its V, of one layer of one head, without scales."""
+def kv_row_bytes(
+    kv_dtype: str, head_dim: int, has_values: bool = True, rotated: RotatedKey | None = None
+) -> tuple[int, int]:
+    """Returns the bytes of a token's K and of its V, of one layer of one head, without scales; of
+    quantized latents those of the latent and of the rotated key."""
     keys, values = KV_BITS[kv_dtype]
-    return int(head_dim * keys) // 8, int(head_dim * values) // 8
+    if rotated is not None:
+        latent_dim = head_dim - rotated.dim
+        return int(latent_dim * keys) // 8, rotated.dim * DTYPE_BYTES[rotated.dtype]
+    return int(head_dim * keys) // 8, has_values * int(head_dim * values) // 8
 
 
-def kv_part_bytes(kv_dtype: str, block_size: int, head_dim: int, has_values: bool = True) -> int:
+def kv_part_bytes(
+    kv_dtype: str,
+    block_size: int,
+    head_dim: int,
+    has_values: bool = True,
+    rotated: RotatedKey | None = None,
+) -> int:
     """Returns the bytes of K and V of one layer of one head in a block; layout.py has their
     order."""
-    keys, values = kv_row_bytes(kv_dtype, head_dim)
-    num_bytes = block_size * (keys + values * has_values)
+    num_bytes = block_size * sum(kv_row_bytes(kv_dtype, head_dim, has_values, rotated))
     if not is_quantized(kv_dtype):
         return num_bytes
-    num_bytes += 2 * block_size * _SCALE_BYTES
+    num_bytes += (1 + has_values) * block_size * _SCALE_BYTES
     return -(-num_bytes // _PART_MULTIPLE) * _PART_MULTIPLE

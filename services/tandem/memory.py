@@ -80,8 +80,14 @@ def worker_need(
         if model is not None:
             shape = model.config
             kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-            has_values = shape.latent is None
-            part_bytes = kv_part_bytes(kv_dtype, config.block_size, shape.head_dim, has_values)
+            latent = shape.latent
+            part_bytes = kv_part_bytes(
+                kv_dtype,
+                config.block_size,
+                shape.head_dim,
+                has_values=latent is None,
+                rotated=None if latent is None else latent.rotated_key(kv_dtype, dtype),
+            )
             pool_bytes = config.num_blocks * shape.num_layers * shape.num_kv_heads * part_bytes
     if config.kv_host_bytes:
         option += f" --kv-host-memory {config.kv_host_bytes}"

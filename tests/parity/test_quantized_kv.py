@@ -40,16 +40,22 @@ def _token_ids(answer: Answer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "kv_dtype",
+    ("family", "kv_dtype"),
     [
-        "int8",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8_e4m3", "k8v4", "int4")),
+        ("llama", "int8"),
+        ("deepseek_v3", "int8"),
+        *(
+            pytest.param("llama", each, marks=pytest.mark.slow)
+            for each in ("fp8_e4m3", "k8v4", "int4")
+        ),
     ],
 )
-def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path, kv_dtype: KvDtype) -> None:
+def test_five_ways(
+    redis_server: EmbeddedRedis, tmp_path: Path, family: str, kv_dtype: KvDtype
+) -> None:
     (tmp_path / "model").mkdir()
     model = str(tmp_path / "model")
-    make_random_model(tmp_path / "model")
+    make_random_model(tmp_path / "model", family)
     made = engine_tokens(model, _PROMPTS, kv_dtype=kv_dtype, max_tokens=_NUM_TOKENS)
     expected, asked = [[tokens] * 2 for tokens in made], [_asked(prompt) for prompt in _PROMPTS]
     with five_ways(redis_server, tmp_path, model, "--kv-dtype", kv_dtype) as ways:

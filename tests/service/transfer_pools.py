@@ -1,8 +1,9 @@
 """The pools that the transfer tests move blocks between: their layout, their order, their bytes.
 
 TRANSFER_MODEL names the model whose blocks they are, and perhaps a dtype: "SmolLM2-135M" (one KV
-group), "Gemma-3-270M int8" (two groups, whose blocks differ in size). A test sets it for all of its
-processes: `MODELS` are the one that was named and one with groups.
+group), "Gemma-3-270M int8" (two groups, whose blocks differ in size), "DeepSeek-V2-Lite int8"
+(latents with rotated keys beside them). A test sets it for all of its processes: `MODELS` are the
+one that was named and one with groups.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.dtypes import RotatedKey
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.layout import BlockLayout
@@ -24,6 +26,7 @@ VARIABLE = "TRANSFER_MODEL"
 MODELS = tuple(dict.fromkeys((os.environ.get(VARIABLE, "SmolLM2-135M"), "Gemma-3-270M int8")))
 NUM_BLOCKS = 128
 _GROUPED = "Gemma-3-270M"
+_LATENT = "DeepSeek-V2-Lite"
 _WINDOW_BLOCKS = 16  # of the pool of 15 layers; 3 layers see all
 
 
@@ -35,6 +38,10 @@ def layout() -> KvLayout:
 @cache
 def _layout(model: str) -> KvLayout:
     name, _, dtype = model.partition(" ")
+    if name == _LATENT:
+        rotated = RotatedKey(64, "bfloat16")
+        sizes = NUM_BLOCKS, 1, 27, 16, 512 + rotated.dim
+        return KvLayout.of_one(BlockLayout(*sizes, "int8", has_values=False, rotated=rotated))
     if name != _GROUPED:
         return layout_of(model, NUM_BLOCKS)
     layers = tuple(range(18))

@@ -313,6 +313,7 @@ struct HeadKv {
     const int32_t* table;
     int64_t block_bytes;
     int block_size, dim;
+    size_t of_key, of_value;  // elements of a row
     bool has_values;
     KeyChannels channels;
     int first_key, num_keys;  // those before and after are not read
@@ -328,13 +329,15 @@ struct HeadKv {
           block_bytes(group.block_bytes),
           block_size(step.block_size),
           dim(model.head_dim),
+          of_key(key_row<T>(model)),
+          of_value(value_row<T>(model)),
           has_values(tandem::TANDEM_ISA::has_values(model)),
           channels(key_channels(model, group, layer, item.kv_head)),
           first_key(keys_of(model, step.spans[item.span], item).first),
           num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
     // From a block's keys to its values, in elements; 0 if they are the same.
-    size_t run() const { return has_values ? block_size * key_row<T>(dim) : 0; }
+    size_t run() const { return has_values ? block_size * of_key : 0; }
 
     // A query as the numbers of keys are multiplied with it.
     void put_query(const float* from, float* to) const {
@@ -367,9 +370,8 @@ struct HeadKv {
     // Where the `most` keys of a tile lie; before the first one the first one, which has a value,
     // too, and after the last one `nothing`.
     void tile(int first, int most, const T* nothing, const T** rows) const {
-        const size_t apart = key_row<T>(dim);
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
-            for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * apart;
+            for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;
         });
         std::fill(rows + read.end, rows + most, nothing);
         std::fill(rows, rows + read.first, rows[read.first]);
@@ -379,7 +381,7 @@ struct HeadKv {
     // after the last one 0.
     void scales(int first, int most, float* of_keys, float* of_values) const {
         uint16_t halves[2][kKeysMax] = {};
-        const size_t after_runs = run() + block_size * value_row<T>(dim);
+        const size_t after_runs = run() + block_size * of_value;
         by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             const uint16_t* from = reinterpret_cast<const uint16_t*>(part + after_runs) + offset;
             for (int of_value = 0; of_value < 2; ++of_value, from += block_size) {
@@ -395,25 +397,37 @@ struct HeadKv {
         }
     }
 
-    // Of packed ones, the numbers of the same keys and of their values, [most][dim] each. Meanwhile
-    // the parts of another tile are fetched.
-    void unpack(int first, int most, const HeadKv& then, int then_first, int8_t* keys,
-                int8_t* values) const {
-        const size_t of_key = key_row<T>(dim), of_value = value_row<T>(dim);
+    // Of packed ones, the numbers of the same keys and of their values, [most][dim] each; of latents
+    // what they stand for, and zeros for those that are not read. Meanwhile the parts of another
+    // tile are fetched.
+    void unpack(int first, int most, const HeadKv& then, int then_first, RowOf<T>* keys,
+                RowOf<T>* values) const {
         const size_t bytes = block_size * (of_key + of_value + 2 * sizeof(uint16_t));
         int ahead = std::max(then_first, then.first_key);
-        by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
+        const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             if (ahead < then.num_keys) {
                 const char* const lines = reinterpret_cast<const char*>(then.part(ahead));
                 for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(lines + at, 0, 2);
                 ahead += block_size;
             }
+            const T* const others = part + block_size * of_key;
+            [[maybe_unused]] const uint16_t* const scales =
+                reinterpret_cast<const uint16_t*>(others + block_size * of_value) + offset;
             for (int j = 0; j < here; ++j) {
                 const size_t to = static_cast<size_t>(i + j) * dim;
-                unpack_rows(part + (offset + j) * of_key, part + run() + (offset + j) * of_value,
-                            dim, keys + to, values + to);
+                const T* const key = part + (offset + j) * of_key;
+                const T* const other = others + (offset + j) * of_value;
+                if constexpr (kIsLatent<T>)
+                    widen_latent(key, other, scales[j], of_key, dim - of_key, keys + to);
+                else
+                    unpack_rows(key, other, dim, keys + to, values + to);
             }
         });
+        if constexpr (kIsLatent<T>) {
+            std::memset(keys, 0, sizeof *keys * dim * read.first);
+            std::memset(keys + static_cast<size_t>(read.end) * dim, 0,
+                        sizeof *keys * dim * (most - read.end));
+        }
     }
 };
 
@@ -439,14 +453,14 @@ inline void widen_tile(const HeadKv<Kept>& kv, int first, const RowOf<Kept>* con
     std::memset(keys, 0, static_cast<size_t>(kKeys - num) * dim * sizeof(float));
 }
 
-// Where the keys of one tile and of the next lie, as T. Those of a packed pool are unpacked into
-// `unpacked`, int8 [2][most][dim], one tile after another.
+// Where the keys of one tile and of the next lie, as T. Those of a pool that is not read as it is are
+// unpacked into `unpacked`, [2][most][dim], or [most][dim] without values, one tile after another.
 template <class T, class Kept, int kMost>
 class TilesOf {
 public:
-    TilesOf(const HeadKv<Kept>& kv, const HeadKv<Kept>& next, const void* nothing, int8_t* unpacked)
+    TilesOf(const HeadKv<Kept>& kv, const HeadKv<Kept>& next, const void* nothing, T* unpacked)
         : kv_(kv), next_(next), nothing_(static_cast<const T*>(nothing)), unpacked_(unpacked) {
-        if constexpr (kIsPacked<Kept>)
+        if constexpr (kIsUnpacked)
             for (int i = 0; i < kMost; ++i)
                 rows_[0][i] = rows_[1][i] = unpacked + static_cast<size_t>(i) * kv.dim;
         else
@@ -463,7 +477,7 @@ public:
         const bool is_last = first + kMost >= kv_.num_keys;
         const HeadKv<Kept>& then = is_last ? next_ : kv_;
         const int then_first = is_last ? next_.first_tile(kMost) : first + kMost;
-        if constexpr (kIsPacked<Kept>) {
+        if constexpr (kIsUnpacked) {
             kv_.unpack(first, kMost, then, then_first, unpacked_, unpacked_ + run());
         } else {
             now_ ^= 1;
@@ -475,9 +489,11 @@ public:
     const T* const* ahead() const { return rows_[now_ ^ 1]; }
 
 private:
+    static constexpr bool kIsUnpacked = kIsPacked<Kept> || kIsLatent<Kept>;
+
     const HeadKv<Kept>&kv_, &next_;
     const T* nothing_;
-    int8_t* unpacked_;
+    T* unpacked_;
     const T* rows_[2][kMost];
     int now_ = 1;
 };
@@ -485,7 +501,7 @@ private:
 // `queries` [rows, stride] are rotated and scaled; the result goes where the next
 // product reads it. The keys that
 // `next` begins with are fetched meanwhile: blocks lie apart, no processor sees them coming.
-// The pool has numbers of type Kept; if that is not T, tiles are widened to T first.
+// The pool has rows of type Kept; if these are not read as T, tiles are widened to T first.
 template <class T, class Kept = T>
 void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
             const float* queries, size_t stride, const Inputs& attended, float* buffer) {
@@ -499,7 +515,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     float* highest = scores + kRowsMax * kKeys;
     float* mass = highest + kRowsMax;
     float* nothing = mass + kRowsMax;  // a key and a value: zeros
-    float* wide = nothing + dim;  // keys, if they have to be widened
+    float* wide = nothing + dim;  // keys, if they have to be widened, or unpacked latents
     std::memset(nothing, 0, dim * sizeof(float));
     const HeadKv<Kept> kv(model, step, layer, item);
     Seen sees[kRowsMax];
@@ -514,17 +530,18 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     }
     std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
     const HeadKv<Kept> next_kv(model, step, layer, next);
-    int8_t* const unpacked = reinterpret_cast<int8_t*>(wide + static_cast<size_t>(kKeys) * dim);
+    RowOf<Kept>* const unpacked = reinterpret_cast<RowOf<Kept>*>(
+        kIsLatent<Kept> ? wide : wide + static_cast<size_t>(kKeys) * dim);
     TilesOf<RowOf<Kept>, Kept, kKeys> tiles(kv, next_kv, nothing, unpacked);
     [[maybe_unused]] const T* widened[kKeys];
-    if constexpr (!std::is_same_v<T, Kept>)
+    if constexpr (!std::is_same_v<T, RowOf<Kept>>)
         for (int key = 0; key < kKeys; ++key) widened[key] = wide + static_cast<size_t>(key) * dim;
     for (int first = kv.first_tile(kKeys); first < kv.num_keys; first += kKeys) {
         tiles.go_to(first);
         const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
         const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
         Tile<T> tile{keys, nullptr, nullptr, nullptr, tiles.run(), dim, model.attention_cap};
-        if constexpr (std::is_same_v<T, Kept>) {
+        if constexpr (std::is_same_v<T, RowOf<Kept>>) {
             transpose(tiles.rows(), tiles.run(), num_turned, dim, keys);
             tile.rows = tiles.rows();
             tile.ahead = tiles.ahead();
@@ -572,7 +589,8 @@ namespace tandem::TANDEM_ISA {
 inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
 #ifdef TANDEM_PAIRS
     const bool is_integers = step.kv_kind == I8 || step.kv_kind == I8_I4 || step.kv_kind == I4;
-    return step.kv_kind == BF16 || (is_integers && model.computed_kind == BF16);
+    const bool is_bf16 = step.kv_kind == BF16 || step.kv_kind == I8_BF16;
+    return is_bf16 || (is_integers && model.computed_kind == BF16);
 #else
     return false;
 #endif
@@ -602,12 +620,12 @@ inline void attend_any(const Model& model, const Step& step, int layer, const It
     by_kv_kind(step, [&](auto kept) {
         typedef decltype(kept) Kept;
 #ifdef TANDEM_PAIRS
-        if constexpr (!std::is_same_v<Kept, float> && !std::is_same_v<Kept, Fp8>) {
+        if constexpr (!std::is_same_v<RowOf<Kept>, float> && !std::is_same_v<Kept, Fp8>) {
             if (is_dot(model, step)) return with(attend_dot<RowOf<Kept>, Kept>);
         }
-        if constexpr (!std::is_same_v<Kept, Bf16>)
+        if constexpr (!std::is_same_v<RowOf<Kept>, Bf16>)
 #endif
-            with(attend<std::conditional_t<kHasScales<Kept>, float, Kept>, Kept>);
+            with(attend<std::conditional_t<kHasScales<Kept>, float, RowOf<Kept>>, Kept>);
     });
 }
 

@@ -423,7 +423,7 @@ struct DotBuffer {
     Plane<float> out, scores;
     Sums* sums;
     Bf16* nothing;     // a key: zeros
-    int8_t* unpacked;  // keys and values of a tile
+    int8_t* unpacked;  // keys and values of a tile, or the latents of one in bf16
     size_t num_bytes;
 
     DotBuffer(void* buffer, int head_dim) {
@@ -567,7 +567,8 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     }
     std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
     [[maybe_unused]] alignas(64) float key_scales[kDotKeys], value_scales[kDotKeys];
-    TilesOf<T, Kept, kDotKeys> tiles(kv, next_kv, at.nothing, at.unpacked);
+    TilesOf<T, Kept, kDotKeys> tiles(kv, next_kv, at.nothing,
+                                     reinterpret_cast<T*>(at.unpacked));
     for (int first = kv.first_tile(kDotKeys); first < kv.num_keys; first += kDotKeys) {
         tiles.go_to(first);
         const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;

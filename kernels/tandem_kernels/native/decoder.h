@@ -34,6 +34,8 @@ enum Kind : int32_t {
     I8_I4 = 4,  // of KV alone, as the next two
     I4 = 5,
     F8 = 6,
+    I8_F32 = 7,    // of KV of latent attention alone: latents of int8, and rotated keys
+    I8_BF16 = 15,
     // Of weights alone, in groups with scales (quantized.h). Q4_1 and Q5_1 have mins, too.
     Q8_0 = 8,
     Q4_0 = 9,
@@ -177,7 +179,7 @@ struct Step {
     float* logits;         // [num_logit_rows, vocab]
     int32_t* most_likely;  // [num_logit_rows]: tokens, of equals the first
     int32_t num_rows, num_spans, num_logit_rows, block_size;
-    int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4 or F8
+    int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4, F8, I8_F32 or I8_BF16
     int64_t table_floats;  // from one table of angles to the next
     const LoraRows* adapted;  // rows with adapters, which are the first ones
     int32_t num_adapted;

@@ -232,7 +232,7 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
         if (step.num_rows <= kRowsToFetch) {
             by_kv_kind(step, [&](auto kept) {
                 for (int h = 0; h < model.num_kv_heads; ++h)
-                    Place<decltype(kept)>(model, step, index, row, h).fetch(model.head_dim);
+                    Place<decltype(kept)>(model, step, index, row, h).fetch(model);
             });
         }
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,

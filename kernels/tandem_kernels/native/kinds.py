@@ -11,6 +11,8 @@ class Kind(IntEnum):
     I8_I4 = 4  # KV: int8 keys, values of 4 bits
     I4 = 5  # KV
     F8 = 6  # KV: e4m3
+    I8_F32 = 7  # KV of latent attention: latents of int8, rotated keys of fp32, or bf16
+    I8_BF16 = 15
     Q8_0 = 8  # this and those below: quantized groups of inputs, of weights alone
     Q4_0 = 9
     Q4_1 = 10

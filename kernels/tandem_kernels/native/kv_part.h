@@ -2,9 +2,13 @@
 //
 //     K [tokens][key_row] | V [tokens][value_row] | scales of K [tokens] and of V [tokens]
 //
-// Pools of floats have no scales, and those of latent attention no V: values are keys there. A type
-// names what a row is made of; one whose rows are packed closer than a number a byte is unpacked to
-// int8 before anything is computed with it.
+// Pools of floats have no scales, and those of latent attention no V: values are keys there. Where
+// these are quantized, the rotated keys lie in the place of V, and a token has one scale:
+//
+//     latents [tokens][rank] of int8 | rotated keys [tokens][rope] as they are | scales [tokens]
+//
+// A type names what a row is made of. Before anything is computed with rows that are packed closer
+// than a number a byte, they are unpacked to int8, and rows of Int8Latent to what they stand for.
 
 namespace tandem::TANDEM_ISA {
 
@@ -18,6 +22,17 @@ struct Int4 {  // keys of 4 and 6 bits by static channels, values of 4 bits
     Int4Pair byte;
 };
 
+template <class R>
+struct Int8Latent {  // a latent of int8, and a rotated key of R
+    int8_t byte;
+};
+
+template <class T>
+constexpr bool kIsLatent = false;
+
+template <class R>
+constexpr bool kIsLatent<Int8Latent<R>> = true;
+
 template <class T>
 constexpr bool kIsPacked = std::is_same_v<T, Int8Int4> || std::is_same_v<T, Int4>;
 
@@ -27,17 +42,30 @@ constexpr bool kHasScales =
 
 // What its rows are read as.
 template <class T>
-using RowOf = std::conditional_t<kIsPacked<T>, int8_t, T>;
+struct ReadAs {
+    typedef std::conditional_t<kIsPacked<T>, int8_t, T> Row;
+};
 
-// Elements of a token's K, and of its V.
+template <class R>
+struct ReadAs<Int8Latent<R>> {
+    typedef R Row;
+};
+
 template <class T>
-inline size_t key_row(int dim) {
+using RowOf = typename ReadAs<T>::Row;
+
+// Elements of a token's K, and of its V or rotated key.
+template <class T>
+inline size_t key_row(const Model& model) {
+    const int dim = model.head_dim;
+    if constexpr (kIsLatent<T>) return model.layers[0].latent->kv_rank;
     return std::is_same_v<T, Int4> ? dim / 2 + dim / 16 : dim;
 }
 
 template <class T>
-inline size_t value_row(int dim) {
-    return kIsPacked<T> ? dim / 2 : dim;
+inline size_t value_row(const Model& model) {
+    if constexpr (kIsLatent<T>) return (model.head_dim - key_row<T>(model)) * sizeof(RowOf<T>);
+    return kIsPacked<T> ? model.head_dim / 2 : model.head_dim;
 }
 
 // Of an int4 pool; of others there is none.
@@ -52,7 +80,7 @@ inline KeyChannels key_channels(const Model& model, const KvGroup& group, const 
 // Where a row's K and V of a head go.
 template <class T>
 struct Place {
-    T *key, *value;
+    T *key, *value;   // the value: or the rotated key
     uint16_t* scale;  // of the key; the value's lies as many after it as a block has tokens
     KeyChannels channels;
     uint16_t fixed_scales[2] = {0, 0};  // of fp8 keys and values; 0: rows have their own
@@ -62,7 +90,7 @@ struct Place {
         const KvGroup& group = step.group_of(layer);
         const size_t block = group.slots[row] / step.block_size;
         const size_t token = group.slots[row] % step.block_size;
-        const size_t of_key = key_row<T>(model.head_dim), of_value = value_row<T>(model.head_dim);
+        const size_t of_key = key_row<T>(model), of_value = value_row<T>(model);
         char* part = static_cast<char*>(group.kv) + block * group.block_bytes +
                      head * group.head_bytes + layer.place * group.layer_bytes;
         T* const values = reinterpret_cast<T*>(part) + step.block_size * of_key;
@@ -75,11 +103,11 @@ struct Place {
     }
 
     // So that storing need not wait: a few rows lie each in a block of its own.
-    void fetch(int dim) const {
+    void fetch(const Model& model) const {
         constexpr size_t kLine = 64 / sizeof(T);
-        for (size_t i = 0; i < key_row<T>(dim); i += kLine) __builtin_prefetch(key + i, 1, 2);
-        for (size_t i = 0; i < value_row<T>(dim); i += kLine) __builtin_prefetch(value + i, 1, 2);
-        if constexpr (kHasScales<T>) __builtin_prefetch(scale, 1, 2);
+        for (size_t i = 0; i < key_row<T>(model); i += kLine) __builtin_prefetch(key + i, 1, 2);
+        for (size_t i = 0; i < value_row<T>(model); i += kLine) __builtin_prefetch(value + i, 1, 2);
+        if constexpr (kHasScales<T> || kIsLatent<T>) __builtin_prefetch(scale, 1, 2);
     }
 };
 
@@ -88,7 +116,9 @@ template <class T>
 inline void store_rows(const Model& model, const Step& step, const float* key, const float* value,
                        const Place<T>& to) {
     const int dim = model.head_dim;
-    if constexpr (!kHasScales<T>) {
+    if constexpr (kIsLatent<T>) {
+        return;  // latent.h has other rows
+    } else if constexpr (!kHasScales<T>) {
         for (int i = 0; i < dim; i += kLanes) {
             store_some(to.key + i, load(key + i), kLanes);
             store_some(to.value + i, load(value + i), kLanes);
@@ -116,6 +146,25 @@ inline void unpack_rows(const T* key, const T* value, int dim, int8_t* to_key, i
     unpack(reinterpret_cast<const Int4Pair*>(value), dim, to_value);
 }
 
+// Stores a latent of `rank` numbers and the rotated key after it; both are multiples of 16.
+template <class R>
+inline void store_latent(const float* token, int rank, int rope, const Place<Int8Latent<R>>& to) {
+    *to.scale = quantize(token, rank, reinterpret_cast<int8_t*>(to.key));
+    for (int i = 0; i < rope; i += kLanes)
+        store_some(reinterpret_cast<R*>(to.value) + i, load(token + rank + i), kLanes);
+}
+
+// What they stand for.
+template <class R>
+inline void widen_latent(const Int8Latent<R>* latent, const Int8Latent<R>* rotated, uint16_t scale,
+                         int rank, int rope, R* to) {
+    const Floats factor = all_of_half(scale);
+    const int8_t* const numbers = reinterpret_cast<const int8_t*>(latent);
+    for (int i = 0; i < rank; i += kLanes)
+        store_some(to + i, load(numbers + i) * factor, kLanes);
+    std::memcpy(to + rank, rotated, rope * sizeof(R));
+}
+
 // Calls `work` with a number of the type that the pool has.
 template <class Work>
 inline void by_kv_kind(const Step& step, Work work) {
@@ -125,6 +174,8 @@ inline void by_kv_kind(const Step& step, Work work) {
         case I8_I4: return work(Int8Int4{});
         case I4: return work(Int4{});
         case F8: return work(Fp8{});
+        case I8_F32: return work(Int8Latent<float>{});
+        case I8_BF16: return work(Int8Latent<Bf16>{});
         default: return work(float{});
     }
 }

@@ -41,7 +41,9 @@ void place_token(const Model& model, const Step& step, int index, int row, const
     float* key = token + latent.kv_rank;
     rotate(key, cosines, sines, latent.rope, 1.0f, key);
     const Place<T> to(model, step, index, row, 0);
-    if constexpr (!kHasScales<T>)
+    if constexpr (kIsLatent<T>)
+        store_latent(token, latent.kv_rank, latent.rope, to);
+    else if constexpr (!kHasScales<T>)
         for (int i = 0; i < model.head_dim; i += kLanes)
             store_some(to.key + i, load(token + i), kLanes);
 }

@@ -71,7 +71,7 @@ class EngineOptions(Options):
     """Data type of the KV pool. auto: that of the computation. With a scale for each token and
     head: int8 and fp8_e4m3, about half of bfloat16's memory; not with Triton kernels k8v4, keys of
     8 bits and values of 4, two fifths; int4, 0.28, and the model is calibrated at its first
-    start."""
+    start. DeepSeek's latents may be int8."""
     numerics: Numerics = "fast"
     """invariant: float32, and a sequence's tokens depend on no other sequence."""
     kernels: Kernels = "auto"

@@ -48,7 +48,13 @@ def compute(options: KvSizeOptions) -> Answer:
     """Raises TandemError, OSError and MsgspecError."""
     model = read_shape(options.model, revision=options.model_revision)
     context = options.context or model.max_model_len
-    size = partial(kv_size, block_size=options.block_size, context=context, batch=options.batch)
+    size = partial(
+        kv_size,
+        block_size=options.block_size,
+        context=context,
+        batch=options.batch,
+        computed_dtype=options.dtype,
+    )
     one_rank, rank_counts = partial(size, tensor_parallel=1), options.tensor_parallel
     fits = [
         device_fit(

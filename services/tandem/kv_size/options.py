@@ -21,6 +21,7 @@ from tandem.options import (
     to_int,
 )
 
+Computed = Literal["bfloat16", "float32"]
 Weights = Literal["bfloat16", "float16", "float32", "int8"]
 WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
 
@@ -49,6 +50,8 @@ class KvSizeOptions(Options):
     """Number of tokens in a KV block."""
     kv_dtype: str = "bfloat16"
     """Data type of the KV pool in the tables of attention, ranks and workers."""
+    dtype: Computed = "bfloat16"
+    """Data type of the computation, in which int8 KV of latent attention keeps rotated keys."""
     tensor_parallel: Annotated[tuple[int, ...], by_comma("N,...", _parse_ranks)] = (1,)
     """Numbers of tensor-parallel ranks; workers have the first of them."""
     memory: NotNegative = 0.0

@@ -9,8 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tandem.config.engine import EngineConfig
-from tandem.dtypes import KV_BITS, is_quantized
-from tandem.engine.cache.kv_groups import STEP_TOKENS, KvLayout, divide_pool, model_layout
+from tandem.dtypes import KV_BITS
+from tandem.engine.cache.kv_groups import (
+    STEP_TOKENS,
+    KvLayout,
+    divide_pool,
+    model_layout,
+    why_not_kv_dtype,
+)
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
 from tandem.models.shape import num_parameters
@@ -24,6 +30,7 @@ class KvSize:
     attention: str  # MHA, GQA, MQA or MLA
     kv_heads: int  # of the model
     dtype: str
+    computed_dtype: str  # of rotated keys beside quantized latents
     tensor_parallel: int
     heads_per_rank: int
     token_bytes: int | float  # a fraction where a block is padded
@@ -69,7 +76,7 @@ def side_by_side(model: ModelConfig) -> list[ModelConfig]:
 
 def kv_dtypes(model: ModelConfig) -> list[str]:
     """Returns the dtypes that the model's KV may have."""
-    return [dtype for dtype in KV_BITS if model.latent is None or not is_quantized(dtype)]
+    return [dtype for dtype in KV_BITS if not why_not_kv_dtype(model, dtype)]
 
 
 def rank_layout(
@@ -78,10 +85,13 @@ def rank_layout(
     block_size: int,
     dtype: str,
     tensor_parallel: int,
+    computed_dtype: str = "bfloat16",
 ) -> KvLayout:
     """Returns the layout of one rank's pools, with so many blocks for each group. Raises
     Incompatible for a degree that divides no heads."""
-    whole = model_layout(model, num_blocks, block_size=block_size, dtype=dtype)
+    whole = model_layout(
+        model, num_blocks, block_size=block_size, dtype=dtype, computed_dtype=computed_dtype
+    )
     return KvLayout(
         tuple(
             replace(group, layout=ParallelLayout(group.layout, tensor_parallel).rank_layout)
@@ -98,10 +108,16 @@ def kv_size(
     tensor_parallel: int,
     context: int,
     batch: int,
+    computed_dtype: str = "bfloat16",
 ) -> KvSize:
     """Computes the KV of `batch` sequences of `context` tokens each. Raises Incompatible."""
     layout = partial(
-        rank_layout, model, block_size=block_size, dtype=dtype, tensor_parallel=tensor_parallel
+        rank_layout,
+        model,
+        block_size=block_size,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        computed_dtype=computed_dtype,
     )
     one = layout()
     blocks = one.sequence_blocks(context)
@@ -110,6 +126,7 @@ def kv_size(
         attention=attention_name(model),
         kv_heads=model.num_kv_heads,
         dtype=dtype,
+        computed_dtype=computed_dtype,
         tensor_parallel=tensor_parallel,
         heads_per_rank=one.groups[0].layout.num_kv_heads,
         token_bytes=one.block_bytes / block_size if rest else whole,
@@ -145,6 +162,7 @@ def device_fit(
             block_size=block_size,
             dtype=size.dtype,
             tensor_parallel=size.tensor_parallel,
+            computed_dtype=size.computed_dtype,
         )
         blocks = tuple(divide_pool(layout, config, step_tokens=STEP_TOKENS).sizes)
     except ConfigError:  # not even one block

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.dtypes import RotatedKey, is_quantized
 from tandem.errors import UnsupportedModel
 from tandem.models.families import Family
 from tandem.models.rope import yarn_scale
@@ -39,6 +40,10 @@ class Latent:
     def q_dim(self) -> int:
         """Numbers of a head's query before it is brought into the latent's space."""
         return self.plain_dim + self.rope_dim
+
+    def rotated_key(self, kv_dtype: str, computed_dtype: str) -> RotatedKey | None:
+        """Returns what a row of KV keeps as it is computed; None if it quantizes nothing."""
+        return RotatedKey(self.rope_dim, computed_dtype) if is_quantized(kv_dtype) else None
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:

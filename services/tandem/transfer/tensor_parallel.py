@@ -18,7 +18,7 @@ from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible
 
 # Of the whole model's layout; num_blocks is each side's own.
-_EQUAL = ("num_kv_heads", "num_layers", "block_size", "head_dim", "dtype", "has_values")
+_EQUAL = ("num_kv_heads", "num_layers", "block_size", "head_dim", "dtype", "has_values", "rotated")
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,15 @@ def test_latent_attention_needs_fast_numerics(path: Path) -> None:
         choose_kernels(replace(invariant, kernels="triton"), CUDA, latent)
 
 
+def test_int8_kv_of_latent_attention_is_computed_by_torch(path: Path) -> None:
+    program(path, "gcc")
+    latent = cast(Any, SimpleNamespace(latent=object()))
+    assert choose_kernels(EngineConfig(model="m", kv_dtype="int8"), CUDA, latent) == "torch"
+    asked = EngineConfig(model="m", kernels="triton", kv_dtype="int8")
+    with pytest.raises(ConfigError, match="torch kernels read int8 KV of latent attention"):
+        choose_kernels(asked, CUDA, latent)
+
+
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_a_compiler_on_the_path_is_enough(path: Path, compiler: str) -> None:
     program(path, compiler)

@@ -24,27 +24,42 @@ TABLE = [17, 3, 0, 12, 9, 1, 8, 16, 2, 11, 4, 10, 7]
 BLOCK_SIZE = 12
 
 
+# Tokens have all experts: none is chosen by the last bits of a score.
+ALL_EXPERTS = {"num_experts_per_tok": 6, "n_routed_experts": 6, "n_group": 3, "topk_group": 3}
+RANK, ROPE = 48, 16  # int8 has multiples of 16
+
+
 @pytest.fixture(params=["deepseek-v2", "deepseek-v3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ModelFolder:
-    """A model whose tokens have all experts: none is chosen by the last bits of a score."""
-    return make_tiny_model(
-        request.param, tmp_path, num_experts_per_tok=6, n_routed_experts=6, n_group=3, topk_group=3
-    )[0]
+    return make_tiny_model(request.param, tmp_path, **ALL_EXPERTS)[0]
+
+
+@pytest.fixture
+def folder_of_int8(tmp_path: Path) -> ModelFolder:
+    sizes = {"kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
+    return make_tiny_model("deepseek-v3", tmp_path, **sizes, **ALL_EXPERTS)[0]
 
 
 def run(
-    steps: NativeDecoder | TorchSteps, folder: ModelFolder, dtype: str, cut: Sequence[int]
+    steps: NativeDecoder | TorchSteps,
+    folder: ModelFolder,
+    dtype: str,
+    cut: Sequence[int],
+    computed_dtype: str = "bfloat16",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the logits of the last token, and the KV of all in their order."""
-    layout = model_layout(folder.config, [18], block_size=BLOCK_SIZE, dtype=dtype).groups[0].layout
-    pool, done = empty_pool(layout), 0
+    (group,) = model_layout(
+        folder.config, [18], block_size=BLOCK_SIZE, dtype=dtype, computed_dtype=computed_dtype
+    ).groups
+    pool, done = empty_pool(group.layout), 0
     for num in cut:
         piece = SequenceSlice(PROMPT[done : done + num], done + num, TABLE, True)
         done += num
         with torch.inference_mode():
             logits = steps.forward(StepBatch([piece]), [pool]).clone()
-    kv = pool.kv[TABLE, 0, :, 0].transpose(0, 1).flatten(1, 2)
-    return logits[0], kv[:, : len(PROMPT)].clone()
+    rows = pool.block_rows(torch.tensor([TABLE]))
+    kept = [pool.gather(layer, rows, 1)[0, 0, 0] for layer in range(folder.config.num_layers)]
+    return logits[0], torch.stack(kept)[:, : len(PROMPT)].clone()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -70,3 +85,39 @@ def test_every_instruction_set_computes_what_torch_does_however_a_prompt_is_cut(
     logits, kv = seen[0]
     torch.testing.assert_close(kv.float(), expected_kv, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_int8_is_read_from_the_pool_however_a_prompt_is_cut(
+    folder_of_int8: ModelFolder, instructions: str, dtype: str
+) -> None:
+    """Beside torch's int8, and beside fp32 within what 8 bits of a latent may change."""
+    folder = folder_of_int8
+    weights, wide = (
+        load_weights(folder.weight_files, folder.config, dtype=each, device=torch.device("cpu"))
+        for each in (getattr(torch, dtype), torch.float32)
+    )
+    torch_steps = TorchSteps(folder.config, wide, "fast")
+    exact, exact_kv = run(torch_steps, folder, "float32", CUTS[0])
+    expected, expected_kv = run(torch_steps, folder, "int8", CUTS[0], "float32")
+    seen = []
+    for cut, num_threads in zip(CUTS, (1, 3, 2), strict=True):
+        decoder = NativeDecoder(
+            folder.config, weights, num_threads=num_threads, instructions=instructions
+        )
+        seen.append(run(decoder, folder, "int8", cut, dtype))
+    for logits, kv in seen:
+        assert torch.equal(logits, seen[0][0])
+        assert torch.equal(kv, seen[0][1])
+    logits, kv = seen[0]
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    # Sums that differ in their last bits may be rounded to another number.
+    are_close = torch.isclose(kv, expected_kv, rtol=tolerance, atol=tolerance)
+    assert are_close.float().mean() >= 0.995
+    bound = 0.01 if dtype == "float32" else 0.02
+    for found, right in ((logits, exact), (kv, exact_kv), (expected, exact)):
+        assert (found - right).norm() <= bound * right.norm()
+    tolerance = 1e-4 if dtype == "float32" else 0.02
+    of_first_layer = kv[0, :, RANK:], exact_kv[0, :, RANK:]
+    torch.testing.assert_close(*of_first_layer, rtol=tolerance, atol=tolerance)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tandem.dtypes import RotatedKey
 from tandem.engine.cache.layout import BlockLayout
 
 
-def smollm2(dtype: str, **sizes: int) -> BlockLayout:
+def smollm2(dtype: str, **sizes: Any) -> BlockLayout:
     fields = {
         "num_blocks": 7,
         "num_kv_heads": 3,
@@ -57,6 +60,21 @@ def test_latent_attention_has_no_values() -> None:
     assert layout.layer_bytes == 16 * 576 * 2
     assert layout.describe().endswith(
         "heads=1 layers=30 block=16 head_dim=576 dtype=bfloat16 values=none"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "key_bytes"), [("bfloat16", 128), ("float32", 256)])
+def test_int8_of_latent_attention_leaves_rotated_keys_as_they_are(
+    dtype: str, key_bytes: int
+) -> None:
+    sizes = {"num_kv_heads": 1, "head_dim": 576, "has_values": False}
+    layout = smollm2("int8", **sizes, rotated=RotatedKey(64, dtype))
+    assert layout.row_bytes == (512, key_bytes)
+    needed = 16 * (512 + key_bytes + 2)  # one scale
+    assert layout.layer_bytes % 64 == 0
+    assert needed <= layout.layer_bytes < needed + 64
+    assert layout.describe().endswith(
+        f"head_dim=576 dtype=int8 scales=float16 values=none rotated=64x{dtype}"
     )
 
 

@@ -1,8 +1,8 @@
 """A quantized KV pool: however a sequence is run, its bytes and its tokens are the same.
 
-A tiny random model in invariant numerics, on torch and on the compiled decoder. Bytes are compared
-within one of them: of sums that differ in their last bits a few are rounded to another number. What
-both are given alike they write alike, to the byte.
+Tiny random models in invariant numerics, one of them with latent attention, on torch and on the
+compiled decoder. Bytes are compared within one of them: of sums that differ in their last bits a
+few are rounded to another number. What both are given alike they write alike, to the byte.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 
 PROMPT = torch.randint(0, 203, (96,), generator=torch.Generator().manual_seed(2)).tolist()
 NUM_TOKENS = 40
+LATENT = {"kv_lora_rank": 48, "qk_rope_head_dim": 16}  # multiples of 16
 KV_DTYPES: list[KvDtype] = ["int8", "fp8_e4m3", "k8v4", "int4"]
 
 
@@ -75,14 +76,23 @@ class Bench:
         return kv[engine.block_ids("a")], done.first_token_id
 
 
-@pytest.fixture(scope="module", params=list(product(["torch", "native"], KV_DTYPES)), ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *product(["llama"], ["torch", "native"], KV_DTYPES),
+        *product(["deepseek-v3"], ["torch", "native"], ["int8"]),
+    ],
+    ids=str,
+)
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
-    folder, _ = make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+    family, *kinds = request.param
+    latent = LATENT if family == "deepseek-v3" else {}
+    folder, _ = make_tiny_model(family, tmp_path_factory.mktemp(family), **latent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_DIR_VARIABLE, str(tmp_path_factory.mktemp("cache")))
-        yield Bench(folder, *request.param)
+        yield Bench(folder, *kinds)
 
 
 def held(engine: Engine, token_ids: list[int]) -> tuple[list[bytes], list[int]]:

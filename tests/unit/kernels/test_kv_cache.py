@@ -5,6 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tandem.dtypes import RotatedKey
 from tandem.engine.cache.layout import BlockLayout
 from tandem_kernels import kv_fp8, kv_int4, kv_int8
 from tandem_kernels.kv_cache import KvPool
@@ -61,6 +62,33 @@ def test_a_pool_without_values_brings_its_rows_as_both() -> None:
             rows = torch.cat([pool.kv[block, :, layer, 0] for block in table], dim=1)
             for part in gathered[:, sequence]:
                 assert torch.equal(part, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_of_int8_latents_keeps_rotated_keys_as_they_are(dtype: torch.dtype) -> None:
+    rank, rope = 16, 8
+    rotated = RotatedKey(rope, str(dtype).removeprefix("torch."))
+    sizes = NUM_BLOCKS, 1, LAYERS, BLOCK_SIZE, rank + rope
+    layout = BlockLayout(*sizes, "int8", has_values=False, rotated=rotated)
+    pool = empty_pool(layout)
+    block_ids, offsets = torch.tensor([3, 0, 3]), torch.tensor([1, 3, 2])
+    rows = torch.randn(3, 1, rank + rope)
+    pool.write(1, pool.token_rows(block_ids, offsets), rows, rows)
+    expected, expected_rows = torch.zeros_like(pool.memory), torch.zeros(3, rank + rope)
+    for token, (block, offset) in enumerate(zip(block_ids, offsets.tolist(), strict=True)):
+        numbers, scale = kv_int8.quantize(rows[token, 0, :rank])
+        key = rows[token, 0, rank:].to(dtype)
+        at = layout.layer_bytes + offset * rank
+        expected[block, at : at + rank] = numbers.view(torch.uint8)
+        at = layout.layer_bytes + BLOCK_SIZE * rank + offset * key.nbytes
+        expected[block, at : at + key.nbytes] = key.view(torch.uint8)
+        at = layout.layer_bytes + BLOCK_SIZE * (rank + key.nbytes) + 2 * offset
+        expected[block, at : at + 2] = scale.view(1).view(torch.uint8)
+        expected_rows[token] = torch.cat((kv_int8.widen(numbers, scale), key.float()))
+    assert torch.equal(pool.memory, expected)
+    for kept in pool.gather(1, pool.block_rows(torch.tensor([[3, 0]])), 1):
+        found = kept.view(2, BLOCK_SIZE, -1)[[0, 1, 0], offsets]
+        assert torch.equal(found, expected_rows)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tandem.kv_size.sizes import (
     rank_layout,
     side_by_side,
 )
+from tandem.memory import worker_need
 from tandem.models.config import ModelConfig
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.shape import num_parameters
@@ -101,6 +102,33 @@ def test_an_engine_of_latent_attention_allocates_what_was_computed(
     engine, runner = engine_of(folder, kv_dtype=dtype, block_size=12, num_blocks=NUM_BLOCKS)
     assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
     assert computed.token_bytes == 3 * (40 + 8) * runner.pools[0].dtype.itemsize
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 16, 64])
+@pytest.mark.parametrize("computed_dtype", ["float32", "bfloat16"])
+def test_an_engine_of_int8_latents_allocates_what_was_computed(
+    tmp_path: Path, computed_dtype: Any, block_size: int
+) -> None:
+    sizes = {"kv_lora_rank": 48, "qk_rope_head_dim": 16}
+    folder, _ = make_tiny_model("deepseek-v3", tmp_path, **sizes)
+    computed = kv_size(
+        folder.config,
+        "int8",
+        block_size=block_size,
+        tensor_parallel=6,
+        context=NUM_BLOCKS * block_size,
+        batch=1,
+        computed_dtype=computed_dtype,
+    )
+    settings = {"kv_dtype": "int8", "block_size": block_size, "num_blocks": NUM_BLOCKS}
+    config = EngineConfig(model="", device="cpu", dtype=computed_dtype, kernels="torch", **settings)
+    runner = ModelRunner(folder, config)
+    engine = Engine(config, runner, "fingerprint")
+    assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
+    key_bytes = 16 * (2 if computed_dtype == "bfloat16" else 4)
+    part_bytes = -(-block_size * (48 + key_bytes + 2) // 64) * 64
+    assert computed.block_bytes == 3 * part_bytes
+    assert worker_need(config, folder, dtype=computed_dtype).pool_bytes == runner.kv.nbytes
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 16, 64])
@@ -186,9 +214,20 @@ def test_deepseek_v3_has_576_numbers_a_token_and_layer() -> None:
     assert size(DEEPSEEK_V3, tensor_parallel=8).token_bytes == 70_272
     assert num_parameters(DEEPSEEK_V3) == 671_026_404_352
     assert side_by_side(DEEPSEEK_V3) == [DEEPSEEK_V3]
-    assert kv_dtypes(DEEPSEEK_V3) == ["bfloat16", "float16", "float32"]
-    with pytest.raises(ConfigError, match="int8 is not supported with latent attention"):
-        size(DEEPSEEK_V3, "int8")
+    assert kv_dtypes(DEEPSEEK_V3) == ["bfloat16", "float16", "float32", "int8"]
+    with pytest.raises(ConfigError, match="fp8_e4m3 is not supported with latent attention"):
+        size(DEEPSEEK_V3, "fp8_e4m3")
+
+
+def test_int8_of_deepseek_v3_has_a_scale_and_64_numbers_as_they_are() -> None:
+    part_bytes = 16 * (512 + 64 * 2 + 2) + 32  # padding
+    assert size(DEEPSEEK_V3, "int8").block_bytes == 61 * part_bytes
+    assert size(DEEPSEEK_V3, "int8", tensor_parallel=8).block_bytes == 61 * part_bytes
+    assert DEEPSEEK_V3.latent is not None
+    odd = replace(DEEPSEEK_V3, latent=replace(DEEPSEEK_V3.latent, kv_rank=40))
+    with pytest.raises(ConfigError, match="a multiple of 16 numbers; kv_lora_rank is 40"):
+        size(odd, "int8")
+    assert "int8" not in kv_dtypes(odd)
 
 
 def test_a_model_without_grouped_heads_has_two_kinds_of_attention() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.dtypes import RotatedKey
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible
 from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, Part, RankRead, descriptors
@@ -128,6 +129,7 @@ def test_a_degree_that_does_not_divide_is_refused(heads: int, degree: int) -> No
         ("head_dim", 6, "head_dim is 6, not 3"),
         ("dtype", "float32", "dtype is 'float32', not 'bfloat16'"),
         ("has_values", False, "has_values is False, not True"),
+        ("rotated", RotatedKey(1, "bfloat16"), r"rotated is RotatedKey\(.*\), not None"),
     ],
 )
 def test_all_else_that_differs_is_refused_by_name(field: str, value: Any, named: str) -> None:

@@ -26,6 +26,7 @@ from tandem.models.config import ModelConfig
 if TYPE_CHECKING:
     from tandem.config.engine import EngineConfig
 
+LATENT_MULTIPLE = 16  # of a latent's numbers, if quantized: kernels take so many at once
 STEP_TOKENS = 512  # in a step on a CPU, unless --max-tokens-per-step says otherwise
 
 
@@ -197,25 +198,44 @@ def divide_pool(
     return layout(*(sizes[group] for group in one.groups))
 
 
+def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
+    """Returns why the model's KV cannot have a dtype; empty if it can."""
+    if model.latent is None or not is_quantized(dtype):
+        return ""
+    if dtype != "int8":
+        return (
+            f"the KV dtype {dtype} is not supported with latent attention; supported are "
+            f"{', '.join(DTYPE_BYTES)}, int8"
+        )
+    if model.latent.kv_rank % LATENT_MULTIPLE:
+        return (
+            f"the KV dtype int8 needs latents of a multiple of {LATENT_MULTIPLE} numbers; "
+            f"kv_lora_rank is {model.latent.kv_rank}"
+        )
+    return ""
+
+
 def check_kv_dtype(model: ModelConfig, dtype: str) -> None:
     """Raises ConfigError for a dtype that the model's KV cannot have."""
-    if model.latent is not None and is_quantized(dtype):
-        raise ConfigError(
-            f"the KV dtype {dtype} is not supported with latent attention; supported are "
-            f"{', '.join(DTYPE_BYTES)}"
-        )
+    if why := why_not_kv_dtype(model, dtype):
+        raise ConfigError(why)
 
 
 def model_layout(
-    model: ModelConfig, num_blocks: Sequence[int] = (), *, block_size: int, dtype: str
+    model: ModelConfig,
+    num_blocks: Sequence[int] = (),
+    *,
+    block_size: int,
+    dtype: str,
+    computed_dtype: str = "bfloat16",
 ) -> KvLayout:
     """Returns the layout of a model's pools: an engine's own, and that which is only computed.
 
-    `num_blocks` are of each group; by default one. Raises ConfigError for a dtype that the model's
-    KV cannot have.
+    `num_blocks` are of each group; by default one. `computed_dtype` is that of rotated keys beside
+    quantized latents. Raises ConfigError for a dtype that the model's KV cannot have.
     """
     check_kv_dtype(model, dtype)
-    rules = layer_groups(model)
+    rules, latent = layer_groups(model), model.latent
     groups = (
         KvGroup(
             layers,
@@ -227,7 +247,8 @@ def model_layout(
                 block_size=block_size,
                 head_dim=model.head_dim,
                 dtype=dtype,
-                has_values=model.latent is None,
+                has_values=latent is None,
+                rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
             ),
         )
         for (window, layers), size in zip(

@@ -4,12 +4,16 @@
 
     K run [block_size][head_dim] | V run [block_size][head_dim] | scales | padding
 
-With latent attention there is one head, and no V: values are computed from the same numbers.
+With latent attention there is one head, and no V: values are computed from the same numbers. If it
+is quantized, that is the latent alone, and the rotated keys stay as they are:
+
+    latents [block_size][rank] | rotated keys [block_size][rope] | scales | padding
+
 A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads).
 Only quantized dtypes have scales and padding. Their scales are float16, one for each token of K and
-then of V, and a part is padded to a multiple of 64 bytes, so that every part begins a cache line.
-This module is the one place that knows the order; it stands on no tensor library, so that the
-transfer code can use it.
+then of V (with latent attention of the latent), and a part is padded to a multiple of 64 bytes, so
+that every part begins a cache line. This module is the one place that knows the order; it stands on
+no tensor library, so that the transfer code can use it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem.dtypes import is_quantized, kv_part_bytes, kv_row_bytes
+from tandem.dtypes import RotatedKey, is_quantized, kv_part_bytes, kv_row_bytes
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,17 +39,20 @@ class BlockLayout:
     head_dim: int
     dtype: str  # a key of KV_BITS
     has_values: bool = True  # False with latent attention
+    rotated: RotatedKey | None = None  # at the end of a row of latent attention, if quantized
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a token's K and of its V, of one layer of one head; a run has `block_size`."""
-        keys, values = kv_row_bytes(self.dtype, self.head_dim)
-        return keys, values * self.has_values
+        """Bytes of a token's K and of its V, of one layer of one head; a run has `block_size`. With
+        quantized latents those of the latent and of the rotated key."""
+        return kv_row_bytes(self.dtype, self.head_dim, self.has_values, self.rotated)
 
     @property
     def layer_bytes(self) -> int:
         """Bytes from one layer of a head to the next: K, V, scales and padding."""
-        return kv_part_bytes(self.dtype, self.block_size, self.head_dim, self.has_values)
+        return kv_part_bytes(
+            self.dtype, self.block_size, self.head_dim, self.has_values, self.rotated
+        )
 
     @property
     def head_bytes(self) -> int:
@@ -70,6 +77,8 @@ class BlockLayout:
         """Returns the layout's part of the KV compatibility (not the pool's size)."""
         scales = " scales=float16" if is_quantized(self.dtype) else ""
         values = "" if self.has_values else " values=none"
+        if self.rotated is not None:
+            values += f" rotated={self.rotated.dim}x{self.rotated.dtype}"
         return (
             f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
             f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}{scales}{values}"

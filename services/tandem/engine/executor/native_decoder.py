@@ -23,7 +23,7 @@ from tandem.engine.executor.model import embedding_multiplier
 from tandem.engine.executor.native_angles import AngleTable
 from tandem.engine.executor.native_latent import pack_latent
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
-from tandem.engine.executor.native_pools import KV_KINDS, kv_groups_of
+from tandem.engine.executor.native_pools import kv_groups_of, kv_kind_of
 from tandem.engine.executor.native_results import Results
 from tandem.engine.executor.packing import KINDS, Packer
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, ModelWeights
@@ -156,7 +156,7 @@ class NativeDecoder:
             **self._angles.fields,
             groups=addressof(self._groups),
             block_size=layout.block_size,
-            kv_kind=KV_KINDS[layout.dtype],
+            kv_kind=kv_kind_of(pools[0]),
             **lora,
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],

@@ -9,7 +9,7 @@ from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.native.library import Kind, KvGroup
 
-KV_KINDS = {
+_KINDS = {
     "float32": Kind.F32,
     "bfloat16": Kind.BF16,
     "int8": Kind.I8,
@@ -17,6 +17,14 @@ KV_KINDS = {
     "k8v4": Kind.I8_I4,
     "int4": Kind.I4,
 }
+_LATENT_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}  # by the rotated keys
+
+
+def kv_kind_of(pool: KvPool) -> Kind:
+    """Returns what the rows of a pool are made of."""
+    if pool.layout.rotated is not None:
+        return _LATENT_KINDS[pool.layout.rotated.dtype]
+    return _KINDS[pool.layout.dtype]
 
 
 def kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:

@@ -144,6 +144,7 @@ class ModelRunner:
             num_blocks,
             block_size=self._block_size,
             dtype=self._kv_dtype,
+            computed_dtype=str(self._dtype).removeprefix("torch."),
         )
 
     def allocate(self, *num_blocks: int) -> None:
