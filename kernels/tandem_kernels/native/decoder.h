@@ -159,8 +159,10 @@ struct LoraProduct {
     int32_t num_parts;  // 0: it adds nothing
 };
 
-struct LoraLayer {
+struct LoraLayer {  // of a layer with experts, gates, ups and downs are of its shared MLP
     LoraProduct qkv, attention_out, gate_up, down;
+    LoraProduct q_out;                    // of Latent, as the next two
+    const LoraProduct *keys, *values;     // of each head, or null: nothing
 };
 
 struct LoraRows {  // an adapter's

@@ -219,9 +219,10 @@ inline void route(const Model& model, const Layer& layer, const Step& step, cons
 inline void share_mlp(const Model& model, int index, const Step& step, const Rows& rows, int thread,
                       int threads) {
     const Inputs gated = gate_normed(model, index, step, rows, thread, threads);
-    linear(model.layers[index].mlp.down, gated,
-           {rows.delta, static_cast<size_t>(model.hidden), Into::kSet}, thread, threads);
+    const Output delta{rows.delta, static_cast<size_t>(model.hidden), Into::kSet};
+    linear(model.layers[index].mlp.down, gated, delta, thread, threads);
 #pragma omp barrier
+    add_lora(rows.lora, index, &LoraLayer::down, gated, delta, thread);
     rows.laps->end(DOWN, thread);
 }
 

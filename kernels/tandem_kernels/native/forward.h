@@ -355,7 +355,7 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         attend_any(model, step, index, items[i], next, queries, width, attended, buffer);
     }
     rows.laps->end(ATTENTION, thread);
-    if (is_latent) attended = values_of_heads(model, layer, step, rows, buffer, thread);
+    if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, thread);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
                 index, &LoraLayer::attention_out, thread, threads);
     if (layer.experts != nullptr)

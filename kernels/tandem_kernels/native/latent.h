@@ -23,13 +23,23 @@ inline void put_row(const float* from, float factor, const InputRow& to) {
     if (const int rest = to.in - at) to.put(at, load_some(from + at, rest) * factor, rest);
 }
 
-// Products of all heads with what `of_heads` has of each.
-inline void multiply_heads(const Matrix* matrices, int num_heads, const Rows& rows, int num_rows,
-                           float* to, size_t head_stride) {
+// A layer's products of all heads.
+struct HeadProducts {
+    const Matrix* matrices;
+    const LoraProduct* LoraLayer::*added;
+    int index;  // of the layer
+};
+
+// They are multiplied with what `of_heads` has of each head.
+inline void multiply_heads(const HeadProducts& products, int num_heads, const Rows& rows,
+                           int num_rows, float* to, size_t head_stride, int thread) {
 #pragma omp for schedule(static)
-    for (int head = 0; head < num_heads; ++head)
-        linear(matrices[head], inputs_of_head(matrices, head, rows, num_rows),
-               {to + head * head_stride, num_heads * head_stride, Into::kSet}, 0, 1);
+    for (int head = 0; head < num_heads; ++head) {
+        const Inputs inputs = inputs_of_head(products.matrices, head, rows, num_rows);
+        const Output out{to + head * head_stride, num_heads * head_stride, Into::kSet};
+        linear(products.matrices[head], inputs, out, 0, 1);
+        add_lora_of_head(rows.lora, products.index, products.added, head, inputs, out, thread);
+    }
 }
 
 // Normalizes and rotates what a row keeps, and stores it.
@@ -63,8 +73,10 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
         for (int row = 0; row < step.num_rows; ++row)
             norm_row(rows.projected + row * width, latent.q_norm, latent.norm_eps, normed.row(row));
         stride = static_cast<size_t>(num_heads) * q_dim;
-        linear(latent.q_out, normed, {rows.heads, stride, Into::kSet}, thread, threads);
+        const Output heads{rows.heads, stride, Into::kSet};
+        linear(latent.q_out, normed, heads, thread, threads);
 #pragma omp barrier
+        add_lora(rows.lora, index, &LoraLayer::q_out, normed, heads, thread);
         queries = rows.heads;
         rows.laps->end(QKV, thread);
     }
@@ -86,7 +98,8 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
         });
     }
     rows.laps->end(PLACE, thread);
-    multiply_heads(latent.keys, num_heads, rows, step.num_rows, rows.queries, dim);
+    multiply_heads({latent.keys, &LoraLayer::keys, index}, num_heads, rows, step.num_rows,
+                   rows.queries, dim, thread);
     rows.laps->end(QKV, thread);
 }
 
@@ -96,8 +109,9 @@ inline Inputs attended_latents(const Model& model, const Step& step, const Rows&
 }
 
 // What attention's last product reads, from what heads attended. `buffer` has room for a head's.
-inline Inputs values_of_heads(const Model& model, const Layer& layer, const Step& step,
-                              const Rows& rows, float* buffer, int thread) {
+inline Inputs values_of_heads(const Model& model, int index, const Step& step, const Rows& rows,
+                              float* buffer, int thread) {
+    const Layer& layer = model.layers[index];
     const Latent& latent = *layer.latent;
     const Inputs attended = attended_latents(model, step, rows);
     const int num_heads = model.num_heads;
@@ -111,7 +125,8 @@ inline Inputs values_of_heads(const Model& model, const Layer& layer, const Step
             from.numbers.first += model.head_dim * from.numbers.stride;
         }
     }
-    multiply_heads(latent.values, num_heads, rows, step.num_rows, rows.heads, latent.value);
+    multiply_heads({latent.values, &LoraLayer::values, index}, num_heads, rows, step.num_rows,
+                   rows.heads, latent.value, thread);
     const Inputs values =
         inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
 #pragma omp for schedule(static)

@@ -159,7 +159,11 @@ class LoraProduct(Structure):
 
 
 class LoraLayer(Structure):
-    _fields_ = tuple((name, LoraProduct) for name in ("qkv", "attention_out", "gate_up", "down"))
+    _fields_ = (
+        *((name, LoraProduct) for name in ("qkv", "attention_out", "gate_up", "down", "q_out")),
+        ("keys", POINTER(LoraProduct)),
+        ("values", POINTER(LoraProduct)),
+    )
 
 
 class LoraRows(Structure):

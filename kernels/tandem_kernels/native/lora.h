@@ -20,7 +20,9 @@ struct StepLora {
 
 // A thread's room: a tile's inputs, its products with A, and those of one part as inputs of B.
 inline size_t lora_floats(const Model& model, const Step& step) {
-    const int in = std::max({model.hidden, model.inner, model.num_heads * model.head_dim});
+    int in = std::max({model.hidden, model.inner, model.num_heads * model.head_dim});
+    if (const Latent* const latent = model.layers[0].latent)
+        in = std::max({in, model.layers[0].attention_out.in, latent->q_out.in, latent->plain});
     return static_cast<size_t>(kTileRows) * (whole_steps(in) + 2 * step.lora_rank);
 }
 
@@ -79,6 +81,16 @@ inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*pr
         const LoraItem& item = lora.items[i];
         const LoraProduct& added = item.adapted->layers[index].*product;
         if (added.num_parts) add_item(item, added, inputs, out, lora.buffers[thread]);
+    }
+}
+
+// The same of a head's product, by the thread whose head it is.
+inline void add_lora_of_head(const StepLora& lora, int index,
+                             const LoraProduct* LoraLayer::*products, int head,
+                             const Inputs& inputs, const Output& out, int thread) {
+    for (const LoraItem& item : lora.items) {
+        const LoraProduct* const added = item.adapted->layers[index].*products;
+        if (added != nullptr) add_item(item, added[head], inputs, out, lora.buffers[thread]);
     }
 }
 

@@ -10,36 +10,50 @@ from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
+from tandem.models.layers import LayerSpec
 
 ALL_LINEAR = "all-linear"
+SHARED_MLP = "mlp.shared_experts."  # in the place of "mlp." in a layer with experts
 # Of these PEFT could train adapters, too.
 _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Returns outputs and inputs of every matrix that an adapter may change, by its name."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    of_layer = _of_attention(model) | {"mlp.down_proj": (hidden, inner)}
-    if model.is_fused:
-        of_layer["mlp.gate_up_proj"] = (2 * inner, hidden)
-    else:
-        of_layer["mlp.gate_proj"] = of_layer["mlp.up_proj"] = (inner, hidden)
+    attention = _of_attention(model)
     return {
         f"model.layers.{layer}.{name}": shape
         for layer, spec in enumerate(model.layers)
-        for name, shape in of_layer.items()
-        if not (spec.experts and name.startswith("mlp."))
+        for name, shape in (attention | _of_mlp(model, spec)).items()
     }
+
+
+def _of_mlp(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
+    """Returns those of a layer's MLP; beside experts it is the one that all tokens have."""
+    hidden, inner, place = model.hidden_size, model.intermediate_size, "mlp."
+    if spec.experts is not None:
+        inner, place = spec.experts.shared_inner, SHARED_MLP
+        if not inner:
+            return {}
+    shapes = {f"{place}down_proj": (hidden, inner)}
+    if model.is_fused:
+        return shapes | {f"{place}gate_up_proj": (2 * inner, hidden)}
+    return shapes | dict.fromkeys((f"{place}gate_proj", f"{place}up_proj"), (inner, hidden))
 
 
 def _of_attention(model: ModelConfig) -> dict[str, tuple[int, int]]:
     hidden, num_heads = model.hidden_size, model.num_attention_heads
-    if (latent := model.latent) is not None:  # what is made of a latent is no product of its own
+    if (latent := model.latent) is not None:
         queries = {"self_attn.q_proj": (num_heads * latent.q_dim, hidden)}
         if latent.q_rank is not None:
-            queries = {"self_attn.q_a_proj": (latent.q_rank, hidden)}
+            queries = {
+                "self_attn.q_a_proj": (latent.q_rank, hidden),
+                "self_attn.q_b_proj": (num_heads * latent.q_dim, latent.q_rank),
+            }
+        of_heads = num_heads * (latent.plain_dim + latent.value_dim)
         return queries | {
             "self_attn.kv_a_proj_with_mqa": (latent.kv_dim, hidden),
+            "self_attn.kv_b_proj": (of_heads, latent.kv_rank),
             "self_attn.o_proj": (hidden, num_heads * latent.value_dim),
         }
     q_size, kv_size = num_heads * model.head_dim, model.num_kv_heads * model.head_dim

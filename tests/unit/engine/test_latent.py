@@ -10,11 +10,13 @@ import torch
 
 from tandem.engine.cache.kv_groups import model_layout
 from tandem.engine.executor.load_weights import load_weights
+from tandem.engine.executor.lora_weights import load_lora
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import ModelFolder
 from tests.kv_pools import empty_pool
+from tests.lora_adapters import describe, write_adapter
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.test_native_decoder import INSTRUCTIONS
 
@@ -46,6 +48,7 @@ def run(
     dtype: str,
     cut: Sequence[int],
     computed_dtype: str = "bfloat16",
+    adapter: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the logits of the last token, and the KV of all in their order."""
     (group,) = model_layout(
@@ -53,7 +56,8 @@ def run(
     ).groups
     pool, done = empty_pool(group.layout), 0
     for num in cut:
-        piece = SequenceSlice(PROMPT[done : done + num], done + num, TABLE, True)
+        token_ids = PROMPT[done : done + num]
+        piece = SequenceSlice(token_ids, done + num, TABLE, True, adapter=adapter)
         done += num
         with torch.inference_mode():
             logits = steps.forward(StepBatch([piece]), [pool]).clone()
@@ -121,3 +125,37 @@ def test_int8_is_read_from_the_pool_however_a_prompt_is_cut(
     tolerance = 1e-4 if dtype == "float32" else 0.02
     of_first_layer = kv[0, :, RANK:], exact_kv[0, :, RANK:]
     torch.testing.assert_close(*of_first_layer, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_adapters_of_all_matrices_are_added_as_torch_does(
+    folder_of_int8: ModelFolder, instructions: str, dtype: str, tmp_path: Path
+) -> None:
+    folder, device = folder_of_int8, torch.device("cpu")
+    targets = ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    write_adapter(tmp_path / "one", folder.config, target_modules=list(targets), r=5, scale=0.1)
+    adapter = describe("one", tmp_path / "one", folder.config)
+    (weights, added), (wide, added_wide) = (
+        (
+            load_weights(folder.weight_files, folder.config, dtype=each, device=device),
+            load_lora(adapter, folder.config, rank_max=8, dtype=each, device=device),
+        )
+        for each in (getattr(torch, dtype), torch.float32)
+    )
+    reference = TorchSteps(folder.config, wide, "fast")
+    base, _ = run(reference, folder, "float32", CUTS[0])
+    reference.add_adapter(added_wide)
+    cut = CUTS[0], CUTS[2]
+    expected, _ = run(reference, folder, "float32", cut[0], adapter=adapter.digest)
+    seen = []
+    for each, num_threads in zip(cut, (1, 3), strict=True):
+        decoder = NativeDecoder(
+            folder.config, weights, num_threads=num_threads, instructions=instructions
+        )
+        decoder.adapters.add(decoder.pack_adapter(added))
+        seen.append(run(decoder, folder, dtype, each, adapter=adapter.digest)[0])
+    assert torch.equal(*seen)
+    bound = 1e-4 if dtype == "float32" else 0.03
+    assert (seen[0] - expected).norm() <= bound * expected.norm()
+    assert (seen[0] - base).norm() > 0.1 * base.norm()

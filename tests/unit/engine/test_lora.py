@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.config.engine import EngineConfig
+from tandem.engine.executor.lora_weights import why_not_triton
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import AdapterUnavailable
@@ -20,6 +21,10 @@ PROMPTS = [
     for length in (1, 9, 40, 23)
 ]
 WAYS = [("fast", "torch"), ("fast", "native"), ("invariant", "torch"), ("invariant", "native")]
+OF_LATENT = (
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -89,7 +94,10 @@ def run(runner: ModelRunner, sequences: list[tuple[list[int], str]]) -> list[tor
         ("phi3-longrope", {"target_modules": list(FUSED), "r": 8}),
         ("gpt-oss", {"target_modules": list(ATTENTION)}),
         ("deepseek-v2", {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+        ("deepseek-v2", {"target_modules": ["kv_b_proj", "gate_proj", "down_proj"], "r": 12}),
+        ("deepseek-v2-groups", {"target_modules": "all-linear", "r": 5}),
         ("deepseek-v3", {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa"], "r": 20}),
+        ("deepseek-v3", {"target_modules": ["q_b_proj", "kv_b_proj", "up_proj"], "r": 30}),
         ("deepseek-v3-halves", {"target_modules": "all-linear", "r": 4}),
         ("gemma3", {"target_modules": r".*\.(k_proj|gate_proj|o_proj)", "r": 8}),
     ],
@@ -101,7 +109,7 @@ def test_logits_are_those_of_merged_weights(
     folder, reference = make_tiny_model(family, tmp_path / "model")
     targets = settings["target_modules"]
     modules = {
-        "all-linear": (*ALL, "kv_a_proj_with_mqa"),
+        "all-linear": (*ALL, *OF_LATENT),
         r".*\.(k_proj|gate_proj|o_proj)": ("k_proj", "gate_proj", "o_proj"),
     }.get(targets if isinstance(targets, str) else "")
     made = write_adapter(tmp_path / "one", folder.config, modules=modules, **settings)
@@ -145,9 +153,13 @@ def test_eight_adapters_and_the_base_equal_nine_runs_bit_by_bit(
     assert len({tuple(logits.tolist()) for logits in alone}) == 9
 
 
-def test_bfloat16_stays_near_merged_weights(tmp_path: Path) -> None:
-    folder, reference = make_tiny_model("llama", tmp_path / "model")
-    made = write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL))
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_bfloat16_stays_near_merged_weights(family: str, tmp_path: Path) -> None:
+    all_experts = {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 3, "topk_group": 3}
+    more = all_experts if family == "deepseek-v3" else {}
+    folder, reference = make_tiny_model(family, tmp_path / "model", **more)
+    targets = list(OF_LATENT if family == "deepseek-v3" else ALL)
+    made = write_adapter(tmp_path / "one", folder.config, target_modules=targets)
     changed = merged(reference, made)
     for kernels, weights in (("native", "auto"), ("torch", "auto"), ("native", "int8")):
         runner = make_runner(folder, "fast", kernels, dtype="bfloat16", weights=weights)
@@ -157,6 +169,18 @@ def test_bfloat16_stays_near_merged_weights(tmp_path: Path) -> None:
             expected = changed(torch.tensor([PROMPTS[3]])).logits[0, -1]
         correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]
         assert correlation > 0.99, (kernels, weights)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_refused"),
+    [("o_proj", False), ("q_b_proj", True), ("kv_b_proj", True), ("up_proj", True)],
+)
+def test_triton_refuses_what_it_does_not_add(target: str, is_refused: bool, tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("deepseek-v3", tmp_path / "model")
+    write_adapter(tmp_path / "one", folder.config, target_modules=[target])
+    adapter = describe("one", tmp_path / "one", folder.config)
+    weights = make_runner(folder, "fast", "torch").load_adapter(adapter).weights
+    assert bool(why_not_triton(weights, folder.config)) is is_refused
 
 
 def test_files_that_changed_are_not_those_of_the_digest(tmp_path: Path) -> None:

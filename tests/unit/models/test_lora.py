@@ -84,15 +84,26 @@ def test_layers_with_experts_have_no_other_matrices() -> None:
         read_modules(_DEFAULTS | {"target_modules": ["up_proj"]}, only)
 
 
-def test_of_latent_attention_what_is_made_of_the_layers_input_has_adapters() -> None:
-    for q_rank, queries in ((None, "q_proj"), (28, "q_a_proj")):
+def test_latent_attention_has_adapters_of_all_its_matrices() -> None:
+    for q_rank, queries in ((None, ("q_proj",)), (28, ("q_a_proj", "q_b_proj"))):
         model = replace(MODEL, latent=Latent(40, 8, 24, 20, q_rank, True, 0.2))
         found = read_modules(_DEFAULTS | {"target_modules": "all-linear"}, model)
         names = {name.rpartition(".")[2] for name in found if "self_attn" in name}
-        assert names == {queries, "kv_a_proj_with_mqa", "o_proj"}
-        for target in ("kv_b_proj", "q_b_proj"):
-            with pytest.raises(UnsupportedModel, match=f"'{target}', which is not supported; "):
-                read_modules(_DEFAULTS | {"target_modules": [target]}, model)
+        assert names == {*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+
+
+def test_of_a_layer_with_experts_the_shared_mlp_has_adapters() -> None:
+    experts = Experts(4, 2, 24, True, shared_inner=20)
+    first, *others = MODEL.layers
+    model = replace(MODEL, layers=(first, *(replace(each, experts=experts) for each in others)))
+    found = read_modules(_DEFAULTS | {"target_modules": ["up_proj", "down_proj"]}, model)
+    names = {name.removeprefix("model.layers.") for name in found}
+    shared = {f"{i}.mlp.shared_experts.{part}_proj" for i in (1, 2) for part in ("up", "down")}
+    assert names == {"0.mlp.up_proj", "0.mlp.down_proj", *shared}
+    alone = replace(experts, shared_inner=0)
+    model = replace(MODEL, layers=tuple(replace(each, experts=alone) for each in MODEL.layers))
+    with pytest.raises(UnsupportedModel, match="'up_proj', which is not supported"):
+        read_modules(_DEFAULTS | {"target_modules": ["up_proj"]}, model)
 
 
 def test_all_linear_is_all_but_the_output() -> None:

@@ -61,7 +61,7 @@ class LatentWeights:
         q_norm = q_out = None
         if latent.q_rank is not None:
             q_norm = tensor(f"{name}.q_a_layernorm.weight")
-            q_out = _of_heads(latent).in_halves(tensor(f"{name}.q_b_proj.weight"))
+            q_out = query_rows(latent).in_halves(tensor(f"{name}.q_b_proj.weight"))
         return cls(
             q_norm=q_norm,
             q_out=q_out,
@@ -71,7 +71,8 @@ class LatentWeights:
         )
 
 
-def _of_heads(latent: Latent) -> RotatedRows:
+def query_rows(latent: Latent) -> RotatedRows:
+    """Returns the order of the rows of a matrix that makes queries."""
     return RotatedRows(latent.rope_dim, latent.q_dim, latent.has_pairs)
 
 
@@ -79,7 +80,7 @@ def token_products(latent: Latent) -> list[tuple[str, RotatedRows]]:
     """Returns the products of a layer's input: queries or their latent, and a token's KV."""
     kv = RotatedRows(latent.rope_dim, latent.kv_dim, latent.has_pairs)
     if latent.q_rank is None:
-        return [("q_proj", _of_heads(latent)), ("kv_a_proj_with_mqa", kv)]
+        return [("q_proj", query_rows(latent)), ("kv_a_proj_with_mqa", kv)]
     return [("q_a_proj", RotatedRows(0, latent.q_rank, False)), ("kv_a_proj_with_mqa", kv)]
 
 

@@ -86,7 +86,7 @@ class Decoder:
                 heads = self._heads(layer, projected, angles[spec.rope], inputs.num_tokens)
             else:
                 heads = self._latent_heads(
-                    layer.latent, projected, angles[spec.rope], inputs.num_tokens
+                    index, layer.latent, projected, angles[spec.rope], inputs.num_tokens, lora
                 )
             queries, keys, values = heads
             pool.write(place.number, token_rows, keys, values)
@@ -97,6 +97,7 @@ class Decoder:
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)
+                attended = lora.add_of_heads(index, "latent_values", attended, latents)
             attended = attended.flatten(1)
             delta = self._project(attended, (layer.attention_out,))
             delta = lora.add(index, "attention_out", delta, attended)
@@ -106,7 +107,7 @@ class Decoder:
                 delta = self._mlp(index, layer.mlp, normed, lora)
             else:
                 assert spec.experts is not None
-                delta = self._experts(spec.experts, layer.mlp, normed)
+                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
@@ -137,7 +138,13 @@ class Decoder:
         return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
 
     def _latent_heads(
-        self, weights: LatentWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
+        self,
+        index: int,
+        weights: LatentWeights,
+        projected: torch.Tensor,
+        angles: Angles,
+        num_tokens: int,
+        lora: StepLora,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [rows, heads, D] as latents meet them, and the tokens' KV [num_tokens, 1, D],
         which are keys and values; D has the latent and then the rotated key."""
@@ -147,11 +154,13 @@ class Decoder:
         if weights.q_norm is not None and weights.q_out is not None:
             normed = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
             queries = self._kernels.linear(normed, weights.q_out, None)
+            queries = lora.add(index, "q_out", queries, normed)
         heads = queries.reshape(len(queries), -1, latent.q_dim)
         plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], -1)
         token, key = torch.split(kv, [latent.kv_rank, latent.rope_dim], 1)
         rotated = self._kernels.rotate(torch.cat((turning, key.unsqueeze(1)), 1), angles)
         absorbed = self._kernels.linear_of_heads(plain, weights.keys)
+        absorbed = lora.add_of_heads(index, "latent_keys", absorbed, plain)
         normed = self._kernels.rms_norm(token, weights.kv_norm, LATENT_NORM_EPS)
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
         return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
@@ -167,19 +176,26 @@ class Decoder:
             gated = gelu(gate, approximate="tanh").mul_(up)
         return lora.add(index, "down", self._project(gated, (mlp.down,)), gated)
 
-    def _experts(self, experts: Experts, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+    def _experts(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        lora: StepLora,
+    ) -> torch.Tensor:
         """Sums a row's experts in their order, each of which computes its rows together."""
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         out = torch.zeros_like(x, dtype=torch.float32)
         if weights.shared is not None:
-            out += self._mlp(0, weights.shared, x, NO_LORA)
+            out += self._mlp(index, weights.shared, x, lora)
         for expert, mlp in enumerate(weights.mlps):
             rows, places = torch.where(chosen == expert)
             if not len(rows):
                 continue
             padded = torch.nn.functional.pad(rows, (0, -len(rows) % self._kernels.row_multiple))
-            part = self._mlp(0, mlp, x[padded], NO_LORA)[: len(rows)]
+            part = self._mlp(index, mlp, x[padded], NO_LORA)[: len(rows)]
             out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
         return out.to(x.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import pointer
 from itertools import accumulate
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 
 from tandem.engine.executor.lora_weights import LoraWeights, Parts
 from tandem.engine.scheduler.batch import SequenceSlice
+from tandem_kernels.lora import LoraHeads
 from tandem_kernels.native import library
 from tandem_kernels.native.library import Kind, Library, Matrix, address, packed_bytes
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
-_PRODUCTS = ("qkv", "attention_out", "gate_up", "down")
+_PRODUCTS = ("qkv", "attention_out", "gate_up", "down", "q_out")
+_HEADS = ("latent_keys", "latent_values")
+_LoraLayer = library.LoraLayer
 
 
 class PackedLora:
@@ -26,11 +30,14 @@ class PackedLora:
         self._kept: list[Any] = []  # what the structs point to
         self.digest = weights.digest
         self.rank = 0  # the largest of a product, all its parts together
-        self.layers = _layers(
-            [
-                [self._product(getattr(layer, name)) for name in _PRODUCTS]
+        self.layers = (_LoraLayer * len(weights.layers))(
+            *(
+                _LoraLayer(
+                    *(self._product(getattr(layer, name)) for name in _PRODUCTS),
+                    *(self._heads(getattr(layer, name)) for name in _HEADS),
+                )
                 for layer in weights.layers
-            ]
+            )
         )
 
     def _product(self, parts: Parts) -> library.LoraProduct:
@@ -49,6 +56,30 @@ class PackedLora:
         a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
         return library.LoraProduct(a=self._matrix(a), parts=packed, num_parts=len(parts))
 
+    def _heads(self, heads: LoraHeads | None) -> Any:
+        """Packs a product of each head."""
+        if heads is None:
+            return None
+        num_heads, rank, _ = heads.a.shape
+        self.rank = max(self.rank, rank)
+        parts = (library.LoraPart * num_heads)(
+            *(library.LoraPart(matrix, 0, 0) for matrix in self._matrices(heads.b))
+        )
+        packed = (library.LoraProduct * num_heads)(
+            *(
+                library.LoraProduct(a=matrix, parts=pointer(part), num_parts=1)
+                for matrix, part in zip(self._matrices(heads.a), parts, strict=True)
+            )
+        )
+        self._kept += [parts, packed]
+        return packed
+
+    def _matrices(self, weights: torch.Tensor) -> list[Matrix]:
+        """Packs a matrix of each head, one that they share once."""
+        if weights.stride(0) == 0:
+            return [self._matrix(weights[0])] * len(weights)
+        return list(map(self._matrix, weights))
+
     def _matrix(self, weight: torch.Tensor) -> Matrix:
         num_out, num_in = weight.shape
         kind = _KINDS[weight.dtype]
@@ -56,10 +87,6 @@ class PackedLora:
         self._library.pack(weight.data_ptr(), kind, (num_out, num_in), kind, panels)
         self._kept.append(panels)
         return Matrix(panels=address(panels), num_in=num_in, num_out=num_out, kind=kind)
-
-
-def _layers(products: Sequence[Sequence[library.LoraProduct]]) -> Any:
-    return (library.LoraLayer * len(products))(*(library.LoraLayer(*each) for each in products))
 
 
 class NativeAdapters:

@@ -26,7 +26,7 @@ from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.kv_scales import fixed_scales
 from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.lora_weights import LoraWeights, load_lora
+from tandem.engine.executor.lora_weights import LoraWeights, load_lora, why_not_triton
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.native_lora import PackedLora
 from tandem.engine.executor.torch_steps import TorchSteps
@@ -189,6 +189,8 @@ class ModelRunner:
             dtype=self._dtype,
             device=self.device,
         )
+        if self._triton is not None and (why := why_not_triton(weights, self._model_config)):
+            raise ConfigError(why)
         native = self.native
         packed = native.pack_adapter(weights) if native is not None else None
         return LoadedAdapter(weights, packed)

@@ -54,7 +54,13 @@ class TorchSteps:
         """Runs a step as NativeDecoder.forward does, on the device of the pools."""
         inputs = make_step_inputs(batch, pools, row_multiple=self._kernels.row_multiple)
         kernels = self._kernels
-        lora = StepLora(inputs.adapted, self._adapters, kernels.linear, kernels.row_multiple)
+        lora = StepLora(
+            inputs.adapted,
+            self._adapters,
+            kernels.linear,
+            kernels.row_multiple,
+            kernels.linear_of_heads,
+        )
         if on_kv_written is None or pools[0].device.type != "cuda":
             return self._decoder.forward(inputs, pools, lora, on_kv_written)
         # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
