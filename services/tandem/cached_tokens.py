@@ -11,11 +11,12 @@ class CachedTokens(msgspec.Struct, frozen=True):
     device: int = 0  # in the KV pool of a worker that serves the request
     host: int = 0  # in that worker's host memory
     disk: int = 0  # on its disk
+    store: int = 0  # in the object store that all workers share
     peer: int = 0  # in the pool of another worker, and pulled from it
 
     @property
     def total(self) -> int:
-        return self.device + self.host + self.disk + self.peer
+        return self.device + self.host + self.disk + self.store + self.peer
 
     def first(self, num_tokens: int) -> CachedTokens:
         """Returns the counts of the first `num_tokens` tokens alone."""

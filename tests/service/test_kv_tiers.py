@@ -41,7 +41,10 @@ AT_ONCE = 6
 class Process:
     """An engine process with a pool of 16 blocks, in which two of the prompts fit."""
 
-    def __init__(self, model: str, folder: Path | None, *, disk_bytes: int = 1 << 34) -> None:
+    def __init__(
+        self, model: str, folder: Path | None, *, disk_bytes: int = 1 << 34, **settings: str
+    ) -> None:
+        """`settings` are further ones of the engine."""
         self._config = WorkerConfig(
             role="decode",
             cluster=ClusterConfig(cluster_id="c", redis_url="redis://localhost", token="t"),
@@ -51,6 +54,7 @@ class Process:
                 num_blocks=16,
                 kv_disk_path="" if folder is None else str(folder),
                 kv_disk_bytes=disk_bytes,
+                **settings,  # type: ignore[arg-type]
             ),
             transfer=TransferConfig(),
             worker_id="w",

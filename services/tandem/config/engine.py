@@ -12,7 +12,17 @@ from cyclopts import Parameter, Token
 
 from tandem.config.groups import ENGINE, ModelName, ModelRevision
 from tandem.errors import ConfigError
-from tandem.options import Bounds, Constant, Count, Options, Positive, PositiveOrNone, Seconds, Text
+from tandem.options import (
+    Bounds,
+    Constant,
+    Count,
+    Options,
+    Positive,
+    PositiveOrNone,
+    Seconds,
+    Text,
+    option_name,
+)
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -90,9 +100,19 @@ class EngineOptions(Options):
     """Folder for copies of KV blocks on disk, in which each worker has its own. Default: none."""
     kv_disk_bytes: Annotated[Positive, Parameter(name="--kv-disk-size")] = 16 << 30
     """Largest size of a worker's copies on disk, in bytes."""
+    kv_store_url: Text = ""
+    """Object store for copies of KV blocks, s3://BUCKET/PREFIX, which all workers of a model share.
+    Default: none."""
+    kv_store_endpoint: Text = ""
+    """URL of the object store's server. Default: AWS's of the region."""
+    kv_store_region: Text = ""
+    """Region of the object store. Default: AWS_REGION of the environment, else us-east-1."""
+    kv_store_credentials: Text = ""
+    """File with the object store's credentials, in the form of AWS's. Default: AWS_ACCESS_KEY_ID
+    and so on of the environment, else those of the machine."""
     kv_key_file: Text = ""
-    """File with the keys that copies on disk are encrypted with, 64 hexadecimal digits a line; the
-    first key encrypts. Default: no encryption."""
+    """File with the keys that copies on disk and in the object store are encrypted with, 64
+    hexadecimal digits a line; the first key encrypts. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "lru"
     """Copies that are made and kept. lru: all are made, and the least recently used goes first.
     prefix: all, and the longest prefix is cut first. value: those of blocks used twice, and the one
@@ -124,7 +144,11 @@ class EngineOptions(Options):
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the places where blocks that leave the pool are kept, the fastest first."""
-        asked = {"host": bool(self.kv_host_bytes), "disk": bool(self.kv_disk_path)}
+        asked = {
+            "host": bool(self.kv_host_bytes),
+            "disk": bool(self.kv_disk_path),
+            "store": bool(self.kv_store_url),
+        }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
     @property
@@ -135,8 +159,13 @@ class EngineOptions(Options):
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
-        if self.kv_key_file and not self.kv_disk_path:
-            raise ConfigError("kv-key-file is set without kv-disk-path, so it encrypts nothing")
+        if self.kv_key_file and not (self.kv_disk_path or self.kv_store_url):
+            raise ConfigError(
+                "kv-key-file is set without kv-disk-path and kv-store-url, so it encrypts nothing"
+            )
+        for name in ("kv_store_endpoint", "kv_store_region", "kv_store_credentials"):
+            if getattr(self, name) and not self.kv_store_url:
+                raise ConfigError(f"{option_name(name)} is set without kv-store-url")
         if self.lora and not self.max_loras:
             raise ConfigError("lora names adapters, and max-loras is 0; it must be at least 1")
 

@@ -68,13 +68,13 @@ class WindowBytes(msgspec.Struct, frozen=True):
 
 
 _DISK_BYTES_PER_S = 3e8
-_TIER_BYTES_PER_S = {"host": 2e9, "disk": _DISK_BYTES_PER_S}
+_TIER_BYTES_PER_S = {"host": 2e9, "disk": _DISK_BYTES_PER_S, "store": 1e8}
 
 
 class TierRate(msgspec.Struct, frozen=True):
     """Speed of blocks from a tier to the KV pool above it."""
 
-    name: str  # host or disk
+    name: str  # host, disk or store
     block_s: float = 0.0  # to load a block; 0: not measured
 
     def seconds(self, num_blocks: int, block_bytes: int) -> float:

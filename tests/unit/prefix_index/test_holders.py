@@ -8,7 +8,7 @@ from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import EngineConfig
 from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError
-from tandem.prefix_index.holders import holder_of, worker_of
+from tandem.prefix_index.holders import holder_of, source_of, with_store, worker_of
 from tandem.prefix_index.memory import MemoryIndex
 from tests.unit.prefix_index.test_prefix_index import chain
 
@@ -17,6 +17,13 @@ def test_names() -> None:
     assert holder_of("w", "") == worker_of("w") == "w"
     assert holder_of("w", "disk") == "w#disk"
     assert worker_of("w#disk") == "w"
+
+
+def test_what_one_worker_knows_of_the_store_counts_for_all() -> None:
+    found = {"a": 9, "a#disk": 8, "a#store": 3, "b#store": 7}
+    assert with_store(found) == {**found, "#store": 7}
+    assert with_store({"a": 9, "a#disk": 8}) == {"a": 9, "a#disk": 8}
+    assert (source_of("a", "store"), source_of("a", "disk")) == ("#store", "a#disk")
 
 
 def test_a_workers_id_has_no_mark() -> None:

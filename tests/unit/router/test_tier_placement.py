@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.perf_model.predict import prefill_seconds
 from tandem.perf_model.rates import PairRate, TierRate, WorkerRates
-from tandem.prefix_index.holders import holder_of
+from tandem.prefix_index.holders import source_of, with_store
 from tandem.router.placement.choose import Placement, choose
 from tandem.router.placement.costs import Work, WorkerSnapshot, decode_cost, prefill_cost, reuse
 from tests.unit.router.test_placement import MEASURED, worker
@@ -42,6 +42,22 @@ def test_a_chat_returns_to_the_worker_that_can_load_it() -> None:
         assert placement.tokens_missing == 4000 - 3840
         assert "cached=3840/4000 load=227ms" in placement.reason  # 240 ms, but for 13 blocks
         assert placement.prefix_holders == ()  # nobody can pull from a tier
+
+
+def test_what_is_in_the_store_is_loaded_wherever_there_is_room() -> None:
+    """Each worker that has the store, at the price that it measured itself."""
+    found = with_store({"gone#store": 240})
+    near, far = worker("a", rates=rates(("store", 1e-3))), worker("b", rates=rates(("store", 5e-3)))
+    without = worker("c", rates=rates(("disk", 1e-3)))
+    assert (reuse(WORK, near, found).num_tokens, reuse(WORK, without, found).num_tokens) == (
+        3840,
+        0,
+    )
+    for seed in range(20):
+        assert placed([near, far, without], found, seed).decode is near
+    busy = worker("a", rates=rates(("store", 1e-3)), num_running=200)
+    for seed in range(20):
+        assert placed([busy, far, without], found, seed).decode is far
 
 
 def test_of_many_workers_the_one_that_can_load_it_is_found() -> None:
@@ -122,7 +138,7 @@ def test_a_tier_never_makes_a_worker_dearer(
     num_tokens: int, tiers: list[tuple[str, float]], depths: dict[str, int]
 ) -> None:
     work, one = Work(num_tokens), worker("w", rates=rates(*tiers))
-    matches = {holder_of("w", name): depth for name, depth in depths.items()}
+    matches = {source_of("w", name): depth for name, depth in depths.items()}
     pool = {"w": depths.get("", 0)}
     reused, plain = reuse(work, one, matches), reuse(work, one, pool)
     assert plain.load_s == 0

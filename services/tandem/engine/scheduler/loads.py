@@ -8,6 +8,7 @@ blocks; how far it goes is decided anew for each step, by how far the load has c
 from collections.abc import Iterable
 
 from tandem.engine.admission import Admission
+from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.loading import Loading
 from tandem.engine.sequence import Sequence
 from tandem.engine.tiers.tiers import Tiers
@@ -66,6 +67,18 @@ class Loads:
         is_remote = sequence.mode is Mode.WAITING_FOR_REMOTE_KV
         may_await = is_remote or choice.pulls or sequence.spec.offer is None
         return Loading(choice.end, computes, choice.first - held, may_await and not computes)
+
+    def awaits_lookup(self, sequence: Sequence, kv: KvCache) -> bool:
+        """Returns whether the sequence waits to hear how much of its prompt a store has."""
+        if not sequence.may_load or not self._tiers.lookups.are_on:
+            return False
+        hashes, size = sequence.reusable_hashes, sequence.block_size
+        cached, rate = kv.match(hashes), self._step_time.prefill_rate
+        num_missing = (len(hashes) - cached) * size
+        compute_s = None
+        if rate is not None:
+            compute_s = rate.seconds(num_missing, cached * size, self._max_tokens)
+        return self._tiers.lookups.awaits_answer(sequence.sequence_id, hashes, cached, compute_s)
 
     def start(self, sequence: Sequence) -> None:
         """Starts the load of a sequence that has its blocks."""

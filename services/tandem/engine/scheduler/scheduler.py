@@ -238,7 +238,7 @@ class Scheduler:
         in use: then no younger one with an adapter goes first, or a slot might never be free."""
         is_full = False
         for sequence in self.waiting:
-            if sequence.awaits_grammar or self._awaits_others(sequence):
+            if sequence.awaits_grammar or self._awaits_blocks(sequence):
                 continue
             if (adapter := sequence.spec.adapter) is None:
                 return sequence
@@ -249,10 +249,10 @@ class Scheduler:
                 is_full = answer is Answer.FULL
         return None
 
-    def _awaits_others(self, sequence: Sequence) -> bool:
-        return self.early_reuse.awaits(
-            sequence, running=self.running, awaiting=self.awaiting, loading=self.loading
-        )
+    def _awaits_blocks(self, sequence: Sequence) -> bool:
+        others = {"running": self.running, "awaiting": self.awaiting, "loading": self.loading}
+        awaits = self.early_reuse.awaits(sequence, **others)
+        return awaits or self._loads.awaits_lookup(sequence, self._kv)
 
     def _adapters_in_use(self) -> set[str]:
         of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))

@@ -17,13 +17,13 @@ import xxhash
 from tandem.engine.tiers.disk_folder import claim
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES, Manifest, has_header, header
 from tandem.engine.tiers.seal import Seal
-from tandem.engine.tiers.storage import BadBlock, Bytes, Entry
+from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-class DiskStorage:
+class DiskStorage(Storage):
     name = "disk"
 
     def __init__(

@@ -3,12 +3,11 @@
 import numpy as np
 
 from tandem.engine.cache.pool_memory import own_pages
-from tandem.engine.tiers.storage import Bytes, Entry
+from tandem.engine.tiers.storage import Bytes, Entry, Storage
 
 
-class HostStorage:
+class HostStorage(Storage):
     name = "host"
-    num_torn = 0
 
     def __init__(self, *, num_slots: int, block_bytes: int) -> None:
         """Raises ConfigError when there is no such memory. Pages are taken as they are written."""

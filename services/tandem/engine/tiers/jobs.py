@@ -1,4 +1,4 @@
-"""The jobs of a tier's threads: to write one block to tiers, and to read a sequence's blocks.
+"""The jobs of the tiers' threads: to write blocks to a tier, and to read a sequence's blocks.
 
 A job holds what it needs until its result is taken: the device's block cannot be handed out while
 it is written, nor can the slots of a load. Nobody can stop a job in the middle of a block.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,6 +16,8 @@ from typing import NamedTuple
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 
 log = logging.getLogger(__name__)
+
+_AHEAD = 16  # reads of a load that are begun at once
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class Target:
     table: list[int]  # slots that are referenced meanwhile; the one to write is the last
     is_mended: bool  # the block is there, and was read badly
     is_written: bool = False
+    is_settled: bool = False  # the engine took its end
 
 
 @dataclass(slots=True)
@@ -36,23 +39,28 @@ class Write:
     data: Bytes  # of the device's block
     targets: list[Target]
     generation: int  # of the tiers' content
-    on_end: Callable[[Write], object]
+    on_end: Callable[[Write, Target], object]
 
-    def __call__(self) -> None:
-        try:
-            for target in self.targets:
-                try:
-                    target.storage.write(target.table[-1], self.entry, self.data)
-                    target.is_written = True
-                except OSError as error:
-                    log.debug("a block is not written to %s: %s", target.storage.name, error)
-        finally:
-            self.on_end(self)
+    def begin(self, target: Target) -> Callable[[], None]:
+        """Begins to write one target; what is returned ends that, and tells the engine."""
+        end_write = target.storage.begin_write(target.table[-1], self.entry, self.data)
+
+        def end() -> None:
+            try:
+                end_write()
+                target.is_written = True
+            except OSError as error:
+                log.debug("a block is not written to %s: %s", target.storage.name, error)
+            finally:
+                self.on_end(self, target)
+
+        return end
 
 
-def write_all(writes: Sequence[Write]) -> None:
-    for write in writes:
-        write()
+def write_all(writes: Sequence[tuple[Write, Target]]) -> None:
+    """Writes targets of one lane."""
+    for end in [write.begin(target) for write, target in writes]:
+        end()
 
 
 class Part(NamedTuple):
@@ -65,6 +73,9 @@ class Part(NamedTuple):
     block_id: int
     target: Bytes  # of the device's block
 
+    def begin_read(self) -> Callable[[], None]:
+        return self.storage.begin_read(self.slot, self.block_hash, self.target)
+
 
 @dataclass(slots=True)
 class Load:
@@ -76,6 +87,7 @@ class Load:
     """
 
     sequence_id: str
+    lane: str  # whose thread reads it
     first_block: int  # index of the first part in its chain
     parts: list[Part]
     tables: dict[int, list[int]]  # by tier: slots that are referenced meanwhile
@@ -94,9 +106,17 @@ class Load:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self) -> None:
+        begun: deque[Callable[[], None]] = deque()
+        num_ahead = 0  # last parts whose reads were begun
         try:
-            while (part := self._begin()) is not None and self._read(part):
-                pass
+            while (part := self._begin()) is not None:
+                wanted = len(self.parts) - max(self.num_spared, self.num_taken)
+                wanted = max(self.num_begun, min(wanted, self.num_begun + _AHEAD))
+                for ahead in range(num_ahead, wanted):
+                    begun.append(self.parts[-1 - ahead].begin_read())
+                num_ahead = max(num_ahead, wanted)
+                if not self._read(part, begun.popleft()):
+                    return
         finally:
             self.on_end(self)
 
@@ -145,10 +165,10 @@ class Load:
             self.num_begun += 1
             return self.parts[-self.num_begun]
 
-    def _read(self, part: Part) -> bool:
+    def _read(self, part: Part, end_read: Callable[[], None]) -> bool:
         started = self.clock()
         try:
-            part.storage.read(part.slot, part.block_hash, part.target)
+            end_read()
         except (OSError, BadBlock) as error:
             log.warning("block %d cannot be read from %s: %s", part.slot, part.storage.name, error)
             self.failed = part

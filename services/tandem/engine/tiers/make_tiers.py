@@ -12,8 +12,10 @@ from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.tiers.object_storage import ObjectStorage
 from tandem.engine.tiers.seal import make_seal
 from tandem.engine.tiers.storage import Storage
+from tandem.engine.tiers.store_client import open_store
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 from tandem.errors import ConfigError
@@ -35,10 +37,13 @@ def make_tiers(
         return Tiers(pool, np.empty((0, 0), np.uint8), [], start_thread)
     if layout.has_windows or len(layout.groups) > 1:
         raise ConfigError(
-            "kv-host-memory and kv-disk-path are not for models with sliding windows yet"
+            "kv-host-memory, kv-disk-path and kv-store-url are not for models with sliding "
+            "windows yet"
         )
     if memory.device.type != "cpu":
-        raise ConfigError("kv-host-memory and kv-disk-path are for --device cpu only so far")
+        raise ConfigError(
+            "kv-host-memory, kv-disk-path and kv-store-url are for --device cpu only so far"
+        )
     storages: list[Storage] = []
     if config.kv_host_bytes:
         num_slots = config.kv_host_bytes // layout.block_bytes
@@ -58,6 +63,12 @@ def make_tiers(
                 block_bytes=layout.block_bytes,
                 identity=identity,
                 seal=seal,
+            )
+        )
+    if config.kv_store_url:
+        storages.append(
+            ObjectStorage(
+                open_store(config), place=config.kv_store_url, identity=identity, seal=seal
             )
         )
     tiers = [

@@ -1,9 +1,11 @@
-"""The protocol of a tier's bytes: numbered slots of one block each, in memory or on disk.
+"""The protocol of a tier's bytes: numbered slots of a block each, in memory, on disk or in a store.
 
 Only the tier's IO threads call `write` and `read`. A slot is written by one thread, and read by
 another only after its write has ended.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,7 +28,13 @@ class BadBlock(Exception):
 class Storage(Protocol):
     name: str  # of the tier, in metrics
     num_slots: int
-    num_torn: int  # slots whose block was not known any more when the storage was opened
+    num_torn: int = 0  # slots whose block was not known any more when the storage was opened
+    lane: str = "tier"  # storages of one lane share a thread for writes and another for loads
+
+    @property
+    def is_ready(self) -> bool:
+        """False: it failed lately, so nothing is written there or read for a while."""
+        return True
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
         """Fills a slot. Raises OSError; the slot holds nothing then."""
@@ -34,6 +42,15 @@ class Storage(Protocol):
     def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
         """Fills `target` with a slot's bytes. Raises OSError or BadBlock; `target` holds anything
         then."""
+
+    def begin_write(self, slot: int, entry: Entry, data: Bytes) -> Callable[[], None]:
+        """Begins with a write; what is returned ends it, and raises as `write` does."""
+        return partial(self.write, slot, entry, data)
+
+    def begin_read(self, slot: int, block_hash: bytes, target: Bytes) -> Callable[[], None]:
+        """Begins with a read; what is returned fills `target`, and raises as `read` does. Nothing
+        writes `target` before that."""
+        return partial(self.read, slot, block_hash, target)
 
     def forget(self) -> None:
         """Empties all slots. Raises OSError."""

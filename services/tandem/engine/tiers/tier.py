@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem.engine.cache.block_events import BlockEvents
 from tandem.engine.tiers.jobs import Target
 from tandem.engine.tiers.keep_policy import KeepPolicy
@@ -30,7 +32,9 @@ class Tier:
 
     def target(self, entry: Entry) -> Target | None:
         """Takes a slot for a block that is not here; None if its parent is not here either, no
-        slot is left, or the policy does not take it."""
+        slot is left, the policy does not take it, or the storage is not ready."""
+        if not self.storage.is_ready:
+            return None
         table = self.pool.hold_bad(entry.block_hash)
         is_mended = bool(table)
         if not is_mended:
@@ -62,6 +66,21 @@ class Tier:
                 self.pool.mend(entry.block_hash)
             self.pool.release(target.table)
         if is_new:
+            self._events.store(StoredBlock(entry.parent_hash, entry.block_hash))
+
+    def depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain can be read here now."""
+        return self.pool.depth(block_hashes) if self.storage.is_ready else 0
+
+    def learn(self, chain: Sequence[Entry]) -> None:
+        """Takes first blocks of a chain, parents first, that another worker wrote to the storage.
+        Those that were read badly stay bad until they are written anew."""
+        for entry in chain:
+            if self.pool.find(entry.block_hash) is not None:
+                continue
+            table = self.pool.allocate(1)
+            if table is None or not self.pool.adopt(table[-1], entry):
+                return
             self._events.store(StoredBlock(entry.parent_hash, entry.block_hash))
 
     def mark_bad(self, block_hash: bytes) -> None:

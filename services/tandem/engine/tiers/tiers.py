@@ -4,9 +4,10 @@
     sequence       WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
 
 The engine's thread decides and keeps the books, in `turn` and when a load ends. Two threads move
-the bytes, one each way. A write starts at the root of a chain and goes on to its leaf, and a tier
-evicts leaves first, so each tier holds whole prefixes. A load that fails or stands still costs the
-time to compute its blocks. It changes no token.
+the bytes, one each way, and two others those of a store, which may be slow. A write starts at the
+root of a chain and goes on to its leaf, and a tier evicts leaves first, so each tier holds whole
+prefixes. A load that fails or stands still costs the time to compute its blocks. It changes no
+token.
 
 It knows the pool of a model without sliding windows, on a CPU.
 """
@@ -21,7 +22,8 @@ from queue import SimpleQueue
 from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.jobs import Load, Part, Write, write_all
+from tandem.engine.tiers.jobs import Load, Part, Target, Write, write_all
+from tandem.engine.tiers.lookups import Lookups
 from tandem.engine.tiers.storage import Bytes, Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks, TierLoad
@@ -46,11 +48,10 @@ class Tiers:
         self._pool = pool
         self._memory = memory
         self.tiers = tiers
-        self._writer: JobThread | None = None
-        self._reader: JobThread | None = None
-        if tiers:
-            self._writer, self._reader = start_thread("tier-writes"), start_thread("tier-loads")
-        self._written: SimpleQueue[Write] = SimpleQueue()
+        lanes = dict.fromkeys(tier.storage.lane for tier in tiers)
+        self._writers = {lane: start_thread(f"{lane}-writes") for lane in lanes}
+        self._readers = {lane: start_thread(f"{lane}-loads") for lane in lanes}
+        self._written: SimpleQueue[tuple[Write, Target]] = SimpleQueue()
         self._ended: SimpleQueue[Load] = SimpleQueue()
         self._writes: dict[int, Write] = {}  # in flight, by the device's block
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
@@ -59,13 +60,14 @@ class Tiers:
         self.clock = time.monotonic
         self.turn_s = TURN_S
         self._paused_until = 0.0
-        self._progress_at = 0.0  # of the thread that loads, as far as its results were taken
+        self._progress_at = dict.fromkeys(lanes, 0.0)  # of loads, as far as results were taken
+        self.lookups = Lookups(tiers, start_thread, self.clock)
         self._writes_max = max(1, min(_WRITES_MAX, pool.num_blocks // 8))
 
     @property
     def has_news(self) -> bool:
         """True if `turn` or the end of a load has something to do for a sequence."""
-        has_ended = not (self._ended.empty() and self._written.empty())
+        has_ended = not (self._ended.empty() and self._written.empty()) or self.lookups.has_ended
         has_events = any(tier.has_events for tier in self.tiers)
         return has_ended or has_events or self._wants_writes() or bool(self.find_stalled())
 
@@ -73,7 +75,7 @@ class Tiers:
     def is_busy(self) -> bool:
         """True while threads work: `has_news` may turn True then."""
         is_reading = self._loads or any(not self._is_stalled(load) for load in self._given_up)
-        return bool(is_reading or self._writes)
+        return bool(is_reading or self._writes or self.lookups.is_busy)
 
     @property
     def num_fenced(self) -> int:
@@ -86,7 +88,8 @@ class Tiers:
             return
         until = time.perf_counter() + self.turn_s
         while not self._written.empty() and time.perf_counter() < until:
-            self._settle(self._written.get_nowait())
+            self._settle(*self._written.get_nowait())
+        self.lookups.turn()
         if self._wants_writes():
             self._start_writes(time.perf_counter() + self.turn_s)
         self._follow_evictions()
@@ -99,9 +102,14 @@ class Tiers:
     def reach(self, block_hashes: Sequence[bytes]) -> list[Reach]:
         """Returns how many first blocks of a chain each tier has, and its measured price of one; 0
         before a load was measured."""
-        if not self.tiers or any(self._is_stalled(load) for load in self._given_up):
-            return []  # the thread would come to no other load
-        return [Reach(tier.pool.depth(block_hashes), tier.rate.block_s) for tier in self.tiers]
+        # A thread whose load stands still would come to no other one.
+        stalled = {load.lane for load in self._given_up if self._is_stalled(load)}
+        return [
+            Reach(
+                0 if tier.storage.lane in stalled else tier.depth(block_hashes), tier.rate.block_s
+            )
+            for tier in self.tiers
+        ]
 
     def decline(self) -> None:
         """A load was not made, because another way looked sooner."""
@@ -146,8 +154,10 @@ class Tiers:
             at = depth
             ends[tier.number] = len(parts)
         assert at == end, "no tier has these blocks"
+        lane = parts[-1].storage.lane
         load = Load(
             sequence_id,
+            lane,
             first,
             parts,
             tables,
@@ -158,8 +168,7 @@ class Tiers:
             num_spared=num_spared,
         )
         self._loads[sequence_id] = load
-        assert self._reader is not None
-        self._reader.submit(load)
+        self._readers[lane].submit(load)
 
     def reach_of(self, load: Load) -> list[Reach]:
         """Returns where the blocks of a load come from."""
@@ -173,7 +182,7 @@ class Tiers:
         ended = []
         while not self._ended.empty():
             load = self._ended.get_nowait()
-            self._progress_at = self.clock()
+            self._progress_at[load.lane] = self.clock()
             for number, table in load.tables.items():
                 self.tiers[number].pool.release(table)
             self._observe(load)
@@ -187,6 +196,7 @@ class Tiers:
 
     def give_up(self, sequence_id: str) -> list[int]:
         """Ends a load, if there is one; returns the blocks that may still be written."""
+        self.lookups.forget(sequence_id)
         load = self._loads.pop(sequence_id, None)
         if load is None:
             return []
@@ -207,8 +217,7 @@ class Tiers:
         self._generation += 1
         for tier in self.tiers:
             tier.pool.drop_cached()
-            assert self._writer is not None
-            self._writer.submit(tier.storage.forget)
+            self._writers[tier.storage.lane].submit(tier.storage.forget)
         self._follow_evictions()
 
     @property
@@ -235,14 +244,17 @@ class Tiers:
 
     def close(self) -> None:
         """Writes what has no copy yet, for `_CLOSE_S` at most, and ends the threads."""
-        if self._writer is None or self._reader is None:
+        if not self.tiers:
             return
         until = self.clock() + _CLOSE_S
         while self.clock() < until and (self._wants_writes() or self._writes):
             self.turn()
             time.sleep(1e-3)
-        self._writer.close(max(0.0, until - self.clock()))
-        self._reader.close(0.0)
+        for writer in self._writers.values():
+            writer.close(max(0.0, until - self.clock()))
+        for reader in self._readers.values():
+            reader.close(0.0)
+        self.lookups.close()
         for tier in self.tiers:
             tier.storage.close()
 
@@ -255,8 +267,8 @@ class Tiers:
         )
 
     def _start_writes(self, until: float) -> None:
-        """Starts to write blocks that have no copy, in one job."""
-        writes: list[Write] = []
+        """Starts to write blocks that have no copy, in one job for each lane."""
+        writes: dict[str, list[tuple[Write, Target]]] = {}
         while len(self._writes) < self._writes_max and time.perf_counter() < until:
             block_id = self._pool.next_unwritten
             if block_id is None:
@@ -266,23 +278,27 @@ class Tiers:
             self._pool.start_write(block_id)
             if targets:
                 data = self._memory[block_id]
-                write = Write(block_id, entry, data, targets, self._generation, self._written.put)
+                write = Write(block_id, entry, data, targets, self._generation, self._on_written)
                 self._writes[block_id] = write
-                writes.append(write)
+                for target in targets:
+                    writes.setdefault(target.storage.lane, []).append((write, target))
             else:  # a tier has it, or none has its parent or a slot
                 self._pool.end_write(block_id, is_whole=self._is_held(entry.block_hash))
-        if writes:
-            assert self._writer is not None
-            self._writer.submit(partial(write_all, writes))
+        for lane, of_lane in writes.items():
+            self._writers[lane].submit(partial(write_all, of_lane))
 
-    def _settle(self, write: Write) -> None:
-        del self._writes[write.block_id]
+    def _on_written(self, write: Write, target: Target) -> None:
+        self._written.put((write, target))
+
+    def _settle(self, write: Write, target: Target) -> None:
         is_current = write.generation == self._generation
-        for target in write.targets:
-            tier = self.tiers[target.tier]
-            tier.settle(write.entry, target, is_current=is_current)
-            if not target.is_written:
-                self._pause()
+        self.tiers[target.tier].settle(write.entry, target, is_current=is_current)
+        if not target.is_written and target.storage.is_ready:
+            self._pause()  # but one that is not ready takes no writes meanwhile
+        target.is_settled = True
+        if not all(each.is_settled for each in write.targets):
+            return
+        del self._writes[write.block_id]
         self._pool.end_write(write.block_id, is_whole=self._is_held(write.entry.block_hash))
 
     def _pause(self) -> None:
@@ -311,8 +327,8 @@ class Tiers:
 
     def _is_stalled(self, load: Load) -> bool:
         in_flight: Iterable[Load] = (*self._loads.values(), *self._given_up)
-        last = max((each.progress_at for each in in_flight), default=0.0)
-        last = max(last, self._progress_at, load.submitted_at)
+        of_lane = (each.progress_at for each in in_flight if each.lane == load.lane)
+        last = max(*of_lane, self._progress_at[load.lane], load.submitted_at)
         return self.clock() - last > STALL_S
 
     def check_integrity(self) -> None:
@@ -324,7 +340,7 @@ class Tiers:
                 target.table
                 for write in self._writes.values()
                 for target in write.targets
-                if target.tier == tier.number
+                if target.tier == tier.number and not target.is_settled
             ]
             tier.pool.check_integrity(tables)
         for block_id, block_hash, copy in self._pool.copies():

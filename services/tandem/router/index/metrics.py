@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from tandem.observability.metrics import MetricSet, counter, gauges, histogram
 from tandem.prefix_index.audit import TreeStats
+from tandem.prefix_index.holders import with_store
 from tandem.prefix_index.redis import RedisIndex
 from tandem.store.registry import KvCompatibility
 
@@ -96,6 +97,6 @@ async def counted_match(
         found = await index.match(block_hashes, closed=closed)
         outcome = "hit" if found else "miss"
         metrics.lookup_s.observe(time.perf_counter() - began)
-        return found
+        return with_store(found)
     finally:
         metrics.lookups.labels(outcome=outcome).inc()

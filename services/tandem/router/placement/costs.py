@@ -34,7 +34,7 @@ from tandem.perf_model.predict import (
 )
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.perf_model.soonest import Prompt, Reach, choose_soonest
-from tandem.prefix_index.holders import holder_of
+from tandem.prefix_index.holders import source_of
 
 TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the others
 TOKENS_PER_WAITING = 64.0
@@ -182,7 +182,7 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     in_pool = matches.get(worker.worker_id, 0)
     tiers = []
     for tier in rates.tiers:
-        depth = matches.get(holder_of(worker.worker_id, tier.name), 0)
+        depth = matches.get(source_of(worker.worker_id, tier.name), 0)
         if depth > in_pool:
             tiers.append(Reach(depth, tier.seconds(1, rates.block_bytes)))
     if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
@@ -199,9 +199,10 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
         tiers,
         load_queue_s=rates.load_queue_s,
     )
-    if not choice.loads:
+    reached = min(choice.end * work.block_size, work.num_tokens - 1)
+    if not choice.loads or reached <= held:
         return Reuse(held)
-    return Reuse(min(choice.end * work.block_size, work.num_tokens - 1), choice.there_s)
+    return Reuse(reached, choice.there_s)
 
 
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:

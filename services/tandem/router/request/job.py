@@ -119,7 +119,13 @@ class Progress:
         self.cached_tokens = update.cached_tokens
         if update.HasField("cached_by_tier"):
             told = update.cached_by_tier
-            self.cached_by_tier = CachedTokens(told.device, told.host, told.disk, told.peer)
+            self.cached_by_tier = CachedTokens(
+                device=told.device,
+                host=told.host,
+                disk=told.disk,
+                store=told.store,
+                peer=told.peer,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,16 +194,18 @@ class SequenceTimings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
-    __slots__ = ("device", "host", "disk", "peer")
+    __slots__ = ("device", "host", "disk", "peer", "store")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     device: int
     host: int
     disk: int
     peer: int
-    def __init__(self, device: _Optional[int] = ..., host: _Optional[int] = ..., disk: _Optional[int] = ..., peer: _Optional[int] = ...) -> None: ...
+    store: int
+    def __init__(self, device: _Optional[int] = ..., host: _Optional[int] = ..., disk: _Optional[int] = ..., peer: _Optional[int] = ..., store: _Optional[int] = ...) -> None: ...
 
 class LogprobEntry(_message.Message):
     __slots__ = ("logprob", "rank", "top_ids", "top_logprobs")

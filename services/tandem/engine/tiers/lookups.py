@@ -1,0 +1,137 @@
+"""Looks up how much of a waiting prompt a store has, which other workers write to as well.
+
+    WAITING --await_answer--> asked --answer, or deadline--> admitted with what is known by then
+
+A worker knows the blocks that it wrote or found. It keeps no list of what others wrote, and reads
+none when it starts: a store may have millions. Instead it asks for the prompt at hand, and for one
+that nobody wrote that is one short request. A prompt waits for it for a small part of the time that
+computing takes. An answer that comes later is of use to the next prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Protocol
+
+from tandem.engine.tiers.io_thread import JobThread
+from tandem.engine.tiers.load_rate import LoadRate
+from tandem.engine.tiers.storage import Entry
+from tandem.engine.tiers.tier import Tier
+
+WAIT_SHARE = 0.1  # of the time to compute what may be there
+WAIT_S_MAX = 1.0
+
+
+class SharedStorage(Protocol):
+    """A storage that other workers write to."""
+
+    def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
+        """Returns how many first blocks of a chain are there; `first` of them are known to be.
+        Raises OSError."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    storage: SharedStorage
+    block_hashes: Sequence[bytes]
+    first: int
+    clock: Callable[[], float]
+    on_end: Callable[[_Lookup], object]
+    deadline: float
+    seconds: float = 0.0
+    depth: int = 0
+    is_ended: bool = False
+
+    def __call__(self) -> None:
+        started = self.clock()
+        try:
+            self.depth = self.storage.look_up(self.block_hashes, self.first)
+        except OSError:
+            self.depth = self.first  # the storage counts it, and is not ready for a while
+        finally:
+            self.seconds = self.clock() - started
+            self.on_end(self)
+
+
+class Lookups:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        start_thread: Callable[[str], JobThread],
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._tier = next((tier for tier in tiers if hasattr(tier.storage, "look_up")), None)
+        self._thread = start_thread("store-lookups") if self._tier else None
+        self._clock = clock
+        self._asked: dict[str, _Lookup] = {}  # by sequence
+        self._ended: SimpleQueue[_Lookup] = SimpleQueue()
+        self._num_in_flight = 0
+        self._rate = LoadRate()  # of a look-up
+
+    @property
+    def are_on(self) -> bool:
+        """True if there is a store."""
+        return self._tier is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._ended.empty()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_in_flight > 0
+
+    def awaits_answer(
+        self, sequence_id: str, block_hashes: Sequence[bytes], cached: int, compute_s: float | None
+    ) -> bool:
+        """Returns whether the prompt of a sequence should wait for an answer. `cached` first blocks
+        are in the pool; all others take `compute_s` to compute, None if that is not known."""
+        tier = self._tier
+        if tier is None or self._thread is None:
+            return False
+        lookup = self._asked.get(sequence_id)
+        if lookup is not None:
+            return not lookup.is_ended and self._clock() < lookup.deadline
+        known = max(cached, *(each.depth(block_hashes) for each in self._tiers))
+        if known >= len(block_hashes) or not tier.storage.is_ready:
+            return False
+        wait_s = WAIT_S_MAX if compute_s is None else min(WAIT_S_MAX, WAIT_SHARE * compute_s)
+        if self._rate.block_s > wait_s:
+            self._rate.decline()
+            return False
+        deadline = self._clock() + wait_s
+        storage: SharedStorage = tier.storage  # type: ignore[assignment]
+        lookup = _Lookup(storage, block_hashes, known, self._clock, self._ended.put, deadline)
+        self._asked[sequence_id] = lookup
+        self._num_in_flight += 1
+        self._thread.submit(lookup)
+        return True
+
+    def turn(self) -> None:
+        """Takes the answers."""
+        while not self._ended.empty():
+            lookup = self._ended.get_nowait()
+            lookup.is_ended = True
+            self._num_in_flight -= 1
+            self._rate.observe(1, lookup.seconds)
+            if lookup.depth > lookup.first:
+                assert self._tier is not None
+                hashes = lookup.block_hashes[: lookup.depth]
+                self._tier.learn(
+                    [
+                        Entry(block_hash, parent_hash)
+                        for parent_hash, block_hash in pairwise((b"", *hashes))
+                    ]
+                )
+
+    def forget(self, sequence_id: str) -> None:
+        """The sequence is gone."""
+        self._asked.pop(sequence_id, None)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close(0.0)
