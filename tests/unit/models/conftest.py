@@ -141,7 +141,12 @@ def write_gguf(
     those of tensors that are quantized, `tokens` other texts of some."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (_SIZES | (keys or {})).items():
-        adds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        adds = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
         adds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
     writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre(pre)

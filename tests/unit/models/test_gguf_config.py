@@ -46,6 +46,32 @@ def test_a_matrix_of_its_own_for_the_output(tmp_path, tiny_gguf):
     assert not convert(tmp_path, tiny_gguf, tensors).tie_word_embeddings
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.scale", 0.5),
+        ("attention.causal", False),
+        ("attention.clamp_kqv", 8.0),
+        ("attention.key_length_swa", 32),
+        ("expert_gating_func", 2),
+        ("expert_weights_scale", 2.5),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.25),
+        ("rope.scaling.yarn_ext_factor", 0.5),
+    ],
+)
+def test_a_key_that_would_change_answers_and_is_not_read_is_refused(
+    tmp_path, tiny_gguf, key, value
+):
+    with pytest.raises(UnsupportedModel, match=key):
+        convert(tmp_path, tiny_gguf, keys={key: value})
+
+
+def test_a_key_at_its_neutral_value_is_no_difference(tmp_path, tiny_gguf):
+    neutral = {"attention.causal": True, "attention.scale": 0.0, "logit_scale": 1.0}
+    assert convert(tmp_path, tiny_gguf, keys=neutral).architecture == "LlamaForCausalLM"
+
+
 def test_yarn_and_linear_scaling(tmp_path, tiny_gguf):
     yarn = {
         "rope.scaling.type": "yarn",

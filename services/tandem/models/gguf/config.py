@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import UnsupportedModel
+from tandem.models.gguf.neutral import check_neutral
 from tandem.models.gguf.rope import rope_scaling
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ _ENDS = {
     "phi3": ("<|end|>", "<|im_end|>", "<|endoftext|>"),
     "gpt-oss": ("<|return|>", "<|call|>", "<|endoftext|>"),
 }
+# Sizes of heads that must all be the one of attention.key_length.
+_OF_HEADS = (
+    *("attention.value_length", "rope.dimension_count"),
+    *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
+)
 _GRANITE = {
     "embedding_multiplier": "embedding_scale",
     "attention_multiplier": "attention.scale",
@@ -148,13 +154,14 @@ def _ends(metadata: GgufMetadata) -> list[int]:
 
 
 def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
+    check_neutral(metadata)
     num_experts = int(metadata.of_model("expert_count", 0))
     if num_experts and metadata.architecture not in _WITH_EXPERTS:
         raise UnsupportedModel(
             f"a mixture of {num_experts} experts is not supported for {metadata.architecture}; "
             f"it is for {' and '.join(_WITH_EXPERTS)}"
         )
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in _OF_HEADS:
         size = int(metadata.of_model(key, head_dim))
         is_partial = metadata.architecture == "phi3" and key == "rope.dimension_count"
         if size != head_dim and not is_partial:

@@ -1,0 +1,71 @@
+"""Keys of a GGUF file that change what is computed, and the values at which they change nothing.
+
+`config.py` reads the keys of the architectures that it knows. A file may have others, such as a
+scale of attention that a converter wrote for a model of another kind. Whatever would change an
+answer and is not read is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from tandem.models.gguf.config import GgufMetadata
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "activation_sparsity_scale": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_length_per_layer_input": (0,),
+    "embedding_scale": (0, 1),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "router_logit_softcapping": (0,),
+    "swin_norm": (False,),
+    "use_parallel_residual": (False,),
+}
+# Keys that config.py and rope.py read, or whose other value is what the architecture does.
+_READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
+    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gpt-oss": {"expert_gating_func": (0, 1, 3)},
+    "granite": dict.fromkeys(
+        ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"), None
+    ),
+    "phi3": {"rope.scaling.attn_factor": None},
+}
+
+
+def check_neutral(metadata: GgufMetadata) -> None:
+    """Raises UnsupportedModel naming a key that would change answers and is not read."""
+    for key, allowed in (_NEUTRAL | _READ.get(metadata.architecture, {})).items():
+        if allowed is None or (value := metadata.of_model(key, None)) is None:
+            continue
+        if not any(value == each for each in allowed):
+            raise UnsupportedModel(
+                f"{metadata.architecture}.{key} is {value!r:.80}, which is not supported; "
+                f"supported are {', '.join(map(str, allowed))}"
+            )
