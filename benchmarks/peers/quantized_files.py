@@ -1,8 +1,9 @@
 """GGUF files to measure: the built-in model's weights in another type, or a random model.
 
 The output matrix of `quantized("Q4_0")` stays Q8_0, as in the built-in file, and so do norms stay
-float32. K-types need rows of a multiple of 256 weights, which the built-in model does not have:
-`random_model("Q4_K")` has them, with a hidden size of 1,024.
+float32; that of `quantized("F16")` is dense, too. K-types need rows of a multiple of 256 weights,
+which the built-in model does not have: `random_model("Q4_K")` has them, with a hidden size of
+1,024.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def quantized(name: str) -> str:
     def add_tensors(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
         for tensor in reader.tensors:
             data, kind = tensor.data, tensor.tensor_type
-            if kind == gguf.GGMLQuantizationType.Q4_1 and kind != wanted:
+            is_dense = wanted == gguf.GGMLQuantizationType.F16 and len(tensor.shape) > 1
+            if kind != wanted and (is_dense or kind == gguf.GGMLQuantizationType.Q4_1):
                 data, kind = gguf.quantize(gguf.dequantize(data, kind), wanted), wanted
             writer.add_tensor(tensor.name, data, raw_dtype=kind)
 
