@@ -353,6 +353,7 @@ class Sequence:
                 first=self.num_stored_blocks,
                 last=num_full_blocks,
                 block_tokens=self.block_tokens,
+                adapter=self.spec.adapter,
             )
             self.num_stored_blocks = num_full_blocks
         if kv.has_windows:

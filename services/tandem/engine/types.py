@@ -230,6 +230,7 @@ class StoredBlock(msgspec.Struct, frozen=True):
     # With `report_block_tokens` only, and not of blocks that were imported by their hashes.
     token_ids: list[int] = []
     index: int = 0  # of the block in its chain
+    adapter: Adapter | None = None  # that its KV is of, where token ids are known
 
 
 class TierBlocks(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
 from tandem.models.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
+from tandem.models.fields import flag, number, optional_size, size
 from tandem.models.latent import Latent, read_latent
 from tandem.models.layers import LayerSpec, read_layers
 from tandem.models.quantized.scheme import Scheme, has_kv_scales, read_scheme
@@ -131,39 +132,39 @@ class ModelConfig:
         """
         architecture = _architecture(config)
         family = FAMILIES[architecture]
-        config = {**family.defaults, **config}
+        config = _with_defaults(config, family)
         _check_supported(config, family)
-        num_heads = _size(config, "num_attention_heads")
-        hidden_size = _size(config, "hidden_size")
+        num_heads = size(config, "num_attention_heads")
+        hidden_size = size(config, "hidden_size")
         latent = read_latent(config, family)
         num_kv_heads, head_dim = (
             (1, latent.kv_dim) if latent else _kv_heads(config, num_heads, hidden_size)
         )
-        has_bias = family.biases == "config" and bool(config.get("attention_bias", False))
+        has_bias = family.biases == "config" and flag(config, "attention_bias")
         max_model_len = _max_model_len(config, family)
-        layers = read_layers(config, family, _size(config, "num_hidden_layers"), max_model_len)
+        layers = read_layers(config, family, size(config, "num_hidden_layers"), max_model_len)
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
         return cls(
             architecture=architecture,
-            vocab_size=_size(config, "vocab_size"),
+            vocab_size=size(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_size(config, "intermediate_size"),
+            intermediate_size=size(config, "intermediate_size"),
             layers=layers,
             num_attention_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+            tie_word_embeddings=flag(config, "tie_word_embeddings"),
             qkv_bias=family.biases == "qkv" or has_bias,
             attention_out_bias=has_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=flag(config, "mlp_bias"),
             qk_norm=family.qk_norm,
             max_model_len=max_model_len,
             eos_token_ids=read_eos_token_ids(config, generation_config),
             torch_dtype=_dtype(config),
             norms=family.norms,
             norm_offset=family.norm_offset,
-            activation=_ACTIVATIONS[config.get(family.activation_key) or "silu"],
+            activation=_ACTIVATIONS[config.get(family.activation_key, "silu")],
             multipliers=_multipliers(config, family, hidden_size),
             logit_cap=_cap(config, family, "final_logit_softcapping"),
             attention_cap=_cap(config, family, "attn_logit_softcapping"),
@@ -201,11 +202,33 @@ def read_eos_token_ids(
 
 def _architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or ["(none named)"]
-    if named[0] not in FAMILIES:
+    if not isinstance(named, list) or named[0] not in FAMILIES:
         raise UnsupportedModel(
-            f"architecture {named[0]} is not supported; supported are {', '.join(FAMILIES)}"
+            f"architecture {named[0]!s:.80} is not supported; supported are {', '.join(FAMILIES)}"
         )
-    return str(named[0])
+    architecture = str(named[0])
+    kind = config.get("model_type")
+    if kind is not None and _family_of(kind) not in (None, architecture):
+        raise UnsupportedModel(
+            f"model_type is {kind!r:.80}, which is {_family_of(kind)}, and architectures names "
+            f"{architecture}; only one can be right"
+        )
+    return architecture
+
+
+def _family_of(model_type: object) -> str | None:
+    """Returns the architecture that goes by such a `model_type`; None if it is none of ours."""
+    plain = str(model_type).replace("_", "").removesuffix("text")
+    return next((each for each in FAMILIES if each.lower() == f"{plain}forcausallm"), None)
+
+
+def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the config with what transformers assumes for the keys that it leaves out."""
+    filled = {**family.defaults, **config}
+    if config.get("rope_parameters") is None:  # which the other spelling stands for
+        scaled = bool(config.get("rope_scaling"))
+        filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
+    return filled
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
@@ -217,10 +240,15 @@ def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
 
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
-    activation = config.get(family.activation_key) or "silu"
-    if activation not in _ACTIVATIONS:
+    activation = config.get(family.activation_key, "silu")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"activation {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+            f"{family.activation_key} is {activation!r:.80}, which is not supported; supported are "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    if not flag(config, "is_causal", True):
+        raise UnsupportedModel(
+            "is_causal is False, which is not supported: tokens see no later ones"
         )
     for key in family.refuses:
         if config.get(key):
@@ -235,12 +263,13 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
     """Returns the number of KV heads and the numbers of each."""
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    num_kv_heads = optional_size(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModel(
-            f"{num_heads} attention heads do not divide into {num_kv_heads} KV heads"
+            f"num_key_value_heads is {num_kv_heads}; it must divide num_attention_heads, "
+            f"{num_heads}"
         )
-    return num_kv_heads, int(config.get("head_dim") or hidden_size // num_heads)
+    return num_kv_heads, optional_size(config, "head_dim", hidden_size // num_heads)
 
 
 def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
@@ -258,7 +287,7 @@ def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
 
 
 def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
-    stated = _size(config, "max_position_embeddings")
+    stated = size(config, "max_position_embeddings")
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
     scaling = ropes["full_attention"].scaling
     if scaling is not None and family.has_partial_rope and scaling.kind != "longrope":
@@ -294,15 +323,15 @@ def _check_ropes(layers: Sequence[LayerSpec], family: Family, head_dim: int) -> 
 def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) -> Multipliers:
     if family.multipliers == "granite":
         return Multipliers(
-            embedding=_positive(config, "embedding_multiplier", 1.0),
-            attention=_positive(config, "attention_multiplier", 1.0),
-            residual=_positive(config, "residual_multiplier", 1.0),
-            logits=1.0 / _positive(config, "logits_scaling", 1.0),
+            embedding=number(config, "embedding_multiplier", 1.0),
+            attention=number(config, "attention_multiplier", 1.0),
+            residual=number(config, "residual_multiplier", 1.0),
+            logits=1.0 / number(config, "logits_scaling", 1.0),
         )
     if family.multipliers == "gemma":
         return Multipliers(
             embedding=hidden_size**0.5,
-            attention=_positive(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+            attention=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         )
     return Multipliers()
 
@@ -310,22 +339,13 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
 def _gate_clamp(config: Mapping[str, Any], family: Family) -> GateClamp | None:
     if not family.has_clamped_gates:
         return None
-    return GateClamp(
-        _positive(config, "swiglu_alpha", 1.702), _positive(config, "swiglu_limit", 7.0)
-    )
+    return GateClamp(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0))
 
 
 def _cap(config: Mapping[str, Any], family: Family, name: str) -> float | None:
     if not family.has_caps or config.get(name) is None:
         return None
-    return _positive(config, name, 0.0)
-
-
-def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
-    value = config.get(name, default)
-    if not isinstance(value, int | float) or value <= 0:
-        raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a number > 0")
-    return float(value)
+    return number(config, name, 0.0)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
@@ -336,12 +356,3 @@ def _dtype(config: Mapping[str, Any]) -> str:
             f"weights of dtype {dtype} are not supported; supported are {', '.join(_DTYPES)}"
         )
     return dtype
-
-
-def _size(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise UnsupportedModel(
-            f"config.json must give {name} as a positive integer, not {value!r:.80}"
-        )
-    return value

@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.families import Family
+from tandem.models.fields import flag, number, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def read_experts(
     Raises UnsupportedModel naming what cannot be run."""
     if not family.experts:
         return [None] * num_layers
-    num, top_k = _size(config, _name_of_num(config, family)), _size(config, "num_experts_per_tok")
+    num, top_k = size(config, _name_of_num(config, family)), size(config, "num_experts_per_tok")
     if top_k > num:
         raise UnsupportedModel(f"num_experts_per_tok is {top_k}; there are {num} experts")
     if family.experts == "deepseek":
@@ -52,8 +53,8 @@ def read_experts(
     experts = Experts(
         num=num,
         top_k=top_k,
-        inner=_size(config, "moe_intermediate_size" if is_chosen else "intermediate_size"),
-        is_normalized=not is_chosen or bool(config.get("norm_topk_prob")),
+        inner=size(config, "moe_intermediate_size" if is_chosen else "intermediate_size"),
+        is_normalized=not is_chosen or flag(config, "norm_topk_prob"),
         has_biases=family.experts == "gpt_oss",
     )
     if not is_chosen:
@@ -61,7 +62,7 @@ def read_experts(
     dense = config.get("mlp_only_layers") or ()
     if not isinstance(dense, Sequence) or any(type(layer) is not int for layer in dense):
         raise UnsupportedModel(f"mlp_only_layers is {dense!r:.80}; it must be a list of layers")
-    step = _size(config, "decoder_sparse_step")
+    step = size(config, "decoder_sparse_step")
     return [
         experts if layer not in dense and (layer + 1) % step == 0 else None
         for layer in range(num_layers)
@@ -76,19 +77,16 @@ def _of_deepseek(
         raise UnsupportedModel(
             f"first_k_dense_replace is {num_dense!r:.80}; it must be a number of layers"
         )
-    scale = config.get("routed_scaling_factor")
-    if not isinstance(scale, int | float) or scale <= 0:
-        raise UnsupportedModel(f"routed_scaling_factor is {scale!r:.80}; it must be a number > 0")
-    inner = _size(config, "moe_intermediate_size")
+    inner = size(config, "moe_intermediate_size")
     experts = Experts(
         num=num,
         top_k=top_k,
         inner=inner,
-        is_normalized=family.is_corrected and bool(config.get("norm_topk_prob")),
+        is_normalized=family.is_corrected and flag(config, "norm_topk_prob"),
         is_corrected=family.is_corrected,
         groups=_groups(config, family, num, top_k),
-        scale=float(scale),
-        shared_inner=inner * _size(config, "n_shared_experts"),
+        scale=number(config, "routed_scaling_factor", 1.0),
+        shared_inner=inner * size(config, "n_shared_experts"),
     )
     return [experts if layer >= num_dense else None for layer in range(num_layers)]
 
@@ -96,7 +94,7 @@ def _of_deepseek(
 def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> Groups | None:
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
-    groups = Groups(_size(config, "n_group"), _size(config, "topk_group"))
+    groups = Groups(size(config, "n_group"), size(config, "topk_group"))
     # A corrected router ranks a group by two of its experts.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
@@ -116,10 +114,3 @@ def _name_of_num(config: Mapping[str, Any], family: Family) -> str:
     if family.experts == "deepseek":
         return "n_routed_experts"
     return "num_experts" if "num_experts" in config else "num_local_experts"
-
-
-def _size(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a positive integer")
-    return value

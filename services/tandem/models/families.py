@@ -143,7 +143,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
             "rms_norm_eps": 1e-5,
-            "rope_scaling": _GPT_OSS_ROPE,
+            "rope_parameters": _GPT_OSS_ROPE,
             "sliding_window": 128,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
@@ -159,6 +159,7 @@ FAMILIES: Mapping[str, Family] = {
             "scoring_func": ("softmax",),
             "topk_method": ("greedy", "group_limited_greedy"),
             "moe_layer_freq": (1,),
+            "rope_interleave": (True,),
         },
         defaults=_DEEPSEEK
         | {
@@ -208,7 +209,7 @@ FAMILIES: Mapping[str, Family] = {
         is_fused=True,
         has_partial_rope=True,
         is_length_scaled=True,
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
     "Gemma2ForCausalLM": Family(
         norms="around",
@@ -233,7 +234,8 @@ FAMILIES: Mapping[str, Family] = {
         activation_key="hidden_activation",
         multipliers="gemma",
         has_caps=True,
-        refuses=("use_bidirectional_attention",),
+        # transformers ignores the cap of scores, and others do not.
+        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
         defaults=_GEMMA,
     ),
 }

@@ -16,7 +16,8 @@ from typing import Any
 from tandem.dtypes import RotatedKey, is_quantized
 from tandem.errors import UnsupportedModel
 from tandem.models.families import Family
-from tandem.models.rope import yarn_scale
+from tandem.models.fields import flag, number, size
+from tandem.models.rope import rope_parameters, yarn_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +57,27 @@ def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:
             f"num_key_value_heads is {kv_heads!r:.80}; with latent attention it must be "
             f"num_attention_heads, {heads}, or null"
         )
-    plain, rope = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
+    plain, rope = size(config, "qk_nope_head_dim"), size(config, "qk_rope_head_dim")
     if rope % 2:
         raise UnsupportedModel(f"qk_rope_head_dim is {rope}; it must be an even number")
     return Latent(
-        kv_rank=_size(config, "kv_lora_rank"),
+        kv_rank=size(config, "kv_lora_rank"),
         rope_dim=rope,
         plain_dim=plain,
-        value_dim=_size(config, "v_head_dim"),
-        q_rank=None if config.get("q_lora_rank") is None else _size(config, "q_lora_rank"),
-        has_pairs=bool(config.get("rope_interleave", True)),
+        value_dim=size(config, "v_head_dim"),
+        q_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
+        has_pairs=flag(config, "rope_interleave", True),
         scale=(plain + rope) ** -0.5 * _scale_of_rope(config),
     )
 
 
 def _scale_of_rope(config: Mapping[str, Any]) -> float:
     """Returns what the scaling of positions adds to the scale of scores."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = rope_parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    mscale = parameters.get("mscale_all_dim")
-    if kind == "default" or not mscale:
+    if kind == "default" or not parameters.get("mscale_all_dim"):
         return 1.0
-    factor = parameters.get("factor")
-    if not isinstance(factor, int | float) or not isinstance(mscale, int | float):
-        raise UnsupportedModel(
-            f"rope scaling {kind!r} has factor {factor!r:.80} and mscale_all_dim {mscale!r:.80}; "
-            "they must be numbers"
-        )
-    return yarn_scale(factor, mscale) ** 2
-
-
-def _size(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a positive integer")
-    return value
+    if parameters.get("factor") is None:
+        raise UnsupportedModel(f"rope scaling {kind!r:.80} has mscale_all_dim and needs factor")
+    factor = number(parameters, "factor", 1.0)
+    return yarn_scale(factor, number(parameters, "mscale_all_dim", 1.0)) ** 2

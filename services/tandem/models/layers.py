@@ -10,6 +10,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 from tandem.models.experts import Experts, read_experts
 from tandem.models.families import Family
+from tandem.models.fields import flag, optional_size
 from tandem.models.rope import NO_ROPE, Rope, read_ropes
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -39,6 +40,7 @@ def read_layers(
     have_rope = _have_rope(config, family, num_layers)
     slide = _slide(config, family, have_rope)
     window = _window(config) if any(slide) else None
+    _check_layer_types(config, slide if window else [False] * num_layers)
     if window is not None and window >= max_model_len:
         window = None
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
@@ -60,8 +62,11 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
         return [True] * num_layers
     given = config.get("no_rope_layers")  # 1: the layer has a rope
     if given is not None:
-        return [bool(each) for each in _of_all_layers(given, "no_rope_layers", num_layers)]
-    interval = int(config.get("no_rope_layer_interval") or _DEFAULT_NO_ROPE_INTERVAL)
+        have_rope = _of_all_layers(given, "no_rope_layers", num_layers)
+        if any(each not in (0, 1) for each in have_rope):
+            raise UnsupportedModel(f"no_rope_layers is {given!r:.80}; it must have 0 and 1 only")
+        return [bool(each) for each in have_rope]
+    interval = optional_size(config, "no_rope_layer_interval", _DEFAULT_NO_ROPE_INTERVAL)
     return [(layer + 1) % interval != 0 for layer in range(num_layers)]
 
 
@@ -70,7 +75,7 @@ def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> 
     num_layers = len(have_rope)
     if family.windows in ("none", "all"):
         return [family.windows == "all"] * num_layers
-    if family.windows in ("switched", "chosen") and not config.get("use_sliding_window"):
+    if family.windows in ("switched", "chosen") and not flag(config, "use_sliding_window"):
         return [False] * num_layers
     if family.windows == "switched":
         return [True] * num_layers
@@ -78,12 +83,28 @@ def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> 
     if kinds is not None:
         return [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", num_layers)]
     if family.windows == "pattern":
-        pattern = int(config.get("sliding_window_pattern") or family.pattern)
+        pattern = optional_size(config, "sliding_window_pattern", family.pattern)
         return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     if family.has_no_rope_layers:
         return [not has_rope for has_rope in have_rope]
-    num_full = int(config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS))
+    num_full = config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
+    if type(num_full) is not int or num_full < 0:
+        raise UnsupportedModel(
+            f"max_window_layers is {num_full!r:.80}; it must be a number of layers"
+        )
     return [layer >= num_full for layer in range(num_layers)]
+
+
+def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None:
+    """Raises UnsupportedModel if `layer_types` says anything else than the keys that decide."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return
+    if [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", len(slide))] != list(slide):
+        raise UnsupportedModel(
+            f"layer_types is {kinds!r:.80}; the architecture, sliding_window and "
+            f"use_sliding_window give a window to {sum(slide)} of {len(slide)} layers"
+        )
 
 
 def _slides(kind: object) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
+from tandem.models.fields import flag, number, optional_number, optional_size, size
 
 _KINDS = ("full_attention", "sliding_attention")
 _LOCAL_THETA = 10000.0  # of layers with a window, where config.json says nothing (Gemma 3)
@@ -98,14 +99,22 @@ def read_ropes(
     """
     if not by_kind:
         return dict.fromkeys(_KINDS, read_rope(config, default_theta=default_theta))
-    given = config.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in given.values()):
-        full, sliding = (
-            {**config, "rope_scaling": None, "rope_parameters": given.get(kind)} for kind in _KINDS
+    given = _object(config, "rope_parameters")
+    scaling = _object(config, "rope_scaling")
+    plain = {**config, "rope_scaling": None, "rope_parameters": None}
+    local = plain | {"rope_theta": config.get("rope_local_base_freq")}
+    if not given:
+        full, sliding = plain | {"rope_scaling": scaling}, local
+    elif scaling or not given.keys() <= set(_KINDS):
+        raise UnsupportedModel(
+            "rope_parameters of this architecture must have full_attention and sliding_attention, "
+            "and nothing beside them; rope_scaling must be absent then"
         )
     else:
-        full, sliding = dict(config), {**config, "rope_scaling": None, "rope_parameters": None}
-        sliding["rope_theta"] = config.get("rope_local_base_freq")
+        full, sliding = (
+            {**base, "rope_parameters": _object(given, kind)}
+            for base, kind in zip((plain, local), _KINDS, strict=True)
+        )
     ropes = (
         read_rope(full, default_theta=default_theta),
         read_rope(sliding, default_theta=_LOCAL_THETA),
@@ -115,30 +124,55 @@ def read_ropes(
 
 def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> Rope:
     """Returns the rope that all layers of a config.json share. Raises UnsupportedModel."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = rope_parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(
             "rope parameters per layer type are not supported; one set for all layers is"
         )
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or default_theta)
-    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if not isinstance(partial, int | float) or not 0 < partial <= 1:
-        raise UnsupportedModel(
-            f"partial_rotary_factor is {partial!r:.80}; it must be within 0 to 1"
-        )
-    # Phi-3 has it outside.
-    parameters.setdefault(
-        "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    theta = optional_number(
+        parameters, "rope_theta", optional_number(config, "rope_theta", default_theta)
     )
-    scaling = _read_scaling(parameters, int(config["max_position_embeddings"]))
-    return Rope(theta, scaling, float(partial))
+    partial = optional_number(
+        parameters, "partial_rotary_factor", optional_number(config, "partial_rotary_factor", 1.0)
+    )
+    if partial > 1:
+        raise UnsupportedModel(f"partial_rotary_factor is {partial}; it must be at most 1")
+    # Phi-3 has it outside, where it comes first in transformers, too.
+    outside = config.get("original_max_position_embeddings")
+    if outside is not None:
+        parameters["original_max_position_embeddings"] = outside
+    return Rope(theta, _read_scaling(parameters, size(config, "max_position_embeddings")), partial)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a config.json says, in either spelling. Raises UnsupportedModel if it has both
+    and they differ: transformers takes one of them, and other programs the other one."""
+    new, old = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    if new and old and _with_theta(new, config) != _with_theta(old, config):
+        raise UnsupportedModel(
+            "rope_parameters and rope_scaling say different things; only one can be right"
+        )
+    return new or old
+
+
+def _with_theta(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"rope_type" if key == "type" else key: value for key, value in parameters.items()}
+    return {"rope_theta": config.get("rope_theta")} | named
+
+
+def _object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise UnsupportedModel(f"{name} is {value!r:.80}; it must be an object")
+    return dict(value or {})
 
 
 def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind in ("default", "none"):
         return None
-    original = int(parameters.get("original_max_position_embeddings") or max_positions)
+    original = optional_size(parameters, "original_max_position_embeddings", max_positions)
+    factor = optional_number(parameters, "factor", max_positions / original)
     if kind == "linear":
         return RopeScaling(kind="linear", factor=_number(parameters, kind, "factor"))
     if kind == "llama3":
@@ -150,28 +184,37 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
             high_freq_factor=_number(parameters, kind, "high_freq_factor"),
         )
     if kind == "yarn":
-        factor = float(parameters.get("factor") or max_positions / original)
         return RopeScaling(
             kind="yarn",
             factor=factor,
             original_max_position_embeddings=original,
-            beta_fast=float(parameters.get("beta_fast") or 32),
-            beta_slow=float(parameters.get("beta_slow") or 1),
+            beta_fast=optional_number(parameters, "beta_fast", 32.0),
+            beta_slow=optional_number(parameters, "beta_slow", 1.0),
             attention_factor=_yarn_attention_factor(parameters, factor),
-            truncate=bool(parameters.get("truncate", True)),
+            truncate=_truncate(parameters),
         )
     if kind in ("longrope", "su"):
+        grown = 1.0
+        if factor > 1:
+            grown = math.sqrt(1 + math.log(factor) / math.log(original)) if original > 1 else 1.0
         return RopeScaling(
             kind="longrope",
-            factor=float(parameters.get("factor") or max_positions / original),
+            factor=factor,
             original_max_position_embeddings=original,
-            attention_factor=_longrope_attention_factor(parameters, max_positions, original),
+            attention_factor=optional_number(parameters, "attention_factor", grown),
             short_factors=_factors(parameters, "short_factor"),
             long_factors=_factors(parameters, "long_factor"),
         )
     raise UnsupportedModel(
-        f"rope scaling {kind!r} is not supported; supported are linear, llama3, yarn and longrope"
+        f"rope scaling {kind!r:.80} is not supported; supported are linear, llama3, yarn and "
+        "longrope"
     )
+
+
+def _truncate(parameters: Mapping[str, Any]) -> bool:
+    if parameters.get("truncate", True) is None:  # false to transformers
+        raise UnsupportedModel("truncate is None; it must be true or false")
+    return flag(parameters, "truncate", True)
 
 
 def _factors(parameters: Mapping[str, Any], name: str) -> tuple[float, ...]:
@@ -181,32 +224,20 @@ def _factors(parameters: Mapping[str, Any], name: str) -> tuple[float, ...]:
     raise UnsupportedModel(f"rope scaling 'longrope' needs {name}, a list of numbers > 0")
 
 
-def _longrope_attention_factor(
-    parameters: Mapping[str, Any], max_positions: int, original: int
-) -> float:
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
-    factor = float(parameters.get("factor") or max_positions / original)
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-
 def _number(parameters: Mapping[str, Any], kind: str, name: str) -> float:
-    value = parameters.get(name)
-    if not isinstance(value, int | float) or value <= 0:
-        raise UnsupportedModel(f"rope scaling {kind!r} needs {name} > 0; config.json has {value!r}")
-    return float(value)
+    if parameters.get(name) is None:
+        raise UnsupportedModel(f"rope scaling {kind!r} needs {name} > 0")
+    return number(parameters, name, 0.0)
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
-
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
-    return yarn_scale(factor, 1.0)
+    of_score, of_all = parameters.get("mscale") or None, parameters.get("mscale_all_dim") or None
+    grown = yarn_scale(factor, 1.0)
+    if of_score is not None and of_all is not None:
+        grown = yarn_scale(factor, number(parameters, "mscale", 1.0)) / yarn_scale(
+            factor, number(parameters, "mscale_all_dim", 1.0)
+        )
+    return optional_number(parameters, "attention_factor", grown)
 
 
 def yarn_scale(factor: float, mscale: float) -> float:

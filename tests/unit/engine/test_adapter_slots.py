@@ -68,6 +68,15 @@ def test_changed_files_under_one_name_find_no_block_of_the_old_ones() -> None:
         assert drive(engine).ends["1"].num_cached_tokens == expected
 
 
+def test_stored_blocks_name_their_adapter_where_they_have_token_ids() -> None:
+    for has_tokens in (True, False):
+        outcome, _ = run(spec("1", "a"), spec("2"), report_block_tokens=has_tokens)
+        stored = [block for report in outcome.reports for block in report.stored]
+        of_each = [block.adapter for block in stored]
+        assert of_each.count(ADAPTERS["a"]) == has_tokens * of_each.count(None)
+        assert len(stored) == 6
+
+
 def test_the_slot_that_is_idle_the_longest_is_taken() -> None:
     engine, runner = make_engine(num_blocks=64, max_loras=2)
     for name, adapter in (("1", "a"), ("2", "b"), ("3", "a"), ("4", "c")):

@@ -101,7 +101,7 @@ def test_tables_of_old_checkpoints_are_ignored(folder: ModelFolder) -> None:
 def test_a_tied_output_is_the_embedding_even_if_it_is_stored_again(tmp_path: Path) -> None:
     folder, _ = make_tiny_model("qwen3", tmp_path)
     tensors = stored(folder)
-    tensors["lm_head.weight"] = torch.zeros(203, 96)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     rewrite(folder, tensors)
     weights = load(folder)
     assert weights.output is weights.embedding

@@ -123,4 +123,4 @@ def test_a_model_that_cannot_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B | {"hidden_act": "relu"}))
     done = run(tmp_path)
     assert done.returncode == 1
-    assert "activation 'relu' is not supported" in done.stderr
+    assert "hidden_act is 'relu', which is not supported" in done.stderr

@@ -102,10 +102,16 @@ def test_generation_config_decides_what_ends_a_sequence():
         ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM is not supported"),
         ({"architectures": []}, "none named"),
         ({"quantization_config": {"quant_method": "x"}}, "quant_method is 'x'"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported; supported are silu"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act is 'gelu', which is not supported; supported are silu",
+        ),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
-        ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
-        ({"hidden_size": None}, "hidden_size as a positive integer, not None"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads is 3; it must divide num_attention_heads, 4",
+        ),
+        ({"hidden_size": None}, "hidden_size is None; it must be a positive integer"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776; .* at most 4096 "),
     ],
 )
@@ -287,7 +293,10 @@ def test_granite():
         ),
         (GEMMA2 | {"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1; it must be"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        (GEMMA3 | {"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
+        (
+            GEMMA3 | {"hidden_activation": "gelu"},
+            "hidden_activation is 'gelu', which is not supported",
+        ),
         (GEMMA3 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),
         (MIXTRAL | {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4'"),
         (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number > 0"),

@@ -95,7 +95,7 @@ def test_deepseek_v3() -> None:
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
         (
             DEEPSEEK_V3 | {"rope_scaling": YARN | {"mscale_all_dim": "1"}},
-            "mscale_all_dim '1'; they must be numbers",
+            "mscale_all_dim is '1'; it must be a number > 0",
         ),
     ],
 )

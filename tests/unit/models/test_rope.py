@@ -116,7 +116,7 @@ def test_longrope_chooses_by_the_longest_context():
         ({"rope_scaling": {"rope_type": "linear"}}, "needs factor > 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be within"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be at most 1"),
     ],
 )
 def test_what_cannot_be_run_is_named(changes, message):

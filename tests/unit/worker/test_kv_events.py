@@ -13,7 +13,9 @@ import pytest
 import pytest_asyncio
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
+from tandem.adapter import Adapter
 from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import EngineConfig
 from tandem.config.kv_events import KvEventOptions
@@ -112,6 +114,26 @@ async def test_a_chain_is_one_event_that_names_its_parent(subscriber: Subscriber
     events.on_report(StepReport(stored=stored(b"d", parent=b"x")))
     third, found = await subscriber.take()
     assert (third, found[0][2]) == (second + 1, None)
+    await events.aclose()
+
+
+async def test_blocks_of_an_adapter_name_it_and_its_files(subscriber: Subscriber) -> None:
+    events = open_events(kv_events=subscriber.endpoint, kv_events_replay=subscriber.replay_endpoint)
+    subscriber.replay.connect(subscriber.replay_endpoint)
+    one, other = (
+        Adapter("legal", digest * 8, "/somewhere", 8) for digest in ("0000002a", "ffffffff")
+    )
+    of_adapters = [
+        replace(block, adapter=adapter)
+        for adapter, (block,) in ((one, stored(b"a")), (other, stored(b"b")))
+    ]
+    events.on_report(StepReport(stored=[*of_adapters, *stored(b"c")]))
+    _, (_, payload) = await subscriber.take_again(0)
+    assert [(event[1], event[5], event[7]) for event in msgpack.unpackb(payload)[1]] == [
+        ([b"a"], 42, "legal"),
+        ([b"b"], (1 << 31) - 1, "legal"),
+        ([b"c"], None, None),
+    ]
     await events.aclose()
 
 

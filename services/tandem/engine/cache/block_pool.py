@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tandem.adapter import Adapter
 from tandem.engine.cache.block import Block, Copy
 from tandem.engine.cache.block_checks import check_blocks
 from tandem.engine.cache.block_events import BlockEvents
@@ -229,12 +230,13 @@ class BlockPool:
         block_hash: bytes,
         token_ids: Sequence[int] = (),
         index: int = 0,
+        adapter: Adapter | None = None,
     ) -> int:
         """Lets a full block, final in memory, be found by its hash; parents come before children.
 
         Answers the block that holds this content from now on. When another one did already, the
         caller's reference moves to that one, and `block_id` is free. With `token_ids` its beginning
-        can be found. The block's `index` in its chain only goes into the event.
+        can be found. The block's `index` in its chain and its `adapter` only go into the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -255,7 +257,7 @@ class BlockPool:
         self._unwritten[block_id] = None
         if token_ids:
             self.children.add(parent_hash, block_hash, token_ids)
-        self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index))
+        self._events.store(StoredBlock(parent_hash, block_hash, list(token_ids), index, adapter))
         return block_id
 
     def is_writable(self, block_id: int) -> bool:

@@ -11,6 +11,7 @@ outside use ids that are unique among the pools (kv_groups.py).
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from tandem.adapter import Adapter
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables
@@ -204,11 +205,12 @@ class KvCache:
         first: int,
         last: int,
         block_tokens: Callable[[int], Sequence[int]] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Lets others find blocks first..last - 1 of the tables, those before them being stored.
 
         A block that is there already takes the place of a table's own. `block_tokens` are the token
-        ids of a block, by its index, if they are known.
+        ids of a block, by its index, if they are known, and `adapter` only goes into the events.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
@@ -221,6 +223,7 @@ class KvCache:
                     block_hash=block_hashes[i],
                     token_ids=block_tokens(i) if block_tokens else (),
                     index=i,
+                    adapter=adapter,
                 )
 
     def give_back(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:

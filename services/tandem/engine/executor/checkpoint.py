@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tandem.engine.executor.expert_weights import Shapes
 from tandem.engine.executor.kv_scales import is_kv_scale
 from tandem.engine.executor.mxfp4 import Mxfp4, join_mxfp4
-from tandem.engine.executor.weight_shapes import OUTPUT
+from tandem.engine.executor.weight_shapes import EMBEDDING, OUTPUT
 from tandem.errors import UnsupportedModel
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
@@ -48,7 +48,8 @@ def check(stored: Stored, expected: Shapes, config: ModelConfig) -> None:
     left = tuple(map(_layer_start, extra))
     surplus = {name for name in surplus if not (is_kv_scale(name) or name.startswith(left))}
     if config.tie_word_embeddings:
-        surplus.discard(OUTPUT)  # some checkpoints store the tied matrix twice
+        _check_tied(stored)
+        surplus.discard(OUTPUT)
     if surplus:
         raise UnsupportedModel(f"the checkpoint has {_named(surplus)}, which its config denies")
     for name, shape in expected.items():
@@ -61,6 +62,18 @@ def check(stored: Stored, expected: Shapes, config: ModelConfig) -> None:
             continue
         if not tensor.is_floating_point():
             raise UnsupportedModel(f"{name} holds {tensor.dtype}, not floating-point numbers")
+
+
+def _check_tied(stored: Stored) -> None:
+    """Some checkpoints store the tied matrix twice. Raises UnsupportedModel if two matrices differ:
+    transformers does not tie them then."""
+    output, embedding = stored.get(OUTPUT), stored.get(EMBEDDING)
+    if not (isinstance(output, torch.Tensor) and isinstance(embedding, torch.Tensor)):
+        return
+    if not torch.equal(output, embedding):
+        raise UnsupportedModel(
+            f"tie_word_embeddings is true, and {OUTPUT} differs from {EMBEDDING}: set it to false"
+        )
 
 
 def _layer_start(layer: int) -> str:

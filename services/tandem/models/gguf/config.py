@@ -132,6 +132,8 @@ def hf_config(
     more = _experts(metadata) | _granite(metadata) | _window(metadata)
     if metadata.architecture == "phi3":
         more |= _phi3(metadata, head_dim=head_dim)
+    if metadata.architecture == "gpt-oss" and config["rope_scaling"] is None:
+        config["rope_scaling"] = {"rope_type": "default"}  # YaRN where nothing is said
     if metadata.architecture in _GEMMAS:
         more = _gemma(metadata, head_dim=head_dim, wide=hidden_size // num_heads)
     return config | more | metadata.special_ids(**_SPECIAL)

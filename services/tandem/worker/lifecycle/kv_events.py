@@ -23,6 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tandem.adapter import Adapter
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import StepReport, StoredBlock
 from tandem.errors import ConfigError
@@ -44,7 +45,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     parent_block_hash: bytes | None  # None: the first block has no parent
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None
+    lora_id: int | None = None  # None: the base model's, or not known
     medium: str | None = _MEDIUM
     lora_name: str | None = None  # newer subscribers require the field
 
@@ -149,11 +150,14 @@ class KvEvents:
     def _event(self, run: list[StoredBlock]) -> BlockStored:
         # A pool holds the parents of what it holds: one that is not there is a chain's root.
         parent = run[0].parent_hash
+        adapter = run[0].adapter  # of the whole chain
         event = BlockStored(
             [block.block_hash for block in run],
             parent if parent in self._held else None,
             [token_id for block in run for token_id in block.token_ids],
             self._block_size,
+            lora_id=None if adapter is None else _lora_id(adapter),
+            lora_name=None if adapter is None else adapter.name,
         )
         self._held.update(event.block_hashes)
         return event
@@ -188,6 +192,12 @@ class KvEvents:
                     await asyncio.sleep(0)
             except (TimeoutError, zmq.ZMQError) as error:
                 log.warning("a subscriber did not take the KV events that it asked for: %r", error)
+
+
+def _lora_id(adapter: Adapter) -> int:
+    """Returns a positive number of 31 bits that says the adapter's digest, on every worker the
+    same one. Other files under the adapter's name have another."""
+    return int(adapter.digest[:8], 16) % (1 << 31) or 1
 
 
 def _use(socket: Any, option: str, endpoint: str, *, listens: bool) -> None:
