@@ -61,7 +61,8 @@ _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
 
 def check_neutral(metadata: GgufMetadata) -> None:
     """Raises UnsupportedModel naming a key that would change answers and is not read."""
-    for key, allowed in (_NEUTRAL | _READ.get(metadata.architecture, {})).items():
+    of_all = {**_NEUTRAL, **_READ.get(metadata.architecture, {})}
+    for key, allowed in of_all.items():
         if allowed is None or (value := metadata.of_model(key, None)) is None:
             continue
         if not any(value == each for each in allowed):
