@@ -8,6 +8,9 @@ A prompt's first blocks cost least to compute, and a load can start at its end. 
 blocks are computed from the front while they are loaded from the back, and the rest is computed
 after that. Where computing delays other sequences, each second of it counts once more for each.
 
+A chunk cannot be stopped, and a load that came sooner would wait for it: what is computed meanwhile
+is expected to take `UNSURE` times as long, and has to be worth `GAIN_MIN`.
+
 The worker's engine and the router's prices ask here, so they expect the same.
 """
 
@@ -18,6 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from tandem.perf_model.rates import PrefillRate
+
+UNSURE = 1.5
+GAIN_MIN = 1.1  # times as long the next best choice takes
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -127,7 +133,7 @@ def _choices(
         if meets:
 
             def compute_s(block: int) -> float:
-                return prompt.queue_s + prompt.compute_s(held, block)
+                return prompt.queue_s + UNSURE * prompt.compute_s(held, block)
 
             def load_s(block: int, end: int = end) -> float:
                 return load_queue_s + load_seconds(tiers, block, end)
@@ -152,14 +158,15 @@ def _without_load(prompt: Prompt, offer: Offer | None) -> Choice:
 def _with_load(
     prompt: Prompt, tiers: Sequence[Reach], first: int, end: int, load_queue_s: float
 ) -> Choice:
-    before_s = prompt.compute_s(prompt.num_held, first)
+    before_s = UNSURE * prompt.compute_s(prompt.num_held, first)
     load_s = load_queue_s + load_seconds(tiers, first, end)
     there_s = max(prompt.queue_s + before_s, load_s) if first > prompt.num_held else load_s
     rest_s = prompt.compute_s(end)
     seconds = max(prompt.queue_s, there_s) + rest_s
-    return Choice(
-        first, end, False, there_s, seconds, seconds + prompt.num_delayed * (before_s + rest_s)
-    )
+    cost_s = seconds + prompt.num_delayed * (before_s + rest_s)
+    if first > prompt.num_held:
+        cost_s *= GAIN_MIN
+    return Choice(first, end, False, there_s, seconds, cost_s)
 
 
 def _load_and_pull(

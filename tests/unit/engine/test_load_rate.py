@@ -76,17 +76,17 @@ def test_the_sooner_of_load_and_compute(
 def test_a_prompt_is_computed_from_its_front_while_its_end_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two blocks are computed in the 80 ms in which the tier gives four, or fewer if it is slow."""
+    """A block is computed in 40 to 60 ms, in which the tier gives up to three; then one more is."""
     bench = Bench(monkeypatch, 0.02)
     bench.ask("not measured", 0)
     bench.gate.clear()
     bench.engine.add(make_spec("both", PROMPTS[1]))
     report = bench.engine.step()
     bench.outcome.take(report)
-    assert report.num_prefill_tokens == 8
+    assert report.num_prefill_tokens == 4
     assert bench.engine.load().num_awaiting_kv == 1
     bench.gate.set()
-    assert 8 <= bench.settle("both", 1) <= 16
+    assert 8 <= bench.settle("both", 1) <= 20
     bench.engine.close()
 
 
@@ -105,7 +105,7 @@ def test_blocks_are_computed_that_a_slow_load_has_not_come_to(
     assert not bench.engine.has_work()
     assert bench.engine.awaits_threads()
     bench.gate.set()
-    assert 4 <= bench.settle("both", 1) <= 8
+    assert 4 <= bench.settle("both", 1) <= 16
     bench.engine.close()
 
 

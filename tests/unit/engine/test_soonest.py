@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.perf_model.rates import PrefillRate
-from tandem.perf_model.soonest import Choice, Offer, Prompt, Reach, choose_soonest, load_seconds
+from tandem.perf_model.soonest import (
+    GAIN_MIN,
+    UNSURE,
+    Choice,
+    Offer,
+    Prompt,
+    Reach,
+    choose_soonest,
+    load_seconds,
+)
 
 SLACK = 1 + 1e-9
 RATE = PrefillRate(step_s=0.0, token_s=0.01, token_context_s=0.0)
@@ -39,18 +48,23 @@ def of(num_held: int = 0, **more: float) -> Prompt:
     ("block_s", "first", "ends_s"),
     [
         (0.0004, 0, 0.04),  # a block is loaded before one is computed
-        (0.04, 50, 2.0),  # both as fast: half of each
-        (0.12, 75, 3.0),
-        (400.0, 99, 400.0),
+        (0.04, 40, 2.4),  # both as fast, and computing is not sure
+        (0.08, 57, 3.44),
     ],
 )
 def test_load_and_compute_meet(block_s: float, first: int, ends_s: float) -> None:
     choice = choose_soonest(of(), [Reach(100, block_s)])
-    if block_s > 100:  # even the last block is sooner computed
-        assert not choice.loads
-        return
     assert (choice.first, choice.end) == (first, 100)
     assert choice.there_s == pytest.approx(ends_s, rel=0.02)
+
+
+def test_a_tier_that_gives_no_block_in_time_is_left_alone() -> None:
+    assert not choose_soonest(of(), [Reach(100, 400.0)]).loads
+
+
+def test_a_few_blocks_are_not_worth_a_chunk() -> None:
+    """Five blocks could be computed meanwhile, of a load that takes a twelfth of the computing."""
+    assert choose_soonest(of(), [Reach(100, 0.0033)]).first == 0
 
 
 def test_who_computes_delays_others() -> None:
@@ -59,9 +73,9 @@ def test_who_computes_delays_others() -> None:
 
 def test_queues_of_both_count() -> None:
     busy = choose_soonest(of(queue_s=1.0), [Reach(100, 0.04)])
-    assert busy.first < 50
+    assert busy.first < 40
     waits = choose_soonest(of(), [Reach(100, 0.04)], load_queue_s=1.0)
-    assert waits.first > 50
+    assert waits.first > 40
     assert not choose_soonest(of(), [Reach(100, 0.04)], load_queue_s=9.0).loads
 
 
@@ -125,10 +139,10 @@ def test_no_other_meeting_point_is_sooner(
     found = choose_soonest(prompt, tiers, load_queue_s=queue_s)
     for end in {tier.num_blocks for tier in tiers}:
         for first in range(prompt.num_held, end):
-            computed_s = prompt.queue_s + prompt.compute_s(prompt.num_held, first)
+            computed_s = prompt.queue_s + UNSURE * prompt.compute_s(prompt.num_held, first)
             loaded_s = queue_s + load_seconds(tiers, first, end)
             other_s = max(computed_s, loaded_s) + prompt.compute_s(end)
-            assert found.seconds <= SLACK * other_s
+            assert found.cost_s <= SLACK * GAIN_MIN * other_s
 
 
 @given(prompts, reaches, seconds, offers, st.floats(0, 1), st.data())

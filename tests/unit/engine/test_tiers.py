@@ -23,6 +23,7 @@ from tandem.models.source import resolve
 from tandem.retention import Retention
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.grouped_toy import make_grouped_engine
+from tests.tiny_models import make_tiny_model
 from tests.toy_runner import continuation
 
 WAIT_S = 60.0
@@ -295,9 +296,17 @@ def test_wrong_settings(settings: dict[str, Any], message: str, tmp_path: Path) 
         make_engine(num_blocks=8, **given)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
-def test_a_real_models_tokens_are_those_without_a_tier(kv_dtype: str, tmp_path: Path) -> None:
-    tokens = [[(n * 7 + i * 13) % 1000 + 2 for i in range(70)] for n in range(3)]
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("", "auto"), ("", "int8"), ("", "int4"), ("deepseek-v3", "auto")],
+)
+def test_a_real_models_tokens_are_those_without_a_tier(
+    family: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    """SmolLM2, or a tiny model with latent attention."""
+    folder = make_tiny_model(family, tmp_path)[0] if family else resolve("smollm2")
+    vocabulary = 64 if family else 1000
+    tokens = [[(n * 7 + i * 13) % vocabulary + 2 for i in range(70)] for n in range(3)]
 
     def answers(**settings: Any) -> tuple[list[list[int]], list[int]]:
         config = EngineConfig(
@@ -308,7 +317,6 @@ def test_a_real_models_tokens_are_those_without_a_tier(kv_dtype: str, tmp_path: 
             itl_target_s=0.0,
             **settings,
         )
-        folder = resolve(config.model)
         engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
         outcome = run(engine, *tokens, tokens[0])
         engine.close()
@@ -317,7 +325,7 @@ def test_a_real_models_tokens_are_those_without_a_tier(kv_dtype: str, tmp_path: 
         return [outcome.token_ids[name] for name in names], cached
 
     plain, none_cached = answers()
-    tiered, cached = answers(kv_disk_path=str(tmp_path))
+    tiered, cached = answers(kv_disk_path=str(tmp_path / "kv"))
     assert tiered == plain
     assert none_cached == [0, 0, 0, 0]
     assert cached == [0, 0, 0, 64]

@@ -14,6 +14,7 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.perf_model.soonest import (
+    UNSURE,
     Prompt,
     choose_soonest,
     load_seconds,
@@ -97,6 +98,7 @@ class Loads:
         rate = self._step_time.prefill_rate
         if not sequence.loading.computes or rate is None:
             return 0
+        rate = rate.stretched(UNSURE)
         size, load = sequence.block_size, self._tiers.find_load(sequence.sequence_id)
         at = sequence.num_computed_tokens // size
         end = min(load.first_block + load.num_free, at + tokens_left // size)

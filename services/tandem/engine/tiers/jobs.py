@@ -139,10 +139,9 @@ class Load:
         return range(end - self.num_read, end)
 
     @property
-    def parts_to_read(self) -> list[Part]:
-        """Parts that are expected to be read still."""
-        first = max(self.num_spared, self.num_taken)
-        return self.parts[first : len(self.parts) - self.num_read]
+    def first_expected(self) -> int:
+        """Index in its chain of the first block that is expected to be read."""
+        return self.first_block + max(self.num_spared, self.num_taken)
 
     @property
     def unsafe_blocks(self) -> list[int]:

@@ -27,7 +27,7 @@ from tandem.engine.tiers.lookups import Lookups
 from tandem.engine.tiers.storage import Bytes, Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks, TierLoad
-from tandem.perf_model.soonest import Reach
+from tandem.perf_model.soonest import Reach, load_seconds
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 1e-4  # of the engine's thread for what was written, and again for what is to be
@@ -224,9 +224,8 @@ class Tiers:
     def queued_s(self) -> float:
         """Seconds until the loads in flight have ended, as far as the tiers were measured."""
         return sum(
-            self.tiers[part.tier].rate.block_s
+            load_seconds(self.reach_of(load), load.first_expected, load.blocks.start)
             for load in self._loads.values()
-            for part in load.parts_to_read
         )
 
     def take_events(self) -> list[TierBlocks]:

@@ -183,6 +183,7 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     tiers = []
     for tier in rates.tiers:
         depth = matches.get(source_of(worker.worker_id, tier.name), 0)
+        depth = min(depth, (work.num_tokens - 1) // work.block_size)  # the last token is computed
         if depth > in_pool:
             tiers.append(Reach(depth, tier.seconds(1, rates.block_bytes)))
     if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
@@ -199,10 +200,9 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
         tiers,
         load_queue_s=rates.load_queue_s,
     )
-    reached = min(choice.end * work.block_size, work.num_tokens - 1)
-    if not choice.loads or reached <= held:
+    if not choice.loads:
         return Reuse(held)
-    return Reuse(reached, choice.there_s)
+    return Reuse(choice.end * work.block_size, choice.there_s)
 
 
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
