@@ -85,6 +85,7 @@ async def test_what_one_process_wrote_another_loads(
         await second.check_idle()
         third = await start(server, other)
         assert (await third.answer("third", PROMPTS[0]))[1] == 0
+        await third.wait_for_writes(4)
         assert len({name.split("/")[1] for name in server.blocks()}) == 2
         await second.stop()
         await third.stop()
