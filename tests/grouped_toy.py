@@ -18,22 +18,35 @@ from tandem.engine.cache.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import SequenceSlice
+from tandem.kv_budget import KvBudget, VisibleKeys
 from tests.toy_runner import ToyRunner, attend, logits_of
 
 Windows = tuple[int | None, ...]
 
 
-def group_values(token_ids: Sequence[int], window: int | None) -> list[int]:
+def seen_before(position: int, window: int | None, visible: VisibleKeys | None) -> list[int]:
+    """Returns the earlier positions that a token sees in a group with this window."""
+    if window is not None:
+        return list(range(max(0, position + 1 - window), position))
+    num_first, num_last = visible or (position, 1)
+    return [j for j in range(position) if j < num_first or j > position - num_last]
+
+
+def group_values(
+    token_ids: Sequence[int], window: int | None, visible: VisibleKeys | None = None
+) -> list[int]:
     """The KV of the tokens in one group."""
     values: list[int] = []
-    for token_id in token_ids:
-        first = 0 if window is None else max(0, len(values) + 1 - window)
-        values.append(attend(values[first:], token_id))
+    for position, token_id in enumerate(token_ids):
+        seen = seen_before(position, window, visible)
+        values.append(attend([values[j] for j in seen], token_id))
     return values
 
 
-def token_after(token_ids: Sequence[int], windows: Windows) -> int:
-    values = [group_values(token_ids, window)[-1] for window in windows]
+def token_after(
+    token_ids: Sequence[int], windows: Windows, visible: VisibleKeys | None = None
+) -> int:
+    values = [group_values(token_ids, window, visible)[-1] for window in windows]
     return int(logits_of(_mixed(values)).argmax())
 
 
@@ -42,15 +55,19 @@ def continuation(
     num_tokens: int,
     windows: Windows,
     stop_token_ids: Collection[int] = (),
+    budget: KvBudget | None = None,
 ) -> list[int]:
     """The greedy tokens that follow, up to `num_tokens` or a stop token, which counts in."""
     made: list[int] = []
+    visible = budget.visible if budget is not None else None
     while len(made) < num_tokens and not (made and made[-1] in stop_token_ids):
-        made.append(token_after([*token_ids, *made], windows))
+        made.append(token_after([*token_ids, *made], windows, visible))
     return made
 
 
 class GroupedToyRunner(ToyRunner):
+    why_no_budgets = ""
+
     def __init__(
         self,
         windows: Windows,
@@ -107,8 +124,8 @@ class GroupedToyRunner(ToyRunner):
             for pool, table, window in zip(
                 self.pools, piece.block_tables, self.windows, strict=True
             ):
-                first = 0 if window is None else max(0, position + 1 - window)
-                seen = [self._get(pool, table, place) for place in range(first, position)]
+                places = seen_before(position, window, piece.visible)
+                seen = [self._get(pool, table, place) for place in places]
                 of_groups.append(attend(seen, token_id))
                 block, offset = self._slot(table, position)
                 pool[block, :, offset] = torch.tensor(

@@ -62,6 +62,7 @@ class ToyRunner:
     numerics_name = "fast"
     kv_dtype_name = "float32"
     tokens_per_step = 512
+    why_no_budgets = "the toy sees all tokens"
     vocab_size = 1 << 31  # of prompts: it makes those of VOCABULARY
 
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:

@@ -24,6 +24,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import ConfigError, InternalError, TandemError
+from tandem.kv_budget import KvBudget
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem_bench.prose import english_prose
@@ -120,11 +121,14 @@ def cut(tokenizer: Tokenizer, text: str, *, tokens: int, window: int) -> list[li
 
 
 def losses(
-    folder: ModelFolder, config: EngineConfig, windows: list[list[int]]
+    folder: ModelFolder,
+    config: EngineConfig,
+    windows: list[list[int]],
+    budget: KvBudget | None = None,
 ) -> list[list[float]]:
     """Returns the negative log probability of each token but the first of each window."""
     engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
-    return [_loss(engine, f"{i}", token_ids) for i, token_ids in enumerate(windows)]
+    return [_loss(engine, f"{i}", token_ids, budget) for i, token_ids in enumerate(windows)]
 
 
 def compare(losses: list[list[float]], against: list[list[float]]) -> Comparison:
@@ -145,7 +149,7 @@ def compare(losses: list[list[float]], against: list[list[float]]) -> Comparison
     )
 
 
-def _loss(engine: Engine, name: str, token_ids: list[int]) -> list[float]:
+def _loss(engine: Engine, name: str, token_ids: list[int], budget: KvBudget | None) -> list[float]:
     engine.add(
         SequenceSpec(
             sequence_id=name,
@@ -155,6 +159,7 @@ def _loss(engine: Engine, name: str, token_ids: list[int]) -> list[float]:
             sampling=SamplingParams(),
             max_tokens=1,
             prompt_logprobs=0,
+            kv_budget=budget,
         )
     )
     found: list[float] = []

@@ -143,14 +143,12 @@ def _mask(
 ) -> torch.Tensor | None:
     """Returns [B, 1, num_queries, padded context]: 0 where a query sees a key, -inf elsewhere."""
     longest = max(group.context_lens)
-    if group.num_queries == longest > 1 and (window is None or longest <= window):
+    if group.num_queries == longest > 1 and group.sees_all(window):
         return None
     padded = -(-longest // pool.block_size) * pool.block_size
     lens = torch.tensor(group.context_lens, device=pool.device).view(-1, 1, 1, 1)
     queries = torch.arange(1 - group.num_queries, 1, device=pool.device).view(-1, 1)
     keys, ends = torch.arange(padded, device=pool.device), lens + queries
-    hidden = keys >= ends
-    if window is not None:
-        hidden |= keys < ends - window
+    hidden = group.hidden(keys, ends, window)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=pool.device)
     return mask.masked_fill_(hidden, float("-inf"))

@@ -6,7 +6,8 @@ sequence with more queries is a group by itself.
 
 With a sliding window of w tokens the query at position i sees the keys i - w < j <= i. Only the
 part of a context that a group's queries see is gathered: attention knows no positions, so the rest
-is cut off in front, and what the span says is the context's length from there on.
+is cut off in front, and what the span says is the context's length from there on. Of a context of
+which only the first and the last keys are visible all is gathered: this is the plain way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,9 @@ class QuerySpan:
     first_row: int
     num_queries: int
     context_len: int  # tokens
-    block_table: Sequence[int]  # covers the context, may be longer; of no meaning before a window
+    block_table: Sequence[int]  # covers the context, may be longer; of no meaning where hidden
+    # Without a window a query sees so many first keys and so many last ones; None: all.
+    visible: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class AttentionGroup:
     first_row: int
     num_queries: int
     context_lens: tuple[int, ...]  # [B]
+    visible: tuple[tuple[int, int] | None, ...]  # [B]: as the spans'
     block_rows: torch.Tensor  # see KvPool.block_rows
 
     @property
@@ -47,6 +51,31 @@ class AttentionGroup:
     @property
     def num_rows(self) -> int:
         return self.num_seqs * self.num_queries
+
+    def hidden(
+        self, keys: torch.Tensor, ends: torch.Tensor, window: int | None, repeats: int = 1
+    ) -> torch.Tensor:
+        """Returns which `keys` queries do not see that see none from `ends` on.
+
+        `ends` are [B x repeats, ...]. A window is the layer's own, and counts instead of what the
+        spans say.
+        """
+        hidden = keys >= ends
+        if window is not None:
+            hidden |= keys < ends - window
+        elif any(self.visible):
+            every = (max(self.context_lens), 0)  # keys
+            shown = torch.tensor([each or every for each in self.visible], device=keys.device)
+            shown = shown.repeat_interleave(repeats, 0).view(-1, 2, *[1] * (ends.ndim - 1))
+            hidden |= (keys >= shown[:, 0]) & (keys < ends - shown[:, 1])
+        return hidden
+
+    def sees_all(self, window: int | None) -> bool:
+        """Returns whether each query sees all keys up to its own."""
+        longest = max(self.context_lens)
+        if window is not None:
+            return longest <= window
+        return all(each is None or longest <= sum(each) for each in self.visible)
 
 
 def batch_order(context_lens: Sequence[int], num_queries: Sequence[int]) -> list[int]:
@@ -76,7 +105,7 @@ def _within(span: QuerySpan, window: int, block_size: int, padded_to: int) -> Qu
         span.num_queries,
         span.context_len - num_blocks * block_size,
         span.block_table[num_blocks:],
-    )
+    )  # without what is visible: the window counts instead
 
 
 def _split(spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
@@ -109,5 +138,6 @@ def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGrou
         first_row=part[0].first_row,
         num_queries=part[0].num_queries,
         context_lens=tuple(s.context_len for s in part),
+        visible=tuple(s.visible for s in part),
         block_rows=pool.block_rows(tables.to(pool.device)),
     )

@@ -124,7 +124,7 @@ class InvariantPagedAttention:
         """Tiles a group, with its mask. Row tiles come by their last visible key, so that those
         that see a key tile are the last ones: sequences by context length, queries by position.
         Contexts that a window cut off may come in another order, and differ little."""
-        device = self._pool.device
+        device, tiles_per_sequence = self._pool.device, 1
         if group.num_queries == 1:
             tiles_per_sequence = self._pool.num_kv_heads * self._tiles_per_query
             lens = torch.tensor(group.context_lens).repeat_interleave(tiles_per_sequence)
@@ -138,10 +138,7 @@ class InvariantPagedAttention:
         num_key_tiles = -(-max(group.context_lens) // KEY_TILE)
         keys = torch.arange(num_key_tiles * KEY_TILE).view(num_key_tiles, 1, 1, KEY_TILE)
         firsts = torch.arange(num_key_tiles) * KEY_TILE
-        ends = visible.unsqueeze(-1)
-        hidden = keys >= ends
-        if window is not None:
-            hidden |= keys < ends - window
+        hidden = group.hidden(keys, visible.unsqueeze(-1), window, tiles_per_sequence)
         return _TiledGroup(
             group=group,
             hidden=hidden.to(device),

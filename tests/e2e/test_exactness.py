@@ -53,6 +53,7 @@ async def assert_sampled_alike(cluster: LocalCluster) -> None:
             {"prompt": prompt, "max_tokens": 0, "echo": True, "prompt_logprobs": 3},
             {**EDITED, "prompt": prompt, "max_tokens": 24, "guided_json": STRINGS},
             {"prompt": prompt, "max_tokens": 24, "guided_regex": WORDS, "logprobs": 1},
+            {"prompt": prompt, "max_tokens": 24, "kv_budget": {"tokens": 60}, "logprobs": 1},
         ]
         edited = [await complete_choice(client, **fields) for fields in asked]
     _sampled.append(answer.token_ids)

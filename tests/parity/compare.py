@@ -73,7 +73,9 @@ def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer)
         if not told:
             continue
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + choice["token_ids"]])).logits[0]
+            inputs = torch.tensor([prompt + choice["token_ids"]])
+            mask = _mask(body, inputs.shape[1], model.dtype)
+            logits = model(inputs, attention_mask=mask).logits[0]
             sums = logits.logsumexp(-1)
         positions, token_ids, logprobs = zip(*told, strict=True)
         before = torch.tensor(positions) - 1
@@ -83,6 +85,18 @@ def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer)
             f"position {positions[at]}, token {token_ids[at]}: {logprobs[at]} and {expected[at]}\n"
             f"POST {path}\n{json.dumps(body)}"
         )
+
+
+def _mask(body: dict[str, Any], num_tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask of a request's KV budget, written out; None: it has none."""
+    if (budget := body.get("kv_budget")) is None:
+        return None
+    positions = torch.arange(num_tokens)
+    before = positions.view(-1, 1) - positions
+    num_last = budget["tokens"] - budget["sinks"]
+    seen = (before >= 0) & ((positions < budget["sinks"]) | (before < num_last))
+    mask = torch.zeros(seen.shape, dtype=dtype)
+    return mask.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
 
 def _of_completion(choice: dict[str, Any], num_prompt_tokens: int) -> list[Told]:

@@ -16,11 +16,13 @@ MANY = ("n 1", "n 2", "n 4", "beam 1", "beam 4")
 LOGPROBS = ("none", "logprobs", "prompt_logprobs", "both")
 FORMS = ("none", "schema", "regex", "required tool")
 EDITS = ("stop", "seed", "penalties", "bias")
+KV = ("all", "budget")
 DIMENSIONS: Mapping[str, Sequence[str]] = {
     "many": MANY,
     "logprobs": LOGPROBS,
     "form": FORMS,
     "edit": EDITS,
+    "kv": KV,
 }
 # Tokens of an answer: a request that is to migrate needs more than 32 to come.
 MAX_TOKENS = 96
@@ -73,6 +75,7 @@ class Row:
     logprobs: str
     form: str
     edit: str
+    kv: str
 
     @property
     def path(self) -> str:
@@ -96,6 +99,8 @@ class Row:
         else:
             body |= {"max_tokens": MAX_TOKENS, "seed": rng.randrange(2**31)}
             body |= _EDITS[self.edit] | _FORMS[self.form]
+        if self.kv == "budget":
+            body["kv_budget"] = {"policy": "sinks_window", "tokens": 40, "sinks": 5}
         if self.logprobs in ("logprobs", "both"):
             body |= {"logprobs": True, "top_logprobs": 3} if is_chat else {"logprobs": 3}
         if self.logprobs in ("prompt_logprobs", "both"):
@@ -104,9 +109,10 @@ class Row:
 
 
 def is_allowed(values: Mapping[str, str]) -> bool:
-    """Returns whether a request may combine these: a beam takes no form, and edits nothing."""
+    """Returns whether a request may combine these: a beam takes no form and no KV budget, and edits
+    nothing."""
     if values["many"].startswith("beam"):
-        plain = values["form"] == "none" and values["edit"] == "stop"
+        plain = values["form"] == "none" and values["edit"] == "stop" and values["kv"] == "all"
         return plain and values["logprobs"] == "none"
     return True
 

@@ -4,7 +4,8 @@
 // come in tiles of 64, aligned to position 0; the softmax runs along (arXiv:2205.14135). A tile
 // that a row does not see leaves its sums as they are, bit for bit, so a row does not know which
 // others share its item, where its chunk began, or how the KV is cut into blocks. With a window the
-// first tile is the one that the item's first row begins to see, and no key before that is read.
+// first tile is the one that the item's first row begins to see, and no key before that is read, but
+// a span's first keys if it has a KV budget (docs/kv_budgets.md): tiles between are left out.
 
 namespace tandem::TANDEM_ISA {
 
@@ -204,17 +205,27 @@ inline int in_head(int i, Bf16) {
     return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
 }
 
-// The keys that a row sees; of a tile: less where the tile begins, and so perhaps outside of it.
+// The keys that a row sees: those before `start`, and from `first` to `end`. Unless `start` is 0, it
+// is less than `first`. Of a tile: less where the tile begins, and so perhaps outside of it.
 struct Seen {
-    int first, end;
+    int start, first, end;
 
-    Seen in(int tile) const { return {first - tile, end - tile}; }
-    bool any(int num_keys) const { return end > 0 && first < num_keys; }
+    Seen in(int tile) const { return {start - tile, first - tile, end - tile}; }
+    bool any(int num_keys) const { return start > 0 || (end > 0 && first < num_keys); }
+
+    // Calls hide(first, end) for the keys of a tile that are not seen before those that are.
+    template <class Hide>
+    void before(int num_keys, Hide hide) const {
+        hide(std::max(start, 0), std::min(first, num_keys));
+    }
 };
 
+// `window` is the layer's own.
 inline Seen keys_seen(const Span& span, int query, int window) {
     const int end = span.context_len - span.num_queries + query + 1;
-    return {window > 0 && end > window ? end - window : 0, end};
+    if (window > 0) return {0, end > window ? end - window : 0, end};
+    const int first = span.num_last > 0 ? end - span.num_last : 0;
+    return first > span.num_first ? Seen{span.num_first, first, end} : Seen{0, 0, end};
 }
 
 // cap * tanh(score / cap), for whole panels; tanh(x) is 1 - 2 / (exp(2 x) + 1).
@@ -233,7 +244,9 @@ inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float
         std::memset(scores, 0, num_keys * sizeof(float));
         return 1.0f;
     }
-    for (int key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
+    seen.before(num_keys, [&](int key, int end) {
+        for (; key < end; ++key) scores[key] = -INFINITY;
+    });
     for (int key = seen.end; key < num_keys; ++key) scores[key] = -INFINITY;
     Floats high[kVectors];
     for (int v = 0; v < kVectors; ++v) high[v] = load(scores + v * kLanes);
@@ -292,12 +305,13 @@ struct Item {
     int window;                              // of the layer
 };
 
-// Keys that one of its rows sees: from the first row's first to the last row's last.
+// Keys that one of its rows sees: what the first row does, to the last row's last.
 inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
     const int group = model.num_heads / model.num_kv_heads;
     const int last_query = (item.first_row + item.num_rows - 1) / group;
-    return {keys_seen(span, item.first_row / group, item.window).first,
-            keys_seen(span, last_query, item.window).end};
+    Seen seen = keys_seen(span, item.first_row / group, item.window);
+    seen.end = keys_seen(span, last_query, item.window).end;
+    return seen;
 }
 
 inline size_t attention_floats(int dim) {
@@ -316,7 +330,7 @@ struct HeadKv {
     size_t of_key, of_value;  // elements of a row
     bool has_values;
     KeyChannels channels;
-    int first_key, num_keys;  // those before and after are not read
+    int start, first_key, num_keys;  // keys are read before `start`, and from `first_key` on
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
         : HeadKv(model, step, model.layers[layer], step.group_of(model.layers[layer]), item) {}
@@ -333,6 +347,7 @@ struct HeadKv {
           of_value(value_row<T>(model)),
           has_values(tandem::TANDEM_ISA::has_values(model)),
           channels(key_channels(model, group, layer, item.kv_head)),
+          start(keys_of(model, step.spans[item.span], item).start),
           first_key(keys_of(model, step.spans[item.span], item).first),
           num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
@@ -348,7 +363,12 @@ struct HeadKv {
         for (int i = 0; i < dim; ++i) to[i] = from[channels.order[i]] * channels.multiplier(i, dim);
     }
 
-    int first_tile(int most) const { return first_key / most * most; }
+    // The first key from there on that is read.
+    int next_key(int key) const { return key < start || key >= first_key ? key : first_key; }
+
+    // Tiles of which no key is read are left out.
+    int first_tile(int most) const { return next_key(0) / most * most; }
+    int tile_after(int tile, int most) const { return next_key(tile + most) / most * most; }
 
     const T* part(int key) const {
         return reinterpret_cast<const T*>(first + table[key / block_size] * block_bytes);
@@ -358,23 +378,28 @@ struct HeadKv {
     // the keys of a tile that are read, block by block. Answers which they are.
     template <class Work>
     Seen by_blocks(int tile, int most, Work work) const {
-        const Seen read{first_key > tile ? first_key - tile : 0, std::min(num_keys - tile, most)};
-        for (int i = read.first, here; i < read.end; i += here) {
-            const int offset = (tile + i) % block_size;
-            here = std::min(block_size - offset, read.end - i);
-            work(i, part(tile + i), offset, here);
-        }
+        const auto of_tile = [&](int key) { return std::clamp(key - tile, 0, most); };
+        const Seen read{of_tile(start), of_tile(first_key), of_tile(num_keys)};
+        const auto go = [&](int i, int end) {
+            for (int here; i < end; i += here) {
+                const int offset = (tile + i) % block_size;
+                here = std::min(block_size - offset, end - i);
+                work(i, part(tile + i), offset, here);
+            }
+        };
+        go(0, read.start);
+        go(read.first, read.end);
         return read;
     }
 
-    // Where the `most` keys of a tile lie; before the first one the first one, which has a value,
-    // too, and after the last one `nothing`.
+    // Where the `most` keys of a tile lie; in the place of those before that are not read one that
+    // is, which has a value, too, and after the last one `nothing`.
     void tile(int first, int most, const T* nothing, const T** rows) const {
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;
         });
         std::fill(rows + read.end, rows + most, nothing);
-        std::fill(rows, rows + read.first, rows[read.first]);
+        std::fill(rows + read.start, rows + read.first, rows[read.start > 0 ? 0 : read.first]);
     }
 
     // Of quantized ones, the scales of the same keys and of their values; before the first one and
@@ -403,12 +428,12 @@ struct HeadKv {
     void unpack(int first, int most, const HeadKv& then, int then_first, RowOf<T>* keys,
                 RowOf<T>* values) const {
         const size_t bytes = block_size * (of_key + of_value + 2 * sizeof(uint16_t));
-        int ahead = std::max(then_first, then.first_key);
+        int ahead = then.next_key(then_first);
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             if (ahead < then.num_keys) {
                 const char* const lines = reinterpret_cast<const char*>(then.part(ahead));
                 for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(lines + at, 0, 2);
-                ahead += block_size;
+                ahead = then.next_key(ahead + block_size);
             }
             const T* const others = part + block_size * of_key;
             [[maybe_unused]] const uint16_t* const scales =
@@ -424,7 +449,8 @@ struct HeadKv {
             }
         });
         if constexpr (kIsLatent<T>) {
-            std::memset(keys, 0, sizeof *keys * dim * read.first);
+            std::memset(keys + static_cast<size_t>(read.start) * dim, 0,
+                        sizeof *keys * dim * (read.first - read.start));
             std::memset(keys + static_cast<size_t>(read.end) * dim, 0,
                         sizeof *keys * dim * (most - read.end));
         }
@@ -474,9 +500,10 @@ public:
 
     // Before each tile's rows are asked for.
     void go_to(int first) {
-        const bool is_last = first + kMost >= kv_.num_keys;
+        const int after = kv_.tile_after(first, kMost);
+        const bool is_last = after >= kv_.num_keys;
         const HeadKv<Kept>& then = is_last ? next_ : kv_;
-        const int then_first = is_last ? next_.first_tile(kMost) : first + kMost;
+        const int then_first = is_last ? next_.first_tile(kMost) : after;
         if constexpr (kIsUnpacked) {
             kv_.unpack(first, kMost, then, then_first, unpacked_, unpacked_ + run());
         } else {
@@ -536,7 +563,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     [[maybe_unused]] const T* widened[kKeys];
     if constexpr (!std::is_same_v<T, RowOf<Kept>>)
         for (int key = 0; key < kKeys; ++key) widened[key] = wide + static_cast<size_t>(key) * dim;
-    for (int first = kv.first_tile(kKeys); first < kv.num_keys; first += kKeys) {
+    for (int first = kv.first_tile(kKeys); first < kv.num_keys;
+         first = kv.tile_after(first, kKeys)) {
         tiles.go_to(first);
         const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
         const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
@@ -556,7 +584,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         }
         for (int row = 0; row < item.num_rows; row += kTileRows) {
             const int num_rows = item.num_rows - row < kTileRows ? item.num_rows - row : kTileRows;
-            if (sees[row + num_rows - 1].end <= first || sees[row].first >= first + kKeys) continue;
+            const Seen &one = sees[row], &last = sees[row + num_rows - 1];
+            if (last.end <= first || (one.first >= first + kKeys && last.start <= first)) continue;
             Seen seen[kTileRows];
             for (int i = 0; i < num_rows; ++i) seen[i] = sees[row + i].in(first);
             attend_rows<T, kTileRows>(num_rows, q + row * dim, tile, seen, scores, highest + row,

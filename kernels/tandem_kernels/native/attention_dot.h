@@ -372,7 +372,9 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
         for (int key = 0; key < num_keys; key += kPanel)
             store(scores + key, load(scores + key) * load(tile.key_scales + key));
     cap_scores(scores, num_keys, tile.cap);
-    for (int key = 0; key < seen.first; ++key) scores[key] = -INFINITY;
+    seen.before(num_keys, [&](int key, int end) {
+        for (; key < end; ++key) scores[key] = -INFINITY;
+    });
     if (seen.end < num_keys) {
         const int whole = seen.end / kPanel * kPanel;
         Floats last = load(scores + whole);
@@ -480,7 +482,8 @@ struct DotRows {
 
     template <class T>
     bool any(const DotTile<T>& tile) const {
-        return num_keys(tile) > 0 && sees[first_row].first < tile.first + kDotKeys;
+        return num_keys(tile) > 0 && (sees[first_row].first < tile.first + kDotKeys ||
+                                      sees[first_row + num_rows - 1].start > tile.first);
     }
 
     void score(int first, int num_keys) const {
@@ -569,7 +572,8 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     [[maybe_unused]] alignas(64) float key_scales[kDotKeys], value_scales[kDotKeys];
     TilesOf<T, Kept, kDotKeys> tiles(kv, next_kv, at.nothing,
                                      reinterpret_cast<T*>(at.unpacked));
-    for (int first = kv.first_tile(kDotKeys); first < kv.num_keys; first += kDotKeys) {
+    for (int first = kv.first_tile(kDotKeys); first < kv.num_keys;
+         first = kv.tile_after(first, kDotKeys)) {
         tiles.go_to(first);
         const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
         if constexpr (std::is_same_v<T, int8_t>) {

@@ -134,6 +134,9 @@ struct Model {
 
 struct Span {  // a sequence's query rows, the last `num_queries` tokens of its context
     int32_t first_row, num_queries, context_len, first_table_entry;
+    // In layers without a window of their own a query sees so many first keys of the context and so
+    // many last ones, its own among them; 0 last ones: all. Table entries between are not read.
+    int32_t num_first, num_last;
 };
 
 struct KvGroup {  // layers whose KV lies in one pool, by block ids of its own

@@ -174,7 +174,8 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
     constexpr int kFetching = 4;  // a key once takes as long as this many rows' products with it
     const auto work = [&](const Item& item) {
         const Seen keys = keys_of(model, step.spans[item.span], item);
-        return (item.num_rows + kFetching) * static_cast<int64_t>(keys.end - keys.first);
+        return (item.num_rows + kFetching) *
+               static_cast<int64_t>(keys.end - keys.first + keys.start);
     };
     std::stable_sort(items.begin(), items.end(),
                      [&](const Item& a, const Item& b) { return work(a) > work(b); });

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -77,6 +77,8 @@ class AdmissionOptions(Options):
     """Refuse a request with a field that nobody knows. Else the header `warning` names it."""
     responses_kept: Count = 0
     """Number of /v1/responses that a router keeps in memory, to read and continue. 0: none."""
+    kv_budgets: Literal["allow", "refuse"] = "allow"
+    """Whether requests may bound the KV that their tokens see (`kv_budget`)."""
     logprobs_max: Positive = 500_000
     """Largest number of log probabilities in one answer, of all its prompts and choices."""
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()

@@ -45,6 +45,7 @@ class NewSequences:
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
             check_adapter=adapters.check,
+            why_no_budgets=runner.why_no_budgets,
         )
 
     @property
@@ -55,8 +56,11 @@ class NewSequences:
     def make(self, spec: SequenceSpec, arrival: int | None = None) -> Sequence:
         """Returns the sequence of a spec that `check` let pass. By default it arrives after all
         others."""
-        root = self._root(cache_salt=spec.cache_salt, adapter=digest_of(spec.adapter))
         arrival = next(self._arrivals) if arrival is None else arrival
+        salt = spec.cache_salt
+        if spec.kv_budget is not None:  # its hashes are no other sequence's: nothing is shared
+            salt += f"#{arrival}".encode()
+        root = self._root(cache_salt=salt, adapter=digest_of(spec.adapter))
         sequence = Sequence.from_spec(
             spec, arrival=arrival, block_size=self._block_size, chain_root=root
         )

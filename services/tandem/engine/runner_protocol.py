@@ -21,6 +21,7 @@ class Runner(AdapterRunner, Protocol):
     max_model_len: int
     vocab_size: int  # token ids are below it
     tokens_per_step: int  # the token budget of a step that suits the device
+    why_no_budgets: str  # why no sequence can have a KV budget; empty: it can
 
     kv: torch.Tensor  # all pools, one after the other; after `allocate`
 

@@ -98,7 +98,7 @@ class Sequence:
     def from_spec(
         cls, spec: SequenceSpec, *, arrival: int, block_size: int, chain_root: bytes
     ) -> Sequence:
-        num_reusable = (len(spec.token_ids) - 1) // block_size
+        num_reusable = 0 if spec.kv_budget else (len(spec.token_ids) - 1) // block_size
         takes_none = spec.mode is Mode.WAITING_FOR_REMOTE_KV or spec.prompt_logprobs is not None
         return cls(
             sequence_id=spec.sequence_id,
@@ -345,7 +345,7 @@ class Sequence:
     def store_full_blocks(self, kv: KvCache) -> None:
         """Lets others find what became full. A block that is there already takes its place."""
         num_full_blocks = self.num_computed_tokens // self.block_size
-        if num_full_blocks > self.num_stored_blocks:
+        if self.spec.kv_budget is None and num_full_blocks > self.num_stored_blocks:
             kv.store(
                 self.tables,
                 self.block_hashes,
@@ -356,7 +356,7 @@ class Sequence:
                 adapter=self.spec.adapter,
             )
             self.num_stored_blocks = num_full_blocks
-        if kv.has_windows:
+        if kv.passes(self.tables):
             kv.pass_by(self.tables, self.num_passed_tokens)
 
     def take_used(self) -> list[bytes]:

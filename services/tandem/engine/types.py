@@ -22,6 +22,7 @@ import msgspec
 
 from tandem.adapter import Adapter
 from tandem.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.kv_budget import KvBudget
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WorkerRates
 from tandem.perf_model.soonest import Offer
@@ -80,6 +81,8 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None
     retention: Retention = NO_RETENTION  # of its KV after its end
+    # Its tokens see so much KV; it is shared with no other sequence. None: all KV.
+    kv_budget: KvBudget | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from msgspec.structs import asdict
 from tandem.adapter import Adapter
 from tandem.cached_tokens import CachedTokens
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
+from tandem.kv_budget import KvBudget
 from tandem.perf_model.rates import PairRate
 from tandem.retention import NO_RETENTION, Retention
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -50,6 +51,7 @@ def sequence_spec(
         grammar=message.grammar,
         embed=message.embed,
         adapter=adapter_of(message),
+        kv_budget=plain_of(KvBudget, message.kv_budget) if message.HasField("kv_budget") else None,
         remote_prefill_min_tokens=remote_prefill_min_tokens,
         first_wanted_block=first_wanted_block,
         consumer_rate=consumer_rate,
@@ -71,6 +73,7 @@ def sequence_input(spec: SequenceSpec) -> pb.SequenceInput:
         embed=spec.embed,
         adapter=adapter_message(spec.adapter),
         retention=pb.Retention(**asdict(spec.retention)),
+        kv_budget=budget_message(spec.kv_budget),
     )
 
 
@@ -87,6 +90,10 @@ def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
 
 def adapter_message(adapter: Adapter | None) -> pb.Adapter | None:
     return None if adapter is None else pb.Adapter(**asdict(adapter))
+
+
+def budget_message(budget: KvBudget | None) -> pb.SequenceKvBudget | None:
+    return None if budget is None else pb.SequenceKvBudget(**asdict(budget))
 
 
 def cached_of(message: pb.Prefilled) -> CachedTokens:

@@ -108,6 +108,21 @@ OF_COMPLETIONS = [
     same("n", 129),
     same("best_of", 1, n=2),
     same("best_of", 129),
+    *(
+        Refused("kv_budget", {"kv_budget": budget}, {"kv_budget": pb.KvBudget(**budget)})
+        for budget in (
+            {"tokens": 0},
+            {"tokens": 8, "sinks": 8},
+            {"tokens": 8, "policy": "heavy_hitters"},
+        )
+    ),
+    Refused("kv_budget", {"kv_budget": {"sinks": 1}}, None),
+    Refused("kv_budget", {"kv_budget": {"tokens": 8, "window": 4}}, None),
+    Refused(
+        "kv_budget",
+        {"kv_budget": {"tokens": 8}, **BEAMS},
+        {"kv_budget": pb.KvBudget(tokens=8), **BEAMS},
+    ),
     same("length_penalty", 2.0),
     same("length_penalty", 11.0, **BEAMS),
     same("n", 17, use_beam_search=True),

@@ -22,6 +22,7 @@ from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.kv_budget import VisibleKeys
 from tandem.models.config import GateClamp, ModelConfig, Multipliers
 from tandem.models.experts import Experts
 from tandem.models.families import Norms, QkNorm
@@ -49,6 +50,7 @@ class Shape:
     weights: torch.dtype = torch.float32
     kv: str = "float32"
     window: int | None = None
+    visible: VisibleKeys | None = None  # of a KV budget, which all sequences have
     num_threads: int = 1
     norms: Norms = "before"
     is_odd: bool = False  # layers that differ, gelu, multipliers and a cap
@@ -74,6 +76,8 @@ SHAPES = (
     replace(BASE, experts=3, hidden=17, inner=1),
     replace(BASE, experts=3, bias=True, has_sinks=True, window=20, num_threads=2),
     *(replace(BASE, window=window) for window in (1, 20, 64, 100)),
+    replace(BASE, visible=VisibleKeys(4, 60)),
+    replace(BASE, visible=VisibleKeys(70, 1), window=20, is_odd=True, num_threads=2),
     replace(BASE, weights=torch.bfloat16, num_threads=3),
     replace(BASE, weights=torch.bfloat16, hidden=1100, inner=2050, bias=True, num_threads=2),
     replace(BASE, kv="int8", window=20, is_odd=True),
@@ -246,7 +250,8 @@ def batches(shape: Shape) -> list[StepBatch]:
             token_ids = [choose.randrange(shape.vocab) for _ in range(num_tokens)]
             table = blocks[i * blocks_each : (i + 1) * blocks_each]
             others = [table[::-1]] * (num_groups - 1)
-            slices.append(SequenceSlice(token_ids, done[i], table, i != 1, other_tables=others))
+            piece = SequenceSlice(token_ids, done[i], table, i != 1, other_tables=others)
+            slices.append(piece._replace(visible=shape.visible))
         made.append(StepBatch(slices))
     return made
 

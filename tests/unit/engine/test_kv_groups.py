@@ -18,6 +18,7 @@ from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.engine import Engine
 from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
 from tandem.errors import NeverFits
+from tandem.kv_budget import KvBudget
 from tests.engine_driver import drive_all, make_spec
 from tests.grouped_toy import GroupedToyRunner, Windows, continuation, make_grouped_engine
 
@@ -28,12 +29,12 @@ ALL_WINDOWS: list[Windows] = [(None, 3), (5,), (None, 7), (None, 4, 9), (1,), (N
 
 def check_bounds(engine: Engine, tokens_per_step: int) -> None:
     """No table holds more of a window than its bound, in tokens a block more at each end."""
-    layout = engine.layout
     for sequence in engine._sequences.values():
+        layout = sequence.tables.budget or engine.layout
         for number, group in enumerate(layout.groups):
             if group.window is None or not sequence.tables:
                 continue
-            held = len(sequence.tables.held(number))
+            held = len(sequence.tables.held(number)) - group.kept_blocks
             chunk = 1 if sequence.in_decode else tokens_per_step
             assert held <= layout.blocks_of(group.window) + 1 + layout.blocks_of(chunk)
             assert held <= layout.blocks_of(group.window) + 2 or not sequence.in_decode
@@ -112,6 +113,7 @@ class Pair(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         prefix_blocks=st.sampled_from([0, 0, 1, 2, 5]),
         parent=st.integers(0, 4),
+        budget=st.sampled_from([None, None, KvBudget(6, 2), KvBudget(9, 0), KvBudget(4, 3)]),
     )
     def add(
         self,
@@ -121,7 +123,9 @@ class Pair(RuleBasedStateMachine):
         max_tokens: int,
         prefix_blocks: int,
         parent: int,
+        budget: KvBudget | None,
     ) -> None:
+        budget = budget if None in self.windows else None
         prompt = [7] * min(shared, MAX_MODEL_LEN - 1 - len(own)) + own
         self.num_added += 1
         spec = make_spec(
@@ -131,13 +135,15 @@ class Pair(RuleBasedStateMachine):
             max_tokens=max_tokens,
             prefix_blocks=prefix_blocks,
             fork_of=[*self.requests, "", "", "", "", ""][parent],
+            kv_budget=budget,
         )
         num_tokens = min(max_tokens, MAX_MODEL_LEN - len(prompt))
-        request = Request(spec, continuation(prompt, num_tokens, self.windows))
+        request = Request(spec, continuation(prompt, num_tokens, self.windows, budget=budget))
         try:
             self.here.add(spec)
         except NeverFits:
-            capacity = self.here.layout.tokens_max
+            layout = self.here.layout
+            capacity = (layout if budget is None else layout.under(budget)).tokens_max
             assert capacity is not None
             assert len(prompt) + max_tokens > capacity
         else:
@@ -188,6 +194,7 @@ class Pair(RuleBasedStateMachine):
                 mode=Mode.PREFILL_ONLY,
                 first_wanted_block=request.num_cached,
                 prefix_blocks=spec.prefix_blocks,
+                kv_budget=spec.kv_budget,
             )
             self.there.add(lease)
         else:
@@ -276,6 +283,7 @@ class Pair(RuleBasedStateMachine):
                 request.spec.token_ids + request.made,
                 num_prompt_tokens=request.spec.num_prompt_tokens,
                 max_tokens=request.spec.max_tokens,
+                kv_budget=request.spec.kv_budget,
             )
             if unsafe or request.num_came:
                 self.here.restart(spec, unsafe)

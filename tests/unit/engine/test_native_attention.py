@@ -13,6 +13,7 @@ import torch
 
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.kv_budget import VisibleKeys
 from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape
 from tests.unit.engine.test_native_decoder import INSTRUCTIONS
@@ -45,18 +46,28 @@ SHAPES = (
     *(replace(of, window=100) for of in (OF_BF16, OF_INT8, DOT_INT8)),
     *(replace(of, window=128) for of in (OF_BF16, OF_INT8, DOT_INT8)),
 )
+OF_FP32 = replace(BASE, kv="float32", num_kv_heads=1)
+BUDGETS = (
+    *(
+        replace(of, visible=VisibleKeys(20, 90))
+        for of in (OF_FP32, OF_BF16, OF_INT8, DOT_INT8, OF_FP8, DOT_K8V4, OF_INT4, DOT_INT4)
+    ),
+    *(replace(OF_BF16, visible=VisibleKeys(*each)) for each in ((0, 1), (1, 64), (140, 30))),
+    replace(OF_FP32, visible=VisibleKeys(70, 3), block_size=12, group=5),
+    replace(OF_BF16, visible=VisibleKeys(4, 100), has_sinks=True),
+)
 WINDOWS = (*SHAPES[-10:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
 NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+@pytest.mark.parametrize("shape", [*SHAPES, *BUDGETS], ids=repr)
 def test_it_computes_what_torch_does(shape: Shape, instructions: str) -> None:
     native_shapes.compare(shape, instructions)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("shape", [*SHAPES[1::3], *WINDOWS], ids=repr)
+@pytest.mark.parametrize("shape", [*SHAPES[1::3], *WINDOWS, *BUDGETS], ids=repr)
 def test_a_row_does_not_know_its_chunk(shape: Shape, instructions: str) -> None:
     whole = _run(shape, instructions, [NUM_TOKENS])
     for cut in ([1] * NUM_TOKENS, [17, 1, 127, 1, 184], [128, 128, 74]):
@@ -87,12 +98,19 @@ def test_what_lies_before_a_window_is_not_read(shape: Shape, instructions: str) 
     assert torch.equal(passed, whole)
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", BUDGETS, ids=repr)
+def test_what_a_kv_budget_hides_is_not_read(shape: Shape, instructions: str) -> None:
+    """A block between the first tokens and the window may be another's, or none."""
+    test_what_lies_before_a_window_is_not_read(shape, instructions)
+
+
 def _run(
     shape: Shape, instructions: str, cut: Sequence[int], fill: int = 0, *, forgets: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the last token, and the KV of all: [2, layers, heads, tokens, head_dim]; the pool
-    has bytes of `fill` before. If it `forgets`, blocks before the window become NaN, and the table
-    names them no more."""
+    has bytes of `fill` before. If it `forgets`, blocks that no later token sees become NaN, and the
+    table names them no more."""
     choose = random.Random(5)
     token_ids = [choose.randrange(shape.vocab) for _ in range(sum(cut))]
     table = list(range(-(-len(token_ids) // shape.block_size)))
@@ -108,11 +126,15 @@ def _run(
     done = 0
     in_use = table.copy()
     for num in cut:
-        if forgets and shape.window:
-            num_passed = max(0, done + 1 - shape.window) // shape.block_size
-            pool.memory[table[:num_passed]] = 0xFF
-            in_use[:num_passed] = [2**30] * num_passed
+        if forgets:
+            num_first, num_last = shape.visible or (0, shape.window or done + 1)
+            passed = slice(
+                -(-num_first // shape.block_size), max(0, done + 1 - num_last) // shape.block_size
+            )
+            pool.memory[table[passed]] = 0xFF
+            in_use[passed] = [2**30] * len(in_use[passed])
         piece = SequenceSlice(token_ids[done : done + num], done + num, in_use, True)
+        piece = piece._replace(visible=shape.visible)
         logits = decoder.forward(StepBatch([piece]), [pool]).clone()
         done += num
     in_order = native_shapes.contents(pool)[:, :, table].transpose(2, 3).flatten(3, 4)

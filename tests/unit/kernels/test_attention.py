@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -51,7 +52,8 @@ def plain_attention(
         kv = kv.repeat_interleave(queries.shape[1] // KV_HEADS, dim=1)
         for i in range(span.num_queries):
             seen = span.context_len - span.num_queries + i + 1
-            keys = slice(max(0, seen - window) if window else 0, seen)
+            num_first, num_last = (0, window) if window else span.visible or (0, seen)
+            keys = [j for j in range(seen) if j < num_first or j >= seen - num_last]
             row = span.first_row + i
             query = queries[row].double().unsqueeze(-1)
             scores = (kv[0, :, keys] @ query) / HEAD_DIM**0.5
@@ -118,6 +120,29 @@ def test_a_window(attention: type[PagedAttention], block_size: int, window: int)
         passed = first_key // block_size
         table = [-1] * passed + list(span.block_table[passed:])
         spans[i] = QuerySpan(span.first_row, span.num_queries, span.context_len, table)
+    result = attention(spans, pool, queries.shape[1], torch.float32, window)(LAYER, queries)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("visible", [(0, 1), (4, 40), (70, 64), (1000, 1)])
+def test_first_and_last_keys(
+    attention: type[PagedAttention], visible: tuple[int, int], window: int | None
+) -> None:
+    """Every second sequence sees all keys. A layer's own window counts instead."""
+    spans = make_spans([(1, 3), (1, 41), (1, 129), (1, 129), (5, 5), (130, 130), (70, 150)], 16)
+    spans = [replace(span, visible=visible if i % 2 else None) for i, span in enumerate(spans)]
+    pool = make_pool(16)
+    queries = torch.randn(209, KV_HEADS * 3, HEAD_DIM)
+    expected = plain_attention(queries, spans, pool, window)
+    for i, span in enumerate(spans):
+        if window is None and span.visible:
+            first_key = max(0, span.context_len - span.num_queries + 1 - visible[1])
+            passed = slice(-(-visible[0] // 16), first_key // 16)
+            table = list(span.block_table)
+            table[passed] = [-1] * len(table[passed])
+            spans[i] = replace(span, block_table=table)
     result = attention(spans, pool, queries.shape[1], torch.float32, window)(LAYER, queries)
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
 

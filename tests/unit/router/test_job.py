@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from tandem.block_hash import HASH_VERSION, hash_blocks
+from tandem.kv_budget import KvBudget
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.job import TRANSITIONS, Job, JobState, PreparedRequest, Progress
 from tandem.router.request.request import ClientRequest
@@ -40,6 +41,14 @@ def test_every_state_is_reached_and_only_ends_have_no_way_on() -> None:
     assert reached == set(JobState) == set(TRANSITIONS)
     ends = {state for state in JobState if job_of(state).is_over}
     assert ends == {JobState.ENDED, JobState.FAILED, JobState.CANCELLED}
+
+
+def test_a_job_with_a_kv_budget_has_no_hashes() -> None:
+    """Nobody has its KV, so nobody is asked for it; its worker is told of the budget."""
+    client = ClientRequest("a prompt", kv_budget=KvBudget(8, 2))
+    job = Job(PreparedRequest(client, 0, [1] * 9, 16, []), Progress([], Timeline()))
+    job.progress.output_token_ids += [1] * 9
+    assert job.hashes(COMPATIBILITY) == []
 
 
 def test_hashes_grow_with_what_was_made() -> None:

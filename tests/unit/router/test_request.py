@@ -8,6 +8,7 @@ import pytest
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
+from tandem.kv_budget import KvBudget
 from tandem.router.request.allowed import ALLOWED, refusal, rename
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import ClientRequest, Sampling, check_model
@@ -188,6 +189,7 @@ def test_beams_are_refused_with_fields_that_they_do_not_follow() -> None:
         "logprobs": {"logprobs": 0},
         "prompt_logprobs": {"prompt_logprobs": 0},
         "echo": {"echo": True},
+        "kv_budget": {"kv_budget": KvBudget(8)},
         "tools": {"prompt": Conversation((Message("user", "x"),), tools=(TOOL,))},
     }
     ClientRequest("x", n=16, use_beam_search=True, length_penalty=-10.0)

@@ -6,14 +6,20 @@ a group with a window, blocks that no later token sees are not held any more:
     full    [ stored  stored  stored  stored | own ]
     window  [ NULL    NULL    stored  stored | own ]
                               first
+    budget  [ own     NULL    own     own ]         a KV budget's first tokens and its window
+             kept             first
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tandem.errors import InternalError
+
+if TYPE_CHECKING:
+    from tandem.engine.cache.kv_groups import KvLayout
 
 NULL_BLOCK = -1
 
@@ -22,18 +28,22 @@ NULL_BLOCK = -1
 class BlockTables:
     """`ids[g][i]` is the block of group g that has the i-th tokens, by its id in the group's pool.
 
-    It is NULL_BLOCK before `firsts[g]`, and no kernel reads it there.
+    It is NULL_BLOCK from `kept[g]` to `firsts[g]`, and no kernel reads it there.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    budget: KvLayout | None = None  # the layout under the sequence's KV budget; None: it has none
 
     def __bool__(self) -> bool:
         return bool(self.ids)
 
     def held(self, group: int, first: int = 0) -> list[int]:
         """Returns the blocks that it references, from the index `first` on."""
-        return self.ids[group][max(first, self.firsts[group]) :]
+        ids = self.ids[group]
+        kept = ids[first : self.kept[group]] if self.kept else []
+        return kept + ids[max(first, self.firsts[group]) :]
 
 
 def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -> None:

@@ -20,6 +20,7 @@ from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableDepths
 from tandem.engine.cache.window_pool import WindowPool
 from tandem.engine.types import StoredBlock
+from tandem.kv_budget import KvBudget
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WindowBytes, WorkerRates
 
@@ -90,6 +91,7 @@ class KvCache:
         num_tokens: int,
         resume: int,
         sources: Sequence[int] = (),
+        budget: KvBudget | None = None,
     ) -> BlockTables | None:
         """References what is cached of the chain's first `depth` blocks, and allocates the rest.
 
@@ -98,22 +100,30 @@ class KvCache:
 
         The tables cover a sequence of `num_tokens` tokens from what the token after `resume` others
         sees; with a window, as far as a decode step needs it at least. None when there is no room
-        for all of it; then nothing changed.
+        for all of it; then nothing changed. With a KV budget nothing is cached.
         """
         if not self.can_reserve(
-            block_hashes, depth, num_tokens=num_tokens, resume=resume, sources=sources
+            block_hashes,
+            depth,
+            num_tokens=num_tokens,
+            resume=resume,
+            sources=sources,
+            budget=budget,
         ):
             return None
-        tables = BlockTables()
-        spans = self._spans(num_tokens, resume)
-        for pool, (first, end), source in zip(
+        layout = self._layout_under(budget)
+        tables = BlockTables(budget=layout if budget is not None else None)
+        spans = _spans(layout, num_tokens, resume)
+        for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
         ):
-            found = pool.reserve(block_hashes[first:depth], end - first, source)
+            found = pool.reserve(block_hashes[first:depth], kept + end - first, source)
             assert found is not None
             assert found.num_cached_blocks == max(0, depth - first), "there was no such hit"
-            tables.ids.append([NULL_BLOCK] * first + found.block_table)
+            blocks = found.block_table
+            tables.ids.append(blocks[:kept] + [NULL_BLOCK] * (first - kept) + blocks[kept:])
             tables.firsts.append(first)
+            tables.kept.append(kept)
         return tables
 
     def can_reserve(
@@ -124,12 +134,13 @@ class KvCache:
         num_tokens: int,
         resume: int,
         sources: Sequence[int] = (),
+        budget: KvBudget | None = None,
     ) -> bool:
         """Returns whether there is room for what `reserve` would take."""
-        spans = self._spans(num_tokens, resume)
+        spans = _spans(self._layout_under(budget), num_tokens, resume)
         return all(
-            pool.can_reserve(block_hashes[first:depth], end - first, source)
-            for pool, (first, end), source in zip(
+            pool.can_reserve(block_hashes[first:depth], kept + end - first, source)
+            for pool, (kept, first, end), source in zip(
                 self.pools, spans, self._copied(sources, spans, depth), strict=True
             )
         )
@@ -140,34 +151,32 @@ class KvCache:
             self.pools[copy.group].release([copy.source])
 
     def _copied(
-        self, sources: Sequence[int], spans: Sequence[tuple[int, int]], depth: int
+        self, sources: Sequence[int], spans: Sequence[tuple[int, int, int]], depth: int
     ) -> list[int | None]:
         """Returns the block that is copied in each group."""
         if not sources:
             return [None] * len(spans)
         pairs = zip(sources, spans, strict=True)
-        return [source if first <= depth else None for source, (first, _) in pairs]
+        return [source if first <= depth else None for source, (_, first, _) in pairs]
+
+    def _layout_under(self, budget: KvBudget | None) -> KvLayout:
+        return self.layout if budget is None else self.layout.under(budget)
+
+    def passes(self, tables: BlockTables) -> bool:
+        """Returns whether `pass_by` may give back blocks of the tables."""
+        return self.has_windows or tables.budget is not None
 
     def room_for_import(self, block_hashes: Sequence[bytes], depth: int) -> int:
         """Returns how long a chain of these blocks may be if it evicts nothing and `depth` of them
         are cached. With windows that is all of it or what is cached."""
         num_blocks = len(block_hashes)
         num_tokens = num_blocks * self.layout.block_size
-        spans = self._spans(num_tokens, num_tokens)
+        spans = _spans(self.layout, num_tokens, num_tokens)
         room = min(
             max(first, depth) + pool.num_free
-            for pool, (first, _) in zip(self.pools, spans, strict=True)
+            for pool, (_, first, _) in zip(self.pools, spans, strict=True)
         )
         return min(room, num_blocks) if room >= num_blocks or not self.has_windows else depth
-
-    def _spans(self, num_tokens: int, resume: int) -> list[tuple[int, int]]:
-        """Returns the first block and the end of a table in each group."""
-        num_blocks = self.layout.blocks_of(num_tokens)
-        spans = []
-        for group in self.layout.groups:
-            first, least = group.first_seen(resume), group.decode_blocks
-            spans.append((first, num_blocks if least is None else min(num_blocks, first + least)))
-        return spans
 
     def extend(self, tables: BlockTables, num_tokens: int) -> int:
         """Lets the tables cover `num_tokens` tokens; returns how many they cover, maybe fewer."""
@@ -184,16 +193,20 @@ class KvCache:
 
     def pass_by(self, tables: BlockTables, num_tokens: int) -> None:
         """Gives back what no token sees that comes after `num_tokens` others."""
-        for number, group in enumerate(self.layout.groups):
+        for number, group in enumerate((tables.budget or self.layout).groups):
             if group.window is None:
                 continue
             ids, first = tables.ids[number], tables.firsts[number]
             end = min(group.first_seen(num_tokens), len(ids))
             if end > first:
                 pool = self.pools[number]
-                assert isinstance(pool, WindowPool)
-                pool.release_passed(ids[first:end])
-                ids[first:end] = [NULL_BLOCK] * (end - first)
+                kept = tables.kept[number] = min(group.kept_blocks, end)
+                passed = ids[max(first, kept) : end]
+                if isinstance(pool, WindowPool):
+                    pool.release_passed(passed)
+                else:
+                    pool.release(passed)  # FREE: a budget's blocks have no hashes
+                ids[max(first, kept) : end] = [NULL_BLOCK] * len(passed)
                 tables.firsts[number] = end
 
     def store(
@@ -320,6 +333,19 @@ class KvCache:
         held = [each for each in tables if each]
         for number, pool in enumerate(self.pools):
             for each in held:
-                first = each.firsts[number]
-                assert set(each.ids[number][:first]) <= {NULL_BLOCK}, "a passed block is named"
+                passed = each.ids[number][each.kept[number] : each.firsts[number]]
+                assert set(passed) <= {NULL_BLOCK}, "a passed block is named"
             pool.check_integrity(each.held(number) for each in held)
+
+
+def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, int, int]]:
+    """Returns of a table in each group the number of its first blocks that stay, the first block
+    after them, and the end."""
+    num_blocks = layout.blocks_of(num_tokens)
+    spans = []
+    for group in layout.groups:
+        first, least = group.first_seen(resume), group.decode_blocks
+        kept = min(group.kept_blocks, first)
+        end = num_blocks if least is None else min(num_blocks, first + least - kept)
+        spans.append((kept, first, end))
+    return spans

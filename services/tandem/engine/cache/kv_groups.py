@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +21,7 @@ from tandem.dtypes import DTYPE_BYTES, is_quantized
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.errors import ConfigError
+from tandem.kv_budget import KvBudget
 from tandem.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ class KvGroup:
     layers: tuple[int, ...]  # of the model, in their order
     window: int | None  # tokens that a token sees, itself the last; None: all before it
     layout: BlockLayout
+    num_first: int = 0  # first tokens that all see besides the window
 
     def first_seen(self, num_tokens: int) -> int:
-        """Returns the first block that the token after `num_tokens` others sees."""
+        """Returns the first block that the token after `num_tokens` others sees in the window."""
         if self.window is None:
             return 0
         return max(0, num_tokens + 1 - self.window) // self.layout.block_size
@@ -51,9 +53,14 @@ class KvGroup:
         return -(-(self.window - 1) // self.layout.block_size)
 
     @property
+    def kept_blocks(self) -> int:
+        """Blocks of the first tokens that all see."""
+        return -(-self.num_first // self.layout.block_size)
+
+    @property
     def decode_blocks(self) -> int | None:
-        """Largest number of blocks that a token and its window lie in; None without a window."""
-        return None if self.window is None else self.blocks_seen + 1
+        """Largest number of blocks that a token and what it sees lie in; None without a window."""
+        return None if self.window is None else self.kept_blocks + self.blocks_seen + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,17 @@ class KvLayout:
     def of_one(cls, layout: BlockLayout) -> KvLayout:
         """Returns the layout of a model whose layers are one group without a window."""
         return cls((KvGroup(tuple(range(layout.num_layers)), None, layout),))
+
+    def under(self, budget: KvBudget) -> KvLayout:
+        """Returns the layout as a sequence with a KV budget uses it: with a window in each group
+        that had none."""
+        first, last = budget.visible
+        return KvLayout(
+            tuple(
+                replace(group, window=last, num_first=first) if group.window is None else group
+                for group in self.groups
+            )
+        )
 
     @property
     def block_size(self) -> int:

@@ -1,7 +1,8 @@
 """The order in which blocks travel to a peer that goes on from them: both sides count in it.
 
-By their index in the chain, and at each index the groups in their order. Of a group with a window
-only those travel that are seen by the token after the depth at which a request can go on:
+By their index in the chain, and at each index the groups in their order. Of a group with a window,
+or under a KV budget, only those travel that are seen by the token after the depth at which a
+request can go on:
 
     full    [ 0  1  3  5 ]      a consumer that has block 0 is sent 1, 2 ... by these numbers,
     window  [       2  4 ]      and blocks before its first missing one never travel
@@ -18,15 +19,16 @@ def transfer_order(
 
     A request can go on after `depth` blocks of them.
     """
-    if not layout.has_windows:
+    if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]
+    layout = tables.budget or layout
     groups = [
-        (start, ids, group.first_seen(depth * layout.block_size))
+        (start, ids, group.kept_blocks, group.first_seen(depth * layout.block_size))
         for start, ids, group in zip(layout.first_ids, tables.ids, layout.groups, strict=True)
     ]
     return [
         start + ids[index]
         for index in range(first, end)
-        for start, ids, seen in groups
-        if index >= seen
+        for start, ids, kept, seen in groups
+        if index < kept or index >= seen
     ]

@@ -52,6 +52,7 @@ from tandem_kernels.sampling import Draw, sample
 
 _HEAD_MAX = 512  # kv_int4.h
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+_ALL_KEYS = (0, 0)  # of a span of decoder.h
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 
 
@@ -286,7 +287,8 @@ class _Inputs:
         for piece in slices:
             table, num_tokens, context_len = piece.block_table, piece.num_tokens, piece.context_len
             places = range(context_len - num_tokens, context_len)
-            spans += (len(token_ids), num_tokens, context_len, len(tables))
+            visible = piece.visible or _ALL_KEYS
+            spans += (len(token_ids), num_tokens, context_len, len(tables), *visible)
             token_ids += piece.token_ids
             positions += places
             slots += [table[at // block_size] * block_size + at % block_size for at in places]

@@ -94,6 +94,11 @@ class ModelRunner:
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
+        self.why_no_budgets = (
+            "the Triton kernels do not know it; native and torch kernels do"
+            if kernels == "triton"
+            else ""
+        )
         need = worker_need(config, folder, dtype=dtype_name, kernels=kernels)
         if too_much := why_too_much(need, 1, _free_memory(self.device)):
             raise ConfigError(too_much)

@@ -43,7 +43,7 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
         for group, table in enumerate(piece.block_tables):
             spans[group].append(
-                QuerySpan(len(token_ids), piece.num_tokens, piece.context_len, table)
+                QuerySpan(len(token_ids), piece.num_tokens, piece.context_len, table, piece.visible)
             )
             block_ids[group] += [table[place // block_size] for place in places]
         token_ids += piece.token_ids

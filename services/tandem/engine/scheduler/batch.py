@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tandem.kv_budget import VisibleKeys
+
 
 class SequenceSlice(NamedTuple):
     """One sequence's part of a step. A tuple, because a step makes one for each sequence."""
@@ -18,13 +20,14 @@ class SequenceSlice(NamedTuple):
     token_ids: list[int]  # this step's tokens, num_tokens of them
     context_len: int  # tokens in the KV pool after this step
     # Blocks of the first KV group's pool that cover at least context_len tokens, in order. Those
-    # before the group's window may be any of the pool.
+    # before the group's window may be any of the pool, and so may those that `visible` hides.
     block_table: list[int]
     wants_logits: bool  # whether the last token's logits are needed (not for inner chunks)
     all_logits: bool = False  # those of all its tokens are
     wants_hidden: bool = False  # the last token's hidden state is, too
     other_tables: Sequence[list[int]] = ()  # of the other groups' pools
     adapter: str = ""  # digest of the LoRA adapter that computes it
+    visible: VisibleKeys | None = None  # in layers without a window of their own; None: all keys
 
     @property
     def block_tables(self) -> tuple[list[int], ...]:

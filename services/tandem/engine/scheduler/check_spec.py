@@ -6,6 +6,7 @@ from tandem.adapter import Adapter
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
+from tandem.kv_budget import KvBudget, check_budget
 
 _EDIT_MAX = 1e6  # of a bias or penalty: far above any logit, and its sums stay finite in fp32
 _REPETITION_PENALTY_MIN = 1e-6  # a logit divided by it stays finite
@@ -27,9 +28,10 @@ def check_spec(
     max_model_len: int,
     vocab_size: int,
     check_adapter: Callable[[Adapter | None], None],
+    why_no_budgets: str = "",
 ) -> None:
     """Raises BadRequest, ContextTooLong or NeverFits with what is allowed, and AdapterUnavailable
-    as `check_adapter` does."""
+    as `check_adapter` does. `why_no_budgets` says why no sequence can have a KV budget, if so."""
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
         raise BadRequest(
@@ -61,6 +63,9 @@ def check_spec(
     _check_numbers(spec.sampling)
     _check_edits(spec, vocab_size)
     check_adapter(spec.adapter)
+    if spec.kv_budget is not None:
+        _check_budget(spec.kv_budget, layout, why_no_budgets)
+        layout = layout.under(spec.kv_budget)
     _check_pool(spec, layout, max_model_len)
 
 
@@ -90,6 +95,14 @@ def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:
                 f"those from 0 to {vocab_size - 1}",
                 param=name,
             )
+
+
+def _check_budget(budget: KvBudget, layout: KvLayout, why_no_budgets: str) -> None:
+    if all(group.window is not None for group in layout.groups):
+        why_no_budgets = "all layers of the model have a sliding window already"
+    if why_no_budgets:
+        raise BadRequest(f"kv_budget is not supported here: {why_no_budgets}", param="kv_budget")
+    check_budget(budget)
 
 
 def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> None:

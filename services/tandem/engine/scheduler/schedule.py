@@ -21,7 +21,7 @@ class Chunk(NamedTuple):
 
     @property
     def slice(self) -> SequenceSlice:
-        sequence = self.sequence
+        sequence, budget = self.sequence, self.sequence.spec.kv_budget
         tables = sequence.tables.ids
         start = sequence.num_computed_tokens
         end = start + self.num_tokens
@@ -34,6 +34,7 @@ class Chunk(NamedTuple):
             all_logits=self.all_logits,
             wants_hidden=self.samples and sequence.spec.embed,
             adapter=digest_of(sequence.spec.adapter),
+            visible=budget.visible if budget is not None else None,
         )
 
 

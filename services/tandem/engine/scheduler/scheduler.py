@@ -5,24 +5,23 @@ to prefill in the order of arrival, in chunks that delay those who decode by no 
 (perf_model/step_time.py); then waiting sequences are admitted, oldest first.
 
 A sequence of which a tier below the pool has more blocks than the pool is LOADING first, while
-others step. It has all its blocks then, and is like one that waits for KV. It may compute its first
-blocks meanwhile (loads.py), with what all others leave of a step.
+others step. It has all its blocks then, and is like one that waits for KV. It may compute its
+first blocks meanwhile (loads.py), with what all others leave of a step.
 
 Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
 nothing. Of a KV group with a window these are the blocks of a decode step; what a chunk needs
 besides is taken as it is planned, and given back when it is computed. While a sequence decodes it
-takes one more block when its last is full; when the pool has none, the
-youngest running sequence is preempted: it gives its blocks back, waits again by its age, and
-computes them again. Never preempted: LOADING and WAITING_FOR_KV (reads are in flight) and
-PREFILL_ONLY (a consumer trusts its blocks). One that awaits its prefix only (`prefix_blocks`) was
-admitted with all its blocks too; after that it is like any other, and preempted it awaits nothing
-any more.
+takes one more block when its last is full; when the pool has none, the youngest running sequence
+is preempted: it gives its blocks back, waits again by its age, and computes them again. Never
+preempted: LOADING and WAITING_FOR_KV (reads are in flight) and PREFILL_ONLY (a consumer trusts its
+blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with all its blocks too;
+after that it is like any other, and preempted it awaits nothing any more.
 
 Two sequences cannot preempt each other for ever. None takes blocks from an older one: without a
 younger victim it preempts itself. Waiting sequences are admitted by age, so that no younger one
-comes in before it. An admitted sequence makes at least one token before it can need another
-block. So the oldest of all gets on with every admission, and it waits only for blocks that are
-lent to peers or awaited, whose leases have deadlines.
+comes in before it. An admitted sequence makes at least one token before it can need another block.
+So the oldest of all gets on with every admission, and it waits only for blocks that are lent to
+peers or awaited, whose leases have deadlines.
 """
 
 from bisect import insort
@@ -42,8 +41,7 @@ from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 
-# Rows of logits in a step for log probabilities of prompts: a row has the vocabulary in fp32, which
-# is 0.6 MB for 150,000 tokens.
+# Rows of logits in a step for log probabilities of prompts: each has 0.6 MB for 150,000 tokens.
 PROMPT_LOGITS_MAX = 128
 
 _arrival = attrgetter("arrival")
@@ -88,9 +86,9 @@ class Scheduler:
         insort(self.running, sequence, key=_arrival)
 
     def start_here(self, sequence: Sequence) -> None:
-        """A sequence for which no KV came joins the running ones. With windows it waits first: it
-        holds no block but those that were to come."""
-        if self._kv.has_windows:
+        """A sequence for which no KV came joins the running ones. With windows or a KV budget it
+        waits first: it holds no block but those that were to come."""
+        if self._kv.passes(sequence.tables):
             self.begin_again(sequence)
         else:
             self.start(sequence)
@@ -194,6 +192,7 @@ class Scheduler:
                 num_tokens=sequence.num_tokens,
                 resume=admission.resume,
                 sources=admission.sources,
+                budget=sequence.spec.kv_budget,
             )
             assert tables is not None
             self.early_reuse.end(sequence)
@@ -273,6 +272,7 @@ class Scheduler:
                 num_tokens=sequence.num_tokens,
                 resume=admission.resume,
                 sources=admission.sources,
+                budget=sequence.spec.kv_budget,
             ):
                 return admission
         return None

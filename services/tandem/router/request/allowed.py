@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from tandem.errors import BadRequest
+from tandem.kv_budget import BUDGET_TOKENS_MAX, SINKS_DEFAULT
 
 STOP_STRINGS_MAX = 4
 STOP_CHARACTERS_MAX = 1024
@@ -61,6 +62,9 @@ ALLOWED = {
     "use_beam_search": "true or false, and not true with stream=true",
     "length_penalty": f"a number from {-LENGTH_PENALTY_MAX:g} to {LENGTH_PENALTY_MAX:g}, and 1 "
     "without use_beam_search",
+    "kv_budget": 'an object such as {"policy": "sinks_window", "tokens": 1024, "sinks": 4}, with '
+    f"tokens from 1 to {BUDGET_TOKENS_MAX} and sinks from 0 to tokens - 1 (by default "
+    f"{SINKS_DEFAULT})",
     "logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
     "prompt_logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
     "echo": "true or false",

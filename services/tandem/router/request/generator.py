@@ -37,6 +37,7 @@ from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.keeper import Keeper
+from tandem.router.request.kv_budgets import pool_tokens_of
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompt.formats import answer_parser, wanted_form, with_template_options
 from tandem.router.request.prompt.prompts import PromptPreparer
@@ -304,9 +305,8 @@ class Generator:
             compatibility.chain(salt, digest_of(adapter)) if compatibility else None,
             max_model_len=max_model_len,
         )
-        limit = request.completion_limit(
-            len(token_ids), max_model_len, pool_tokens=self._view.pool_tokens()
-        )
+        pool_tokens = pool_tokens_of(request, self._view.pool_tokens(), self.config)
+        limit = request.completion_limit(len(token_ids), max_model_len, pool_tokens=pool_tokens)
         limit = together.limit_logprobs(request, len(token_ids), limit)
         bad_words = await model.preparer.bad_words(request)
         grammar = await model.preparer.grammar(

@@ -202,9 +202,11 @@ class Job:
 
     def hashes(self, compatibility: KvCompatibility | None) -> list[bytes]:
         """Returns the hashes of all full blocks of the input; only the prompt's while no KV
-        compatibility is known.
+        compatibility is known. There are none with a KV budget: such KV is not shared.
         """
         block_hashes = self.progress.block_hashes
+        if self.request.client.kv_budget is not None:
+            return block_hashes
         if compatibility is None or not self.progress.output_token_ids:
             return block_hashes
         size = compatibility.block_size
@@ -241,6 +243,7 @@ def submission(
 ) -> pb.SubmitSequence:
     """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
     request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers
+    budget = request.client.kv_budget
     holders = [(w, matches[w.worker_id]) for w in placement.prefix_holders]
     if leaves is not None:
         holders.insert(0, (leaves, len(progress.block_hashes)))
@@ -259,6 +262,7 @@ def submission(
             embed=request.client.embed,
             adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
             retention=pb.Retention(**asdict(request.client.wishes)),
+            kv_budget=None if budget is None else pb.SequenceKvBudget(**asdict(budget)),
         ),
         prefill_candidates=[_candidate(work, w, matches) for w in placement.prefill_candidates],
         prefix_holders=[

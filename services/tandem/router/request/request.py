@@ -13,6 +13,7 @@ from typing import Literal
 
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
+from tandem.kv_budget import KvBudget, check_budget
 from tandem.retention import NO_RETENTION, Retention
 from tandem.router.request.allowed import (
     BAD_WORD_CHARACTERS_MAX,
@@ -130,6 +131,7 @@ class ClientRequest:
     length_penalty: float = 1.0  # of beams
     retention: Retention = NO_RETENTION  # that its fields ask for
     is_of_session: bool = False  # a header names its session
+    kv_budget: KvBudget | None = None  # None: each token sees all KV before it
     tenant: str = ""  # empty: of nobody's own
     limits: Limits = NO_LIMITS  # of its API key
     client_id: str = ""  # the client's own name for the request; others may have the same
@@ -165,6 +167,8 @@ class ClientRequest:
         kept = self.truncate_prompt_tokens
         if kept is not None and kept != -1 and kept < 1:
             raise refusal("truncate_prompt_tokens", kept)
+        if self.kv_budget is not None:
+            check_budget(self.kv_budget)
         self._check_many()
 
     def _check_many(self) -> None:
@@ -200,6 +204,7 @@ class ClientRequest:
             "logprobs": self.logprobs is not None,
             "prompt_logprobs": self.prompt_logprobs is not None,
             "echo": self.echo,
+            "kv_budget": self.kv_budget is not None,
         }
         return next((name for name, is_wrong in is_set.items() if is_wrong), "")
 

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, RequestNotFound, TandemError
 from tandem.grammars.text import StructuredOutput
+from tandem.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.chat import parse_chat
@@ -241,6 +242,15 @@ def parse_request(body: bytes) -> ClientRequest:
         retention=asked_retention(
             message.prompt_cache_retention or None, message.prompt_cache_key or None
         ),
+        kv_budget=_kv_budget(message.kv_budget) if message.HasField("kv_budget") else None,
+    )
+
+
+def _kv_budget(message: pb.KvBudget) -> KvBudget:
+    return KvBudget(
+        tokens=message.tokens,
+        sinks=message.sinks if message.HasField("sinks") else SINKS_DEFAULT,
+        policy=message.policy or SINKS_WINDOW,
     )
 
 

@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from tandem.errors import BadRequest
 from tandem.grammars.text import StructuredOutput
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
+from tandem.router.api.openai.kv_budget import BudgetField
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.structured import StreamOptions, Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
@@ -119,7 +120,7 @@ class ChatMessage(BaseModel):
         )
 
 
-class _Body(StructuredFields):
+class _Body(StructuredFields, BudgetField):
     """Fields that completions and chat completions share."""
 
     model: str = Field("", description=ALLOWED["model"])
@@ -187,6 +188,7 @@ class _Body(StructuredFields):
             use_beam_search=self.use_beam_search,
             length_penalty=self.length_penalty,
             retention=asked_retention(self.prompt_cache_retention, self.prompt_cache_key),
+            kv_budget=self.budget(),
             request_id=request_id,
         )
 

@@ -97,9 +97,11 @@ class PromptPreparer:
         *,
         max_model_len: int,
     ) -> PreparedPrompt:
-        """Without `chain` no block is hashed. Raises BadRequest for a chat that the template
-        refuses, and ContextTooLong for a long text that cannot fit, unless it is to be
-        truncated."""
+        """Without `chain`, or with a KV budget, no block is hashed. Raises BadRequest for a chat
+        that the template refuses, and ContextTooLong for a long text that cannot fit, unless it is
+        to be truncated."""
+        if request.kv_budget is not None:
+            chain = None
         tenant, cost = request.tenant, _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
         text: _Text = (
