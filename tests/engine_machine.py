@@ -63,6 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
             **limits,
             **self.settings(block_size),
         )
+        self.engine._scheduler.early_reuse.clock = lambda: 1.0
         self.clients: dict[str, Client] = {}
         self.quarantined: set[int] = set()
         self.tree: dict[bytes, bytes] = {}  # block hash -> parent hash

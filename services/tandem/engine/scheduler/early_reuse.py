@@ -16,15 +16,13 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.loads import is_awaited
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
-from tandem.perf_model.step_time import StepTimeModel
 
 WAIT_MAX_S = 10.0  # for blocks that others compute or pull, from the first time on
 
 
 class EarlyReuse:
-    def __init__(self, kv: KvCache, step_time: StepTimeModel) -> None:
+    def __init__(self, kv: KvCache) -> None:
         self._kv = kv
-        self._step_time = step_time
         self.wait_max_s = WAIT_MAX_S
         self.clock = time.monotonic
 
@@ -40,16 +38,12 @@ class EarlyReuse:
         if self._awaits_load(sequence, loading):
             return True
         hashes = sequence.reusable_hashes
-        sources = [other for other in running if _computes_next_of(other, hashes)]
-        if sequence.mode is not Mode.PREFILL_ONLY:
-            sources += [other for other in awaiting if _pulls_most_of(other, hashes)]
-        if not sources:
+        comes = any(_computes_next_of(other, hashes) for other in running)
+        if not comes and sequence.mode is not Mode.PREFILL_ONLY:
+            comes = any(_pulls_most_of(other, hashes) for other in awaiting)
+        if not comes:
             return False
-        if not sequence.shared_since:
-            num_blocks = max(_num_to_come(other, hashes) for other in sources)
-            if not self._is_worth(num_blocks * sequence.block_size):
-                return False
-            sequence.shared_since = self.clock()
+        sequence.shared_since = sequence.shared_since or self.clock()
         return self.clock() - sequence.shared_since < self.wait_max_s
 
     def end(self, sequence: Sequence) -> None:
@@ -62,11 +56,6 @@ class EarlyReuse:
         hashes = sequence.reusable_hashes
         depth = self._kv.match(hashes) if loading else len(hashes)
         return depth < len(hashes) and is_awaited(depth, hashes, loading)
-
-    def _is_worth(self, num_tokens: int) -> bool:
-        """Returns whether it takes longer to compute so many tokens than to wait for a step."""
-        rate = self._step_time.prefill_rate
-        return rate is None or num_tokens * rate.token_s >= rate.step_s
 
 
 def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> Sequence | None:

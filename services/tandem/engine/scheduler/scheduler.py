@@ -65,7 +65,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self.loading: list[Sequence] = []
-        self.early_reuse = EarlyReuse(kv, step_time)
+        self.early_reuse = EarlyReuse(kv)
         self._kv = kv
         self._loads = Loads(tiers, step_time, max_tokens_per_step)
         self._step_time = step_time
