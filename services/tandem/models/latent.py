@@ -66,7 +66,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:
         plain_dim=plain,
         value_dim=size(config, "v_head_dim"),
         q_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
-        has_pairs=flag(config, "rope_interleave", True),
+        has_pairs=flag(config, "rope_interleave", "rope_interleave" not in config),
         scale=(plain + rope) ** -0.5 * _scale_of_rope(config),
     )
 
