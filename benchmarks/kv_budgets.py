@@ -9,15 +9,13 @@ prompt ends with the beginning of that sentence, and the model is to continue wi
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter, run
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
@@ -45,28 +43,30 @@ class Judged:
     needles: float
 
 
-def main(
-    model: Annotated[str, Parameter(help="Model, as for `tandem up --model`.")] = "smollm2",
-    *,
-    tokens: Annotated[int, Parameter(help="Tokens to predict.")] = 50_000,
-    window: Annotated[int, Parameter(help="Tokens of a text and of a haystack.")] = 1024,
-    sinks: Annotated[int, Parameter(help="First tokens of the budget with sinks.")] = 4,
-    repeats: Annotated[int, Parameter(help="Needles at each depth.")] = 5,
-    output: Annotated[Path | None, Parameter(help="JSON file to write.")] = None,
-) -> None:
-    """Compare full attention, sinks + window, and a window alone, at half of the KV."""
-    folder = resolve(model)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", help="as for `tandem up --model`")
+    parser.add_argument("--tokens", type=int, default=50_000, help="tokens to predict")
+    parser.add_argument("--window", type=int, default=1024, help="tokens of a text, of a haystack")
+    parser.add_argument("--sinks", type=int, default=4, help="of the budget with sinks")
+    parser.add_argument("--repeats", type=int, default=5, help="needles at each depth")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    window = args.window
+    folder = resolve(args.model)
     tokenizer, half = Tokenizer(folder.path), window // 2
-    texts = cut(tokenizer, english_prose(), tokens=tokens, window=window)
+    texts = cut(tokenizer, english_prose(), tokens=args.tokens, window=window)
     hay = tokenizer.encode(english_prose(), add_special_tokens=False)
-    budgets = (None, KvBudget(half, sinks), KvBudget(half, 0))
+    budgets = (None, KvBudget(half, args.sinks), KvBudget(half, 0))
     config = EngineConfig(
-        model=model, max_num_seqs=1, itl_target_s=0.0, num_threads=1, kv_bytes_max=256 << 20
+        model=args.model, max_num_seqs=1, itl_target_s=0.0, num_threads=1, kv_bytes_max=256 << 20
     )
     found = []
     for name, budget in zip(_NAMES, budgets, strict=True):
         of_texts = losses(folder, config, texts, budget)
-        depths = _find_needles(folder, config, tokenizer, hay, window, repeats, budget)
+        depths = _find_needles(folder, config, tokenizer, hay, window, args.repeats, budget)
         judged = Judged(
             budget=name,
             kv_tokens=window if budget is None else half,
@@ -82,17 +82,17 @@ def main(
             f"{judged.perplexity_after:8.2f}; needles {judged.needles:.2f} (by depth: {shown})",
             flush=True,
         )
-    if output is not None:
+    if args.output is not None:
         settings = {
             "model": folder.name,
             "tokens": sum(map(len, texts)),
             "window": window,
-            "sinks": sinks,
-            "repeats": repeats,
+            "sinks": args.sinks,
+            "repeats": args.repeats,
         }
-        output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(settings | {"judged": [asdict(each) for each in found]}, indent=1)
-        output.write_text(text + "\n")
+        args.output.write_text(text + "\n")
 
 
 def _perplexity(of_texts: list[list[float]], first: int) -> float:
@@ -155,4 +155,4 @@ def _continue(engine: Engine, name: str, prompt: list[int], budget: KvBudget | N
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -55,15 +55,23 @@ def load_with_pool(
     return Engine(config, runner, folder.fingerprint), runner.pools[0].memory
 
 
-def requests(*, mode: Mode = Mode.LOCAL, num_prompts: int = 3) -> list[SequenceSpec]:
-    """The shortest prompts, each once greedy and once sampled with its own seed."""
+def requests(
+    *, mode: Mode = Mode.LOCAL, num_prompts: int = 3, salted: bool = False
+) -> list[SequenceSpec]:
+    """The shortest prompts, each once greedy and once sampled with its own seed. Salted ones share
+    no KV."""
     specs = []
     for i, (prompt, _) in enumerate(golden()[:num_prompts]):
         sampled = SamplingParams(0.9, 50, 0.95, 0.01, seed=100 + i)
         for kind, sampling in (("greedy", SamplingParams()), ("sampled", sampled)):
             specs.append(
                 make_spec(
-                    f"{kind}-{i}", prompt, sampling=sampling, max_tokens=NUM_TOKENS, mode=mode
+                    f"{kind}-{i}",
+                    prompt,
+                    sampling=sampling,
+                    max_tokens=NUM_TOKENS,
+                    mode=mode,
+                    cache_salt=kind.encode() if salted else b"",
                 )
             )
     return specs
@@ -137,12 +145,12 @@ def test_prefilled_on_another_engine() -> None:
     """Blocks are copied as soon as they are final, in the middle of the source's step, and then it
     forgets them."""
     (source, source_kv), (here, here_kv) = load_with_pool(budget=16), load_with_pool()
-    for spec in requests(mode=Mode.WAITING_FOR_REMOTE_KV):
+    for spec in requests(mode=Mode.WAITING_FOR_REMOTE_KV, salted=True):
         here.add(spec)
     outcome = Outcome()
     outcome.take(here.step())
     assert len(outcome.reports[0].reserved) == 6
-    for spec in requests(mode=Mode.PREFILL_ONLY):
+    for spec in requests(mode=Mode.PREFILL_ONLY, salted=True):
         source.add(spec)
     num_blocks_moved = 0
 

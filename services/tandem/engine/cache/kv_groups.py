@@ -21,11 +21,11 @@ from tandem.dtypes import DTYPE_BYTES, is_quantized
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.errors import ConfigError
-from tandem.kv_budget import KvBudget
 from tandem.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from tandem.config.engine import EngineConfig
+    from tandem.kv_budget import KvBudget
 
 LATENT_MULTIPLE = 16  # of a latent's numbers, if quantized: kernels take so many at once
 STEP_TOKENS = 512  # in a step on a CPU, unless --max-tokens-per-step says otherwise

@@ -7,11 +7,14 @@ in the pool already. Prefill, a chunk of it and decode are the same thing: catch
                              context_len - num_tokens    context_len
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tandem.kv_budget import VisibleKeys
+if TYPE_CHECKING:
+    from tandem.kv_budget import VisibleKeys
 
 
 class SequenceSlice(NamedTuple):
