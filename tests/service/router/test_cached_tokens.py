@@ -17,7 +17,7 @@ from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-BY_TIER = {"device": 16, "host": 32, "disk": 48, "peer": 0}
+BY_TIER = {"device": 16, "host": 32, "disk": 32, "store": 16, "peer": 0}
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 
