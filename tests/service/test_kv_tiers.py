@@ -66,7 +66,11 @@ class Process:
 
     async def start(self) -> None:
         self._link = EngineLink(self._config, "1", self._on_event)
-        ready = await self._link.start()
+        try:
+            ready = await self._link.start()
+        except BaseException:
+            await self._link.stop()  # else its sockets hold up the collection of their context
+            raise
         self.block_bytes = ready.spans.pools[0][1]
 
     @property
