@@ -253,16 +253,22 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
         up_bias = load(matrix.bias + (panel + 1) * kPanel);
     }
     const InputRow first = gated.row(first_row);
-    const AddedGates& added = gated.added;
-    for (int m = 0; m < num_rows; ++m) {
-        Floats gate = gates[m] + gate_bias, up = ups[m] + up_bias;
-        if (first_row + m < added.num_rows) {
-            const float* const row = added.rows + (first_row + m) * added.stride + at;
-            gate += load_some(row, num);
-            up += load_some(row + gated.in, num);
+    const AddedGates added = gated.added;
+    const auto put_all = [&](Gating gating) __attribute__((always_inline)) {
+        for (int m = 0; m < num_rows; ++m) {
+            Floats gate = gates[m] + gate_bias, up = ups[m] + up_bias;
+            if (first_row + m < added.num_rows) {
+                const float* const row = added.rows + (first_row + m) * added.stride + at;
+                gate += load_some(row, num);
+                up += load_some(row + gated.in, num);
+            }
+            first.below(m).put(at, gated_for_bf16(gate, up, gating), num);
         }
-        first.below(m).put(at, gated_for_bf16(gate, up, matrix.gating), num);
-    }
+    };
+    if (matrix.gating.activation == SILU_GATE)
+        put_all({SILU_GATE, 0.0f, 0.0f});  // most models': no branch for each vector
+    else
+        put_all(matrix.gating);
 }
 
 // This thread's share of silu(gate) * up: panels of gates and of ups take turns.
