@@ -69,7 +69,32 @@ class PagedAttention:
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs).to(queries.dtype)
             attend = _attend_one_query if group.num_queries == 1 else _attend_chunk
             attend(queries[rows], kv, part.mask, sinks, self._product, out[rows])
+            if any(group.shares):
+                self._add_shares(part, queries[rows], kv[0], sinks)
         return out
+
+    def _add_shares(
+        self,
+        part: _MaskedGroup,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Computes the weights of queries [B x n, heads, D] once more, for spans that sum them."""
+        group, num_kv_heads = part.group, keys.shape[1]
+        shape = (group.num_seqs, group.num_queries, num_kv_heads, -1, queries.shape[-1])
+        by_head = queries.view(shape).permute(0, 2, 3, 1, 4)  # [B, KV heads, group, n, D]
+        mask = None if part.mask is None else part.mask.unsqueeze(2)
+        if mask is None:
+            keys = keys[..., : group.num_queries, :]
+        if sinks is not None:
+            sinks = sinks.view(num_kv_heads, -1, 1, 1)
+        weights = self._weights(by_head, keys.unsqueeze(2), mask, sinks)
+        by_query = weights.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        for shares, of_sequence in zip(group.shares, by_query, strict=True):
+            if shares is not None:
+                missing = -of_sequence.shape[-1] % self._pool.block_size
+                shares.add(torch.nn.functional.pad(of_sequence, (0, missing)))
 
     def _product(
         self,
@@ -85,6 +110,17 @@ class PagedAttention:
             return scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale
             )
+        weights = self._weights(queries, keys, mask, sinks)
+        return (weights @ values.float()).to(queries.dtype)
+
+    def _weights(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns what `_product` weighs values with, in fp32."""
         scores = queries.float() @ keys.float().transpose(-1, -2) * self._scale
         if self._cap is not None:
             scores = torch.tanh(scores / self._cap) * self._cap
@@ -95,8 +131,7 @@ class PagedAttention:
             scores = scores + mask
         if sinks is not None:
             scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), -1)
-        weights = softmax(scores, -1)[..., : values.shape[-2]]
-        return (weights @ values.float()).to(queries.dtype)
+        return softmax(scores, -1)[..., : keys.shape[-2]]
 
 
 def _attend_one_query(

@@ -16,6 +16,7 @@ from math import lcm
 
 import torch
 
+from tandem_kernels.block_sums import BlockShares
 from tandem_kernels.kv_cache import KvPool
 
 _GATHERED_TOKENS_MAX = 16384
@@ -32,6 +33,7 @@ class QuerySpan:
     block_table: Sequence[int]  # covers the context, may be longer; of no meaning where hidden
     # Without a window a query sees so many first keys and so many last ones; None: all.
     visible: tuple[int, int] | None = None
+    shares: BlockShares | None = None  # where its weights are added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class AttentionGroup:
     context_lens: tuple[int, ...]  # [B]
     visible: tuple[tuple[int, int] | None, ...]  # [B]: as the spans'
     block_rows: torch.Tensor  # see KvPool.block_rows
+    shares: tuple[BlockShares | None, ...]  # [B]: as the spans'
 
     @property
     def num_seqs(self) -> int:
@@ -140,4 +143,5 @@ def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGrou
         context_lens=tuple(s.context_len for s in part),
         visible=tuple(s.visible for s in part),
         block_rows=pool.block_rows(tables.to(pool.device)),
+        shares=tuple(s.shares for s in part),
     )

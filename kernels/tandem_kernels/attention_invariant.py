@@ -13,7 +13,7 @@ The maximum is taken over the whole row first, so nothing is ever rescaled.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,8 +92,14 @@ class InvariantPagedAttention:
         if sinks is not None:
             sinks = _padded_rows(sinks.unsqueeze(-1)).repeat(len(queries), 1, 1).view(-1, ROW_TILE)
         tiles = rows.view(-1, ROW_TILE, head_dim)
-        result = _attend_tiles(part, tiles, keys, values, self._cap, sinks)
+        result, weights = _attend_tiles(part, tiles, keys, values, self._cap, sinks)
         used = result.view(rows.shape)[:, : self._group_size]
+        if any(part.group.shares):
+            by_query = weights().view(*rows.shape[:2], -1)[:, : self._group_size]
+            by_query = by_query.reshape(len(queries), 1, queries.shape[1], -1)
+            for shares, of_query in zip(part.group.shares, by_query, strict=True):
+                if shares is not None:
+                    shares.add(of_query)
         out.view(-1, self._group_size, head_dim).copy_(used)
 
     def _attend_chunk(
@@ -116,8 +122,11 @@ class InvariantPagedAttention:
             if sinks is not None:
                 by_query = sinks[head].repeat(num_queries).view(1, -1, 1)
                 of_rows = _padded_rows(by_query).view(-1, ROW_TILE)
-            result = _attend_tiles(part, tiles, keys, values, self._cap, of_rows).view(-1, head_dim)
-            used = result[: num_queries * self._group_size]
+            result, weights = _attend_tiles(part, tiles, keys, values, self._cap, of_rows)
+            used = result.view(-1, head_dim)[: num_queries * self._group_size]
+            if (shares := part.group.shares[0]) is not None:
+                of_head = weights()[: num_queries * self._group_size]
+                shares.add(of_head.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
     def _tiled(self, group: AttentionGroup, window: int | None) -> _TiledGroup:
@@ -163,9 +172,9 @@ def _attend_tiles(
     values: torch.Tensor,
     cap: float | None,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
     """Scaled queries [N, 16, D] over keys and values [N, padded context, D], with sinks [N, 16]:
-    [N, 16, D]."""
+    [N, 16, D]. The weights [N x 16, padded context] are made when they are asked for."""
     scores = tiles.new_full(part.hidden.shape, float("-inf"))
     for t, first in enumerate(part.first_row_tile):
         key_tile = keys[first:, t * KEY_TILE : (t + 1) * KEY_TILE]
@@ -181,4 +190,8 @@ def _attend_tiles(
     for t, first in enumerate(part.first_row_tile):
         sums[first:] += tile_sums[t, first:]
         out[first:].baddbmm_(weights[t, first:], values[first:, t * KEY_TILE : (t + 1) * KEY_TILE])
-    return out.div_(sums.unsqueeze(-1))
+
+    def shares() -> torch.Tensor:
+        return (weights / sums.unsqueeze(-1)).permute(1, 2, 0, 3).reshape(sums.numel(), -1)
+
+    return out.div_(sums.unsqueeze(-1)), shares

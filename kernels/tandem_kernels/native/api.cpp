@@ -5,6 +5,7 @@
 
 #include "blocks.h"
 #include "decoder.h"
+#include "fp8.h"
 #include "pack.h"
 #include "quantized.h"
 #include "scratch.h"
@@ -71,12 +72,20 @@ const char* tandem_instructions(const char* wanted) { return choose(wanted).name
 // As which kind weights of `kind` are to be packed for these instructions.
 int32_t tandem_packed_kind(const char* wanted, int32_t kind) {
     const Choice choice = choose(wanted);
-    return kind == tandem::BF16 && choice.entry ? choice.entry->kind_of_bf16 : kind;
+    if (choice.entry == nullptr || choice.entry->kind_of_bf16 == tandem::BF16) return kind;
+    if (kind == tandem::F8_BF16) return tandem::F8_PAIRS;
+    return kind == tandem::BF16 ? choice.entry->kind_of_bf16 : kind;
 }
 
 void tandem_pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, int32_t kind,
                  void* panels, float* scales) {
     tandem::pack(weights, weights_kind, out, in, kind, panels, scales);
+}
+
+// 0: one of the numbers is none.
+int32_t tandem_pack_fp8(const uint8_t* numbers, int64_t out, int64_t in, int32_t kind,
+                        uint8_t* panels) {
+    return tandem::pack_fp8(numbers, out, in, kind, panels);
 }
 
 int32_t tandem_pack_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in,
@@ -105,6 +114,7 @@ void* tandem_create(const tandem::Model* model, const char* wanted) {
     Decoder* decoder = new (std::nothrow) Decoder{*model, *choice.entry, {}};
     if (decoder == nullptr) return nullptr;
     const int failed = guarded([&] {
+        decoder->scratch.expanded_floats = tandem::expanded_floats(*model);
         decoder->scratch.of_thread = std::vector<tandem::Buffer>(model->num_threads);
         decoder->scratch.lora = std::vector<tandem::Buffer>(model->num_threads);
     });

@@ -7,6 +7,8 @@
 // first tile is the one that the item's first row begins to see, and no key before that is read, but
 // a span's first keys if it has a KV budget (docs/kv_budgets.md): tiles between are left out.
 
+#include "block_sums.h"
+
 namespace tandem::TANDEM_ISA {
 
 constexpr int kKeys = 64;        // of a tile
@@ -140,6 +142,7 @@ struct Tile {
     size_t run;
     int dim;
     float cap;  // of scores
+    int first;  // position of the first key
 };
 
 // [num_keys][dim] of values, numbers in the order of lanes_again().
@@ -274,10 +277,11 @@ inline float mass_of_sink(const Model& model, int layer, int head, float highest
 
 template <class T, int MR>
 void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* seen, float* scores,
-                 float* highest, float* mass, float* out) {
+                 float* highest, float* mass, float* out, const BlockShares* shares) {
     if constexpr (MR > 0) {
         if (num_rows != MR)
-            return attend_rows<T, MR - 1>(num_rows, q, tile, seen, scores, highest, mass, out);
+            return attend_rows<T, MR - 1>(num_rows, q, tile, seen, scores, highest, mass, out,
+                                          shares);
         const int most = seen[MR - 1].end < kKeys ? seen[MR - 1].end : kKeys;
         const int num_keys = (most + kPanel - 1) / kPanel * kPanel;
         score_rows<T, MR>(q, tile.keys, tile.dim, num_keys, scores);
@@ -285,6 +289,11 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
         for (int m = 0; m < MR; ++m) cap_scores(scores + m * kKeys, num_keys, tile.cap);
         for (int m = 0; m < MR; ++m)
             factors[m] = weigh(scores + m * kKeys, seen[m], num_keys, highest[m], mass[m]);
+        for (int m = 0; shares != nullptr && m < MR; ++m) {
+            shares[m].scale(factors[m], tile.first);
+            for (int key = 0; key < num_keys; key += kPanel)
+                shares[m].add(scores + m * kKeys + key, tile.first + key, tile.first + seen[m].end);
+        }
         if (tile.widened != nullptr)
             gather_rows<MR>(
                 scores, [&](int key, int first) { return tile.widened + key * tile.dim + first; },
@@ -531,9 +540,12 @@ private:
 // The pool has rows of type Kept; if these are not read as T, tiles are widened to T first.
 template <class T, class Kept = T>
 void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
-            const float* queries, size_t stride, const Inputs& attended, float* buffer) {
+            const float* queries, size_t stride, const Inputs& attended, const BlockSums& sums,
+            float* buffer) {
     const int dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
     const Span& span = step.spans[item.span];
+    const bool has_shares = sums.any(item.span);
+    BlockShares shares[kRowsMax];
     uint32_t* keys = reinterpret_cast<uint32_t*>(buffer);
     float* values = buffer + static_cast<size_t>(kKeys) * dim;
     float* q = values + static_cast<size_t>(kKeys) * dim;
@@ -552,6 +564,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
                             static_cast<size_t>(item.kv_head * group + head) * dim;
         kv.put_query(from, q + i * dim);
         sees[i] = keys_seen(span, query, item.window);
+        if (has_shares) shares[i] = sums.shares(item.span, query, item.kv_head * group + head);
         highest[i] = -INFINITY;
         mass[i] = 0.0f;
     }
@@ -568,7 +581,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         tiles.go_to(first);
         const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
         const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
-        Tile<T> tile{keys, nullptr, nullptr, nullptr, tiles.run(), dim, model.attention_cap};
+        Tile<T> tile{keys, nullptr, nullptr, nullptr, tiles.run(), dim, model.attention_cap,
+                     first};
         if constexpr (std::is_same_v<T, RowOf<Kept>>) {
             transpose(tiles.rows(), tiles.run(), num_turned, dim, keys);
             tile.rows = tiles.rows();
@@ -589,7 +603,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
             Seen seen[kTileRows];
             for (int i = 0; i < num_rows; ++i) seen[i] = sees[row + i].in(first);
             attend_rows<T, kTileRows>(num_rows, q + row * dim, tile, seen, scores, highest + row,
-                                      mass + row, out + row * dim);
+                                      mass + row, out + row * dim,
+                                      has_shares ? shares + row : nullptr);
         }
     }
     for (int i = 0; i < item.num_rows; ++i) {
@@ -597,6 +612,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         const InputRow to = attended.row(span.first_row + query);
         const int column = (item.kv_head * group + head) * dim;
         const float scale = 1.0f / (mass[i] + mass_of_sink(model, layer, column / dim, highest[i]));
+        if (has_shares) shares[i].scale(scale, kv.num_keys);
         float ordered[kPanel];
         for (int d = 0; d < dim; d += kPanel) {
             for (int lane = 0; lane < kPanel; ++lane)
@@ -642,9 +658,9 @@ inline size_t attention_floats(const Model& model, const Step& step) {
 
 inline void attend_any(const Model& model, const Step& step, int layer, const Item& item,
                        const Item& next, const float* queries, size_t stride,
-                       const Inputs& attended, float* buffer) {
+                       const Inputs& attended, const BlockSums& sums, float* buffer) {
     const auto with = [&](auto attend) {
-        attend(model, step, layer, item, next, queries, stride, attended, buffer);
+        attend(model, step, layer, item, next, queries, stride, attended, sums, buffer);
     };
     by_kv_kind(step, [&](auto kept) {
         typedef decltype(kept) Kept;

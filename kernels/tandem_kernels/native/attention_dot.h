@@ -363,7 +363,7 @@ constexpr float kLog2E = 1.44269504088896341f;
 // mass is that of the weights as they are after rounding.
 template <class T>
 inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& sums, float* out,
-                  int dim, const DotTile<T>& tile) {
+                  int dim, const DotTile<T>& tile, const BlockShares& shares) {
     if (!seen.any(num_keys)) {
         std::memset(weights, 0, num_keys * sizeof(Bf16));
         return;
@@ -395,6 +395,7 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
         const Floats factor = rough_exp2(all(sums.base - base));
         for (int d = 0; d < dim; d += kPanel) store(out + d, load(out + d) * factor);
         store(sums.mass, load(sums.mass) * factor);
+        if (shares.blocks != nullptr) shares.scale(factor[0], tile.first);
         sums.base = base;
     }
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
@@ -403,6 +404,10 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
     for (int key = 0; key < num_keys; key += kStep) {
         const Floats low = rough_exp2(load(scores + key) * kLog2E - base);
         const Floats high = rough_exp2(load(scores + key + kPanel) * kLog2E - base);
+        if (shares.blocks != nullptr) {
+            shares.add((const float*)&low, tile.first + key, tile.first + seen.end);
+            shares.add((const float*)&high, tile.first + key + kPanel, tile.first + seen.end);
+        }
         if constexpr (std::is_same_v<T, int8_t>) {
             mass += low + high;
             _mm512_storeu_si512(
@@ -470,6 +475,7 @@ inline int dot_rows_of_item(const Model& model, const Step& step) {
 struct DotRows {
     const DotBuffer& at;
     const Seen* sees;  // which keys of the context each row of the item does
+    const BlockShares* shares;  // each row's, or null
     int dim;          // whole steps
     int first_row, num_rows;
 
@@ -496,7 +502,8 @@ struct DotRows {
     void weigh(const DotTile<T>& tile, int num_keys) const {
         for (int i = 0, row = first_row; i < num_rows; ++i, ++row)
             tandem::TANDEM_ISA::weigh(at.scores.row(i), sees[row].in(tile.first), num_keys,
-                                      at.weights.row(i), at.sums[row], at.out.row(row), dim, tile);
+                                      at.weights.row(i), at.sums[row], at.out.row(row), dim, tile,
+                                      shares == nullptr ? BlockShares{} : shares[row]);
     }
 
     void gather(int first, int num_keys) const {
@@ -508,11 +515,11 @@ struct DotRows {
 // A tile for all rows of an item.
 template <class T>
 inline void attend_tile(const DotTile<T>& tile, int head_dim, const DotBuffer& at, const Seen* sees,
-                        int num_rows) {
+                        const BlockShares* shares, int num_rows) {
     const int dim = whole_steps(head_dim), num_keys = whole_steps(tile.num_keys);
     if (num_rows <= kDotFewRows) {
         // Products take turns with what is fetched.
-        const DotRows rows{at, sees, dim, 0, num_rows};
+        const DotRows rows{at, sees, shares, dim, 0, num_rows};
         for (int key = 0; key < num_keys; key += kStep) {
             pack_keys(tile, key, kStep, head_dim, at.keys);
             rows.score(key, kStep);
@@ -528,7 +535,7 @@ inline void attend_tile(const DotTile<T>& tile, int head_dim, const DotBuffer& a
     pack_values(tile, 0, num_keys, head_dim, at.values);
     for (int row = 0; row < num_rows; row += kDotRows) {
         const int rest = num_rows - row;
-        const DotRows rows{at, sees, dim, row, rest < kDotRows ? rest : kDotRows};
+        const DotRows rows{at, sees, shares, dim, row, rest < kDotRows ? rest : kDotRows};
         if (!rows.any(tile)) continue;
         const int num_seen = rows.num_keys(tile);
         rows.score(0, num_seen);
@@ -541,7 +548,7 @@ inline void attend_tile(const DotTile<T>& tile, int head_dim, const DotBuffer& a
 template <class T, class Kept>
 inline void attend_dot(const Model& model, const Step& step, int layer, const Item& item,
                        const Item& next, const float* queries, size_t stride,
-                       const Inputs& attended, float* buffer) {
+                       const Inputs& attended, const BlockSums& block_sums, float* buffer) {
     const int dim = model.head_dim, padded = whole_steps(dim);
     const int group = model.num_heads / model.num_kv_heads;
     const Span& span = step.spans[item.span];
@@ -549,6 +556,8 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     const HeadKv<Kept> kv(model, step, layer, item), next_kv(model, step, layer, next);
     std::memset(at.nothing, 0, padded * sizeof(Bf16));
     Seen sees[kDotRowsMax];
+    const bool has_shares = block_sums.any(item.span);
+    BlockShares shares[kDotRowsMax];
     const auto first_column = [&](int i) {
         return (item.kv_head * group + (item.first_row + i) % group) * dim;
     };
@@ -566,6 +575,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
                                 (__m256i)_mm512_cvtneps_pbh(load(from + d)));
         sees[i] = keys_seen(span, query, item.window);
+        if (has_shares) shares[i] = block_sums.shares(item.span, query, first_column(i) / dim);
         at.sums[i] = {{}, -INFINITY};
     }
     std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
@@ -583,13 +593,14 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         }
         const DotTile<T> tile{tiles.rows(), tiles.ahead(), tiles.run(),  first,
                               num,          key_scales,    value_scales, model.attention_cap};
-        attend_tile(tile, dim, at, sees, item.num_rows);
+        attend_tile(tile, dim, at, sees, has_shares ? shares : nullptr, item.num_rows);
     }
     for (int i = 0; i < item.num_rows; ++i) {
         const Floats mass[kVectors] = {load(at.sums[i].mass)};
         const float highest = at.sums[i].base * (1.0f / kLog2E);
         const float of_sink = mass_of_sink(model, layer, first_column(i) / dim, highest);
         const float scale = 1.0f / (sum(mass) + of_sink);
+        if (has_shares) shares[i].scale(scale, kv.num_keys);
         const InputRow to = attended.row(span.first_row + (item.first_row + i) / group);
         for (int d = 0; d < dim; d += kPanel)
             to.put(first_column(i) + d,

@@ -127,10 +127,21 @@ void q6_k(const uint8_t* block, Group* groups) {
     }
 }
 
+template <int kGroups>
+void zeroed(const uint8_t* block, Group* groups) {
+    for (int g = 0; g < kGroups; ++g) {
+        scale_all(groups[g], half_at(block));
+        groups[g].zero = block[2];
+        take_nibbles(block + 3 + g * kGroup / 2, groups[g].numbers);
+    }
+}
+
 constexpr BlockType kTypes[] = {
     {2, Q4_0, 32, 18, 8, q4_0},     {3, Q4_1, 32, 20, 0, q4_1},     {6, Q5_0, 32, 22, 16, q5_0},
     {7, Q5_1, 32, 24, 0, q5_1},     {8, Q8_0, 32, 34, 128, q8_0},   {12, Q4_1, 256, 144, 0, q4_k},
     {13, Q5_1, 256, 176, 0, q5_k},  {14, Q6, 256, 210, 32, q6_k},   {39, MXFP4, 32, 17, 12, mxfp4},
+    {kZeroedBy32, Q4_Z32, 32, 19, 0, zeroed<1>},
+    {kZeroedBy64, Q4_Z64, 64, 35, 0, zeroed<2>},
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Rows of quantized blocks, as GGUF files hold them.
+// Rows of quantized blocks, as GGUF files hold them, and blocks that have a zero.
 //
-// https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the types. Each is decoded into
-// groups of 32 inputs:
+// https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the types of GGUF. Each is decoded
+// into groups of 32 inputs:
 //
 //     weight = scale * (number - zero) + min      numbers >= 0; zero or min is 0
 
@@ -19,13 +19,18 @@ struct Group {
     uint8_t numbers[kGroup];
     float scales[2];  // of its halves, which differ for Q6_K only
     float min;
+    int zero;
 };
 
+// Blocks with a zero, which no GGUF file has: a float16 scale, a byte for the zero, and the nibbles of
+// 32 inputs or of twice 32.
+constexpr int32_t kZeroedBy32 = 1032, kZeroedBy64 = 1064;
+
 struct BlockType {
-    int32_t type;  // as GGUF files number them
+    int32_t type;  // as GGUF files number them, or one of those below
     Kind kind;     // as which it is packed
     int inputs, bytes;
-    int zero;
+    int zero;      // of all groups, or where `decode` writes none
     void (*decode)(const uint8_t* block, Group* groups);  // inputs / kGroup of them
 };
 

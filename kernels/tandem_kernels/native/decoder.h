@@ -36,7 +36,8 @@ enum Kind : int32_t {
     F8 = 6,
     I8_F32 = 7,    // of KV of latent attention alone: latents of int8, and rotated keys
     I8_BF16 = 15,
-    // Of weights alone, in groups with scales (quantized.h). Q4_1 and Q5_1 have mins, too.
+    // Of weights alone, in groups with scales (quantized.h). Q4_1 and Q5_1 have mins, too, and the
+    // last two zeros.
     Q8_0 = 8,
     Q4_0 = 9,
     Q4_1 = 10,
@@ -44,6 +45,12 @@ enum Kind : int32_t {
     Q5_1 = 12,
     Q6 = 13,
     MXFP4 = 14,
+    Q4_Z32 = 19,
+    Q4_Z64 = 20,
+    // Of weights alone, in fp8 (fp8.h).
+    F8_F32 = 16,
+    F8_BF16 = 17,
+    F8_PAIRS = 18,
 };
 
 enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 };
@@ -65,12 +72,14 @@ inline int first_input(int in, int block) {
 
 struct Matrix {
     const void* panels;
-    const float* scales;  // of each output, for I8; else null
+    const float* scales;  // of each output, for I8; for fp8 see fp8.h; else null
     const float* bias;    // of each output, or null
     int32_t in, out;
     int32_t kind;
+    int32_t scale_inputs;  // of fp8: inputs that share a scale, a multiple of kStepInputs
     Gating gating;  // of gates and ups
-    const Matrix* rest;  // quantized outputs after these, of another kind; or null
+    const Matrix* rest;  // quantized outputs after these, of another kind or order; or null
+    const int32_t* order;  // [in] of quantized weights: the input at each place; null: in order
 };
 
 struct Mlp {
@@ -137,6 +146,7 @@ struct Span {  // a sequence's query rows, the last `num_queries` tokens of its 
     // In layers without a window of their own a query sees so many first keys of the context and so
     // many last ones, its own among them; 0 last ones: all. Table entries between are not read.
     int32_t num_first, num_last;
+    int32_t first_sum;  // of Step::block_sums; -1: the span has none
 };
 
 struct KvGroup {  // layers whose KV lies in one pool, by block ids of its own
@@ -183,6 +193,8 @@ struct Step {
     const KvGroup* groups;
     float* logits;         // [num_logit_rows, vocab]
     int32_t* most_likely;  // [num_logit_rows]: tokens, of equals the first
+    // Of each block of some spans, what its keys' weights have summed to so far: the step's are added.
+    float* block_sums;
     int32_t num_rows, num_spans, num_logit_rows, block_size;
     int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4, F8, I8_F32 or I8_BF16
     int64_t table_floats;  // from one table of angles to the next

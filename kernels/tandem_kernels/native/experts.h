@@ -100,9 +100,9 @@ inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
 // Inputs of the rows that chose an expert; they lie in buffers with those of the others.
 inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& rows, int expert) {
     const int first = rows.routing->first[expert];
+    const size_t before = is_quantized(matrix.kind) ? quantized_input_floats(first, matrix.in) : 0;
     return inputs_of(matrix, buffer + input_floats(first, matrix.in),
-                     rows.routing->first[expert + 1] - first,
-                     rows.rounded + quantized_input_floats(first, matrix.in));
+                     rows.routing->first[expert + 1] - first, rows.rounded + before);
 }
 
 // Outputs of one kind of a matrix that has several (`rest`), and how many are before them.
@@ -165,7 +165,7 @@ inline float* gate_experts(const Experts& experts, const Rows& rows, int num_pla
     const Routing& routing = *rows.routing;
     const Mlp& any = experts.mlps[0];
 #ifdef TANDEM_PAIRS
-    if (any.gate_up.kind == BF16_PAIRS) {
+    if (kind_of_inputs(any.gate_up.kind) == BF16_PAIRS) {
         for (int e = 0; e < experts.num; ++e) {
             const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, e);
             if (inputs.num_rows)

@@ -262,7 +262,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
                        const Rows& rows, int thread, int threads) {
     const Mlp& mlp = model.layers[index].mlp;
 #ifdef TANDEM_PAIRS
-    if (mlp.gate_up.kind == BF16_PAIRS) {
+    if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS) {
         Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows, rows.rounded);
         gated.added = added_gates(model, rows.lora, index, normed, thread);
         gate(mlp.gate_up, normed, gated, thread, threads);
@@ -288,7 +288,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
 // Whether a product's sums are whole when they are written. If not they are added up elsewhere: the
 // residual stream is long, and each part that is added to it is rounded to its size.
 inline bool is_one_sum(const Matrix& matrix) {
-    return num_input_blocks(matrix.in) == 1 || matrix.kind == BF16_PAIRS ||
+    return num_input_blocks(matrix.in) == 1 || kind_of_inputs(matrix.kind) == BF16_PAIRS ||
            is_quantized(matrix.kind);
 }
 
@@ -341,7 +341,8 @@ inline void add_mlp(const Model& model, int index, const Step& step, const Rows&
 
 // Attention and the MLP or experts, added to the residual stream.
 inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
-                         const std::vector<Item>& items, float* buffer, int thread, int threads) {
+                         const std::vector<Item>& items, const BlockSums& sums, float* buffer,
+                         int thread, int threads) {
     const Layer& layer = model.layers[index];
     const bool is_latent = layer.latent != nullptr;
     const float* const queries = is_latent ? rows.queries : rows.projected;
@@ -353,8 +354,9 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) {
         const Item& next = items[i + threads < items.size() ? i + threads : i];
-        attend_any(model, step, index, items[i], next, queries, width, attended, buffer);
+        attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
     }
+    sums.add_heads();
     rows.laps->end(ATTENTION, thread);
     if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, thread);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
@@ -396,6 +398,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
         scratch.routing.choices.resize(places);
         scratch.routing.first.resize(experts->num + 1);
     }
+    rounded = std::max(rounded, scratch.expanded_floats * model.num_threads);
     return {scratch.hidden.of(rows * hidden),
             scratch.input.of(
                 std::max(input_floats(rows, inner > hidden ? inner : hidden), latent.input)),
@@ -417,6 +420,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
     const LayerItems items(model, step, model.num_layers - 1);
+    const BlockSums sums = block_sums_of(model, step, scratch, true);
     scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
     {
@@ -430,8 +434,8 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
         for (int index = 0; index < model.num_layers; ++index) {
             store_kv(model, step, index, rows, thread, threads);
             if (index + 1 < model.num_layers)
-                finish_layer(model, step, index, rows, items.of(model.layers[index]), buffer, thread,
-                             threads);
+                finish_layer(model, step, index, rows, items.of(model.layers[index]), sums, buffer,
+                             thread, threads);
         }
     }
 }
@@ -479,6 +483,7 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
     const std::vector<Item> items =
         items_of(model, step, model.layers[model.num_layers - 1].window);
+    const BlockSums sums = block_sums_of(model, step, scratch, false);
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),
         step.num_logit_rows, rows.rounded);
@@ -490,7 +495,7 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
         const TilesInUse tiles;
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         float* buffer = scratch.of_thread[thread].of(attention_floats(model, step));
-        finish_layer(model, step, model.num_layers - 1, rows, items, buffer, thread, threads);
+        finish_layer(model, step, model.num_layers - 1, rows, items, sums, buffer, thread, threads);
 #pragma omp for schedule(static)
         for (int i = 0; i < step.num_logit_rows; ++i)
             norm_row(rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
@@ -507,6 +512,7 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
                 largest_of(logits, first * kPanel, end_output);
         }
     }
+    sums.add_queries();
     find_most_likely(step, scratch.largest);
     rows.laps->end(OUTPUT, 0);
 }

@@ -125,7 +125,7 @@ struct Inputs {
     float* buffer;  // of input_floats() at least
     int32_t kind;
     int num_rows, in;
-    float* rounded;  // the same once more, for quantized weights
+    float* rounded;  // the same once more, for quantized weights; for fp8 panels of each thread
     AddedGates added = {};  // to the gated, if these are
 
     InputRow row(int row) const {
@@ -145,7 +145,7 @@ inline size_t input_floats(size_t num_rows, int in) { return num_rows * whole_st
 
 inline Inputs inputs_of(const Matrix& matrix, float* buffer, int num_rows,
                         float* rounded = nullptr) {
-    return {buffer, matrix.kind, num_rows, matrix.in, rounded, {}};
+    return {buffer, kind_of_inputs(matrix.kind), num_rows, matrix.in, rounded, {}};
 }
 
 }  // namespace tandem::TANDEM_ISA

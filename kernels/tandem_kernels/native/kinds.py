@@ -1,6 +1,12 @@
-"""Numbers by which C++ knows kinds of numbers, stages and activations (decoder.h, stages.h)."""
+"""Numbers by which C++ knows kinds of numbers, stages and activations (decoder.h, stages.h).
+
+Also the sizes of packed weights.
+"""
 
 from enum import IntEnum
+
+PANEL = 16  # outputs side by side in packed weights; head sizes are a multiple of it
+_STEP_INPUTS = 32  # in pairs and in fp8, the inputs of an output are rounded up to
 
 
 class Kind(IntEnum):
@@ -20,6 +26,11 @@ class Kind(IntEnum):
     Q5_1 = 12
     Q6 = 13
     MXFP4 = 14  # numbers of E2M1, and scales that are powers of 2
+    Q4_Z32 = 19  # a zero for each group, of 32 inputs or 64
+    Q4_Z64 = 20
+    F8_F32 = 16  # weights of e4m3 with scales, which become numbers of fp32 in products
+    F8_BF16 = 17  # of bf16, which are computed with as fp32
+    F8_PAIRS = 18  # as BF16_PAIRS
 
 
 class Stage(IntEnum):
@@ -43,3 +54,20 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
+
+
+_WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.BF16_PAIRS: 2}  # 1 of all others
+_BY_STEPS = (Kind.BF16_PAIRS, Kind.F8_F32, Kind.F8_BF16, Kind.F8_PAIRS)
+
+
+def packed_bytes(shape: tuple[int, int], kind: Kind) -> int:
+    """Returns the bytes of the packed panels of weights [out, in] that are not in groups."""
+    num_out, num_in = shape
+    if kind in _BY_STEPS:
+        num_in = whole_steps(num_in)
+    return -(-num_out // PANEL) * PANEL * num_in * _WEIGHT_BYTES.get(kind, 1)
+
+
+def whole_steps(num_in: int) -> int:
+    """Returns a number of inputs rounded up, as products in pairs read them."""
+    return -(-num_in // _STEP_INPUTS) * _STEP_INPUTS

@@ -2,22 +2,6 @@
 
 namespace tandem::TANDEM_ISA {
 
-struct Fp8 {  // an e4m3
-    uint8_t bits;
-};
-
-// A float16 with these bits moved up is 256 times less.
-inline Floats load(const Fp8* from) {
-    typedef uint8_t Some __attribute__((vector_size(TANDEM_LANES)));
-    Some bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    const Halves wide = __builtin_convertvector(bytes, Halves);
-    const Halves halves = (wide & 0x7f) << 7 | (wide & 0x80) << 8;
-    uint16_t bits[kLanes];
-    std::memcpy(bits, &halves, sizeof bits);
-    return of_signed_halves(bits) * 256.0f;
-}
-
 // The nearest e4m3 of numbers within -448 to 448.
 inline Bytes e4m3_of(Floats x) {
     const Words size = (Words)x & 0x7fffffffu;

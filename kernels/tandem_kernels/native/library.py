@@ -26,16 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem_kernels.logprobs import Logprobs
+from tandem_kernels.native.kinds import PANEL as PANEL
 from tandem_kernels.native.kinds import Activation as Activation
 from tandem_kernels.native.kinds import Kind as Kind
 from tandem_kernels.native.kinds import Stage as Stage
+from tandem_kernels.native.kinds import packed_bytes as packed_bytes
+from tandem_kernels.native.kinds import whole_steps as whole_steps
 
-PANEL = 16  # outputs side by side in packed weights; head sizes are a multiple of it
-_STEP_INPUTS = 32  # in pairs, the inputs of an output are rounded up to
-_UNIT_INPUTS = 64  # likewise of quantized weights
-
-
-_WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.I8: 1, Kind.BF16_PAIRS: 2}
+_UNIT_INPUTS = 64  # to which those of an output with quantized weights are rounded up
 
 
 class Gating(Structure):
@@ -50,8 +48,10 @@ class Matrix(Structure):
         ("num_in", c_int32),
         ("num_out", c_int32),
         ("kind", c_int32),
+        ("scale_inputs", c_int32),
         ("gating", Gating),
         ("rest", c_void_p),
+        ("order", c_void_p),
     )
 
 
@@ -184,6 +184,7 @@ class Step(Structure):
                 "groups",
                 "logits",
                 "most_likely",
+                "block_sums",
             )
         ),
         *(
@@ -265,6 +266,20 @@ class Library:
             scales.ctypes.data if scales is not None else None,
         )
         return scales
+
+    def pack_fp8(
+        self,
+        numbers: int,
+        shape: tuple[int, int],
+        kind: Kind,
+        panels: npt.NDArray[np.uint8],
+    ) -> bool:
+        """Fills the panels of numbers in fp8 [out, in] at an address; returns whether none of them
+        is NaN."""
+        assert panels.size == packed_bytes(shape, kind)
+        arguments = [c_void_p, c_int64, c_int64, c_int32, c_void_p]
+        function = self._function("tandem_pack_fp8", c_int32, arguments)
+        return bool(function(numbers, *shape, kind, panels.ctypes.data))
 
     def kind_of_blocks(self, block_type: int) -> Kind | None:
         """Returns the kind as which blocks of a GGUF type are packed; None if they are not."""
@@ -369,14 +384,6 @@ class Library:
     def _check(self, failed: int) -> None:
         if failed:
             raise MemoryError("no memory for the activations of this step")
-
-
-def packed_bytes(shape: tuple[int, int], kind: Kind) -> int:
-    """Returns the bytes of the packed panels of weights [out, in]."""
-    num_out, num_in = shape
-    if kind is Kind.BF16_PAIRS:
-        num_in = -(-num_in // _STEP_INPUTS) * _STEP_INPUTS
-    return -(-num_out // PANEL) * PANEL * num_in * _WEIGHT_BYTES[kind]
 
 
 @functools.cache

@@ -271,14 +271,22 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
         put_all(matrix.gating);
 }
 
+inline void gate_of_fp8(const Matrix& matrix, const Inputs& inputs, int first_panel, int end_panel,
+                        const Inputs& gated, int thread);
+
 // This thread's share of silu(gate) * up: panels of gates and of ups take turns.
 inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gated, int thread,
                  int num_threads) {
     const int64_t num = gate_up.out / (2 * kPanel);
-    gate_of_pairs(gate_up, inputs, 2 * static_cast<int>(num * thread / num_threads),
-                  2 * static_cast<int>(num * (thread + 1) / num_threads), gated);
+    const int first = 2 * static_cast<int>(num * thread / num_threads);
+    const int end = 2 * static_cast<int>(num * (thread + 1) / num_threads);
+    if (is_fp8(gate_up.kind)) return gate_of_fp8(gate_up, inputs, first, end, gated, thread);
+    gate_of_pairs(gate_up, inputs, first, end, gated);
 }
 #endif
+
+inline void linear_of_fp8(const Matrix& matrix, const Inputs& inputs, int panel, int end_panel,
+                          const Output& out, int thread);
 
 inline void linear_of_quantized(const Matrix& matrix, const Inputs& inputs, int first_panel,
                                 int end_panel, const Output& out);
@@ -318,6 +326,7 @@ inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out
     if (is_quantized(matrix.kind))
         return linear_by_rounding(matrix, inputs, out, thread, num_threads);
     const auto [first, end] = share_of(matrix, thread, num_threads);
+    if (is_fp8(matrix.kind)) return linear_of_fp8(matrix, inputs, first, end, out, thread);
 #ifdef TANDEM_PAIRS
     if (matrix.kind == BF16_PAIRS) return linear_of_pairs(matrix, inputs, first, end, out);
 #endif

@@ -49,7 +49,8 @@ inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
 struct InputUnit {
     int8_t numbers[kUnitInputs];
     float scales[kUnitInputs / kHalf];
-    // Of the rounded inputs that share a scale of weights; times -zero for weights without mins.
+    // Of the rounded inputs that share a scale of weights; times -zero for weights without mins, and
+    // times -1 for those with zeros.
     float sums[kUnitInputs / kHalf];
 };
 
@@ -110,29 +111,41 @@ inline Rounded round_half(const float* x, int8_t* numbers) {
     return {scale, static_cast<float>(sum_of(sums))};
 }
 
-// A row for weights of one format.
+// A row for weights of one format, whose inputs are in the order of the weights (null: as they are).
 template <class F>
-void round_row(const float* x, int in, InputUnit* to, int rows_of_tile) {
-    constexpr float kFactor = F::kHasMins ? 1.0f : -F::kZero;
+void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int rows_of_tile) {
+    constexpr float kFactor = F::kHasMins ? 1.0f : F::kHasZeros ? -1.0f : -F::kZero;
     for (int unit = 0; unit < num_units(in); ++unit, to += rows_of_tile)
         for (int g = 0; g < 2; ++g) {
             Rounded halves[2] = {};
             const int at = unit * kUnitInputs + g * kGroup;
             int8_t* const numbers = to->numbers + g * kGroup;
-            if (at < in)
+            if (at < in) {
+                const float* group = x + at;
+                float ordered[kGroup];
+                if (order != nullptr) {
+                    for (int i = 0; i < kGroup; ++i) ordered[i] = x[order[at + i]];
+                    group = ordered;
+                }
                 for (int h = 0; h < 2; ++h)
-                    halves[h] = round_half(x + at + h * kHalf, numbers + h * kHalf);
-            else
+                    halves[h] = round_half(group + h * kHalf, numbers + h * kHalf);
+            } else {
                 std::memset(numbers, 0, kGroup);
+            }
             const auto [first, second] = halves;
             to->scales[2 * g] = first.scale;
             to->scales[2 * g + 1] = second.scale;
-            if (F::kByHalves) {
+            if (F::kNumScales == 4) {
                 to->sums[2 * g] = kFactor * (first.scale * first.sum);
                 to->sums[2 * g + 1] = kFactor * (second.scale * second.sum);
-            } else {  // fused by name: compilers differ in which product they fuse with the sum
-                to->sums[g] = kFactor * std::fma(first.scale, first.sum, second.scale * second.sum);
+                continue;
             }
+            // Fused by name: compilers differ in which product they fuse with the sum.
+            const float sum = std::fma(first.scale, first.sum, second.scale * second.sum);
+            if (F::kNumScales == 2)
+                to->sums[g] = kFactor * sum;
+            else  // -1 times it is exact, however it is computed
+                to->sums[0] = g == 0 ? kFactor * sum : to->sums[0] + kFactor * sum;
         }
 }
 
@@ -146,7 +159,7 @@ inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread,
         for (int row = first; row < end; ++row) {
             const int tile = tiles.of(row), of_tile = tiles.first_row(tile);
             round_row<decltype(format)>(
-                inputs.buffer + static_cast<size_t>(row) * inputs.in, inputs.in,
+                inputs.buffer + static_cast<size_t>(row) * inputs.in, matrix.order, inputs.in,
                 units + static_cast<size_t>(of_tile) * num_units(inputs.in) + row - of_tile,
                 tiles.first_row(tile + 1) - of_tile);
         }
@@ -229,7 +242,7 @@ inline __attribute__((always_inline)) void add_half(const InputUnit* x, const ch
 template <class F, int MR>
 inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, const char* unit,
                                                           int units, int v, Floats (&sums)[MR]) {
-    constexpr int kScales = F::kByHalves ? 4 : 2;  // of a unit
+    constexpr int kScales = F::kNumScales;
     const auto of_outputs = [v](const char* from) __attribute__((always_inline)) {
         return scales_of<F>(from, v);
     };
@@ -245,10 +258,15 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
             Floats scaled[MR];
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m)
-                scaled[m] = F::kHasMins ? Floats{} : Floats{} + x[m].sums[part];
-#pragma GCC unroll 2
+                scaled[m] = F::kHasMins || F::kHasZeros ? Floats{} : Floats{} + x[m].sums[part];
+#pragma GCC unroll 4
             for (int half = 4 / kScales * part; half < 4 / kScales * (part + 1); ++half)
                 add_half<F, MR>(x, unit, half, v, scaled);
+            if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
+                const Floats zeros = of_outputs(unit + F::kZeros + part * kScaleBytes);
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; ++m) scaled[m] += zeros * all(x[m].sums[part]);
+            }
             const Floats scales = of_outputs(unit + F::kScales + part * kScaleBytes);
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m) sums[m] += scaled[m] * scales;
@@ -335,11 +353,12 @@ inline void widen_row(const char* panels, int32_t kind, int in, int row, float* 
                 return scales_of<F>(from, v)[lane];
             };
             const int32_t four = numbers_of<F>(here, group, vector, v)[lane];
-            const int part = F::kByHalves ? 2 * group + vector / 4 : group;
+            const int part = at % kUnitInputs / F::kScaleInputs;
             const float scale = of_output(F::kScales, part);
-            const float min = F::kHasMins ? of_output(F::kMins, group) : 0.0f;
+            const float min = F::kHasMins ? of_output(F::kMins, part) : 0.0f;
+            const float zero = F::kHasZeros ? of_output(F::kZeros, part) : F::kZero;
             for (int i = 0; i < 4; ++i)
-                to[at + i] = scale * static_cast<float>((four >> 8 * i & 255) - F::kZero) + min;
+                to[at + i] = scale * (static_cast<float>(four >> 8 * i & 255) - zero) + min;
         }
     });
 }

@@ -34,13 +34,14 @@ void reorder(const T* weights, int64_t out, int64_t in, bool in_pairs, T* panels
     });
 }
 
-// Panel by panel, pairs of inputs, of which those after the last are zeros.
-void pair_up(const uint16_t* weights, int64_t out, int64_t in, uint16_t* panels) {
+// Panel by panel, kSide inputs side by side, of which those after the last are zeros.
+template <int kSide, class T>
+void put_side_by_side(const T* weights, int64_t out, int64_t in, T* panels) {
     const int64_t padded = (in + kStepInputs - 1) / kStepInputs * kStepInputs;
     for (int64_t first = 0; first < out; first += kPanel)
-        for (int64_t k = 0; k < padded; k += 2)
+        for (int64_t k = 0; k < padded; k += kSide)
             for (int64_t n = first; n < first + kPanel; ++n)
-                for (int64_t i = k; i < k + 2; ++i)
+                for (int64_t i = k; i < k + kSide; ++i)
                     *panels++ = n < out && i < in ? weights[n * in + i] : 0;
 }
 
@@ -69,10 +70,19 @@ void pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, in
         reorder(static_cast<const uint32_t*>(weights), out, in, false,
                 static_cast<uint32_t*>(panels));
     else if (kind == BF16_PAIRS)
-        pair_up(static_cast<const uint16_t*>(weights), out, in, static_cast<uint16_t*>(panels));
+        put_side_by_side<2>(static_cast<const uint16_t*>(weights), out, in,
+                            static_cast<uint16_t*>(panels));
     else
         reorder(static_cast<const uint16_t*>(weights), out, in, true,
                 static_cast<uint16_t*>(panels));
+}
+
+bool pack_fp8(const uint8_t* weights, int64_t out, int64_t in, int32_t kind, uint8_t* panels) {
+    (kind == F8_PAIRS ? put_side_by_side<2, uint8_t> : put_side_by_side<1, uint8_t>)(weights, out, in,
+                                                                                     panels);
+    bool are_numbers = true;
+    for (int64_t i = 0; i < out * in; ++i) are_numbers &= (weights[i] & 0x7f) != 0x7f;
+    return are_numbers;
 }
 
 }  // namespace tandem

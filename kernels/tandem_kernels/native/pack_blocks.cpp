@@ -19,8 +19,11 @@ struct Rows {
 
     void decode(int64_t row, Group* groups) const {
         const uint8_t* block = blocks + row * num_blocks * type.bytes;
-        for (int64_t i = 0; i < num_blocks; ++i)
-            type.decode(block + i * type.bytes, groups + i * (type.inputs / kGroup));
+        const int num_groups = type.inputs / kGroup;  // of a block
+        for (int64_t i = 0; i < num_blocks; ++i, groups += num_groups) {
+            for (int g = 0; g < num_groups; ++g) groups[g].zero = type.zero;
+            type.decode(block + i * type.bytes, groups);
+        }
     }
 };
 
@@ -65,12 +68,14 @@ void put_group(const Group& group, int index, int lane, uint8_t* unit) {
         if (F::kBits == 6)
             high[vector / 4 * kVectorBytes] |= static_cast<uint8_t>(number >> 4 << vector % 4 * 2);
     }
-    constexpr int kScales = F::kByHalves ? 2 : 1;
+    constexpr int kScales = F::kNumScales > 2 ? 2 : 1;  // of a group
+    const int first = index * F::kNumScales / 2;
     for (int half = 0; half < kScales; ++half)
         (F::kHasCodes ? put_power : put_half)(
-            unit + F::kScales + (index * kScales + half) * kScaleBytes + 2 * lane,
-            group.scales[half]);
-    if (F::kHasMins) put_half(unit + F::kMins + index * kScaleBytes + 2 * lane, group.min);
+            unit + F::kScales + (first + half) * kScaleBytes + 2 * lane, group.scales[half]);
+    uint8_t* const more = unit + F::kMins + first * kScaleBytes + 2 * lane;
+    if (F::kHasMins) put_half(more, group.min);
+    if (F::kHasZeros) put_half(more, static_cast<float>(group.zero));
 }
 
 }  // namespace
@@ -108,7 +113,7 @@ __attribute__((optimize("fp-contract=off"))) bool widen_blocks(const void* block
         for (const Group& group : groups)
             for (int i = 0; i < kGroup; ++i) {
                 const float scale = group.scales[i / (kGroup / 2)];
-                *to++ = scale * static_cast<float>(group.numbers[i] - known->zero) + group.min;
+                *to++ = scale * static_cast<float>(group.numbers[i] - group.zero) + group.min;
             }
     }
     return true;

@@ -9,6 +9,7 @@
 
 #include "blocks.h"
 #include "decoder.h"
+#include "fp8.h"
 #include "quantized.h"
 #include "scratch.h"
 
@@ -22,6 +23,7 @@
 #include "gated.h"
 #include "linear.h"
 #include "linear_quantized.h"
+#include "linear_fp8.h"
 #include "kv_int8.h"
 #include "kv_fp8.h"
 #include "kv_int4.h"

@@ -75,12 +75,15 @@ struct Scratch {
     Buffer projected; // [rows, q, k and v side by side], or [rows, gate and up]
     Buffer attended;  // [rows, heads * head_dim], in tiles
     Buffer delta;     // [rows, hidden]: what a product adds to `hidden`, if it cannot at once
-    Buffer rounded;   // inputs of a quantized product, as int8
+    Buffer rounded;   // inputs of a quantized product, as int8; or each thread's panels (fp8.h)
+    std::size_t expanded_floats = 0;  // of a thread's panels
     Buffer last;      // [logit rows, hidden]
     Buffer gates;     // [rows with adapters, gate and up]: what these add to gates
     Buffer routed;    // rows of experts in tiles, expert by expert
     Buffer logits;    // of a router [rows, experts], and what they are ranked by [rows, 2 experts]
     Buffer heads, queries, of_heads;  // latent.h
+    Buffer block_shares;              // block_sums.h
+    std::vector<std::size_t> first_shares;
     Routing routing;
     std::vector<Buffer> of_thread;  // attention's tiles
     std::vector<Buffer> lora;       // of each thread
