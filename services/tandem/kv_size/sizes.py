@@ -15,10 +15,10 @@ from tandem.engine.cache.kv_groups import (
     KvLayout,
     divide_pool,
     model_layout,
-    why_not_kv_dtype,
 )
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
+from tandem.models.limits import why_not_kv_dtype
 from tandem.models.shape import num_parameters
 from tandem.transfer.tensor_parallel import ParallelLayout
 

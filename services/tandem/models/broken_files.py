@@ -4,13 +4,14 @@ A file that came with a model may hold anything. Whoever reads it expects values
 Python or a library raises whatever it raises for others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.errors import ConfigError, TandemError
 
 _LINE_MAX = 500  # characters of a message, which may quote the file
+_NAMES_SHOWN_MAX = 3
 
 
 @contextmanager
@@ -35,6 +36,13 @@ def first_line(error: BaseException) -> str:
     """Returns the type of the error and the first line of what it says."""
     lines = str(error).splitlines() or [""]
     return _shown(f"{type(error).__name__}: {lines[0]}").removesuffix(": ")
+
+
+def few(tensors: Sequence[str]) -> str:
+    """Returns the first of some tensors' names, and how many more there are."""
+    more = len(tensors) - _NAMES_SHOWN_MAX
+    shown = ", ".join(tensors[:_NAMES_SHOWN_MAX])
+    return f"{shown} and {more} more tensors" if more > 0 else shown
 
 
 def _shown(text: str) -> str:

@@ -118,6 +118,11 @@ class ModelConfig:
         return replace(self, layers=layers)
 
     @property
+    def is_fp8(self) -> bool:
+        """True if matrices are stored in fp8."""
+        return self.quantization is not None and self.quantization.is_float
+
+    @property
     def is_long(self) -> bool:
         """True if frequencies are longrope's for contexts beyond the original ones."""
         return any(layer.rope.is_long for layer in self.layers)

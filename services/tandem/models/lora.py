@@ -11,17 +11,17 @@ get_pattern_key), so that a folder means here what it means there.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError, UnsupportedModel
-from tandem.models.broken_files import naming
+from tandem.models.broken_files import few, naming
+from tandem.models.checkpoint.headers import TensorHeader, read_header
 from tandem.models.config import ModelConfig
 from tandem.models.lora_targets import find_modules, linear_shapes
 from tandem.models.source import read_json
@@ -30,9 +30,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 20
-_HEADER_BYTES_MAX = 100_000_000
 _DTYPES = ("F32", "F16", "BF16")
-_NAMES_SHOWN_MAX = 3
 # Fields that say nothing about what is computed, whatever they hold.
 _NEUTRAL = {
     "auto_mapping",
@@ -126,7 +124,8 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
                 f"its rank is {max(ranks)}; max-lora-rank allows at most {rank_max}"
             )
     with naming(folder / WEIGHTS_FILE):
-        tensors = _check_header(_read_header(folder / WEIGHTS_FILE), modules, linear_shapes(model))
+        header = read_header(folder / WEIGHTS_FILE)
+        tensors = _check_header(header.tensors, modules, linear_shapes(model))
     return LoraFolder(folder, modules, tensors, raw)
 
 
@@ -177,27 +176,8 @@ def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """Returns what a safetensors file says of its tensors; reads none of their numbers."""
-    with file.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(0)
-        num_bytes = int.from_bytes(stream.read(8), "little")
-        if not 2 <= num_bytes <= min(size - 8, _HEADER_BYTES_MAX):
-            raise ConfigError("it is not a whole safetensors file")
-        header = json.loads(stream.read(num_bytes))
-    if not isinstance(header, dict):
-        raise ConfigError("its header is no JSON object")
-    header.pop("__metadata__", None)
-    if max((end for one in header.values() for end in one["data_offsets"]), default=0) != (
-        size - 8 - num_bytes
-    ):
-        raise ConfigError("it is not a whole safetensors file")
-    return header
-
-
 def _check_header(
-    header: Mapping[str, Any],
+    header: Mapping[str, TensorHeader],
     modules: Mapping[str, LoraModule],
     linears: Mapping[str, tuple[int, int]],
 ) -> dict[str, tuple[str, str]]:
@@ -213,29 +193,22 @@ def _check_header(
         tensors[name] = plain.get(a, a), plain.get(b, b)
     if surplus := plain.keys() - expected.keys():
         raise UnsupportedModel(
-            f"it has {_named(surplus)}, which {CONFIG_FILE} does not name for this model"
+            f"it has {few(sorted(surplus))}, which {CONFIG_FILE} does not name for this model"
         )
     if missing := expected.keys() - plain.keys():
-        raise UnsupportedModel(f"it lacks {_named(missing)}, which {CONFIG_FILE} implies")
+        raise UnsupportedModel(f"it lacks {few(sorted(missing))}, which {CONFIG_FILE} implies")
     for name, shape in expected.items():
         found = header[plain[name]]
-        if tuple(found["shape"]) != shape:
+        if found.shape != shape:
             raise UnsupportedModel(
-                f"{name} has shape {found['shape']}; the model and {CONFIG_FILE} imply "
+                f"{name} has shape {list(found.shape)}; the model and {CONFIG_FILE} imply "
                 f"{list(shape)}"
             )
-        if found["dtype"] not in _DTYPES:
+        if found.dtype not in _DTYPES:
             raise UnsupportedModel(
-                f"{name} holds {found['dtype']!r:.80}; supported are {', '.join(_DTYPES)}"
+                f"{name} holds {found.dtype}; supported are {', '.join(_DTYPES)}"
             )
     return tensors
-
-
-def _named(names: Sequence[str] | set[str]) -> str:
-    shown = sorted(names)
-    more = len(shown) - _NAMES_SHOWN_MAX
-    text = ", ".join(shown[:_NAMES_SHOWN_MAX])
-    return f"{text} and {more} more tensors" if more > 0 else text
 
 
 def _begin_digest(config: bytes) -> blake2b:

@@ -18,6 +18,7 @@ from typing import Any
 from tandem.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
 from tandem.models.broken_files import first_line, naming
+from tandem.models.checkpoint.headers import read_header
 from tandem.models.config import ModelConfig
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, converted_folder
 
@@ -32,7 +33,6 @@ _ACCEPTED = (
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _HUB_FILES_LEFT = ["consolidated*", "original/*"]  # the same weights again, in another form
 _INDEX_FILE = "model.safetensors.index.json"
-_HEADER_BYTES_MAX = 100_000_000  # what the safetensors library accepts
 _EDGE_BYTES = 1 << 20  # of each weight file, at its start and at its end, go into the fingerprint
 
 
@@ -63,8 +63,7 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
     run.
     """
     path = Path(model).expanduser()
-    is_local = model == BUILT_IN or path.exists() or path.suffix.lower() == ".gguf"
-    if revision and is_local:
+    if revision and (model == BUILT_IN or path.exists() or path.suffix.lower() == ".gguf"):
         raise ConfigError(f"{model} is no hub model: it has no revision {revision[:80]!r}")
     if model == BUILT_IN and not path.exists():
         if (file := built_in_file(cache_dir)) is None:
@@ -79,9 +78,16 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
         return _read_gguf(path, cache_dir)
     if path.is_dir():
         return read_folder(path)
-    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
+    if is_local(model):
         raise ConfigError(f"{path} is not a model; a model is {_ACCEPTED}")
     return read_folder(_downloaded_folder(model, revision, cache_dir), name=model)
+
+
+def is_local(model: str) -> bool:
+    """Returns whether `model` can only be on this machine; else it is a name on the hub."""
+    path = Path(model).expanduser()
+    is_path = path.is_absolute() or model.startswith((".", "~")) or path.suffix.lower() == ".gguf"
+    return model == BUILT_IN or is_path or path.exists()
 
 
 def _read_gguf(file: Path, cache_dir: Path | None) -> ModelFolder:
@@ -98,7 +104,9 @@ def read_folder(
     path = path.resolve()
     for file in ("config.json", "tokenizer.json"):
         if not (path / file).is_file():
-            raise ConfigError(f"{path} has no {file}; a model is {_ACCEPTED}")
+            found = sorted(each.name for each in path.glob("*.gguf"))
+            hint = f" (name the file {path / found[0]})" if found else ""
+            raise ConfigError(f"{path} has no {file}{hint}; a model is {_ACCEPTED}")
     conversion = read_json_if_any(path / CONVERSION_FILE)
     if gguf_file is None and conversion and not any(path.glob("*.safetensors")):
         gguf_file = _source(path, conversion)
@@ -229,11 +237,7 @@ def _edges(file: Path) -> Iterator[bytes]:
         size = stream.seek(0, 2)
         yield str(size).encode()
         if not is_gguf:
-            stream.seek(0)
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            if not 2 <= header_bytes <= min(size - 8, _HEADER_BYTES_MAX):
-                raise ConfigError(f"{file} is not a whole safetensors file")
-            yield stream.read(header_bytes)
+            yield read_header(file).raw
         for start in (0, max(0, size - _EDGE_BYTES)):
             stream.seek(start)
             yield stream.read(_EDGE_BYTES)

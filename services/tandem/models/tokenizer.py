@@ -9,17 +9,17 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 from tokenizers import decoders
 
-from tandem.errors import BadRequest
+from tandem.errors import BadRequest, ConfigError
 from tandem.models.broken_files import naming
 from tandem.models.chat_template import NO_OPTIONS, ChatTemplate
 from tandem.models.config import read_eos_token_ids
 from tandem.models.control_strings import ControlStrings
-from tandem.models.source import read_json_if_any
+from tandem.models.source import ModelFolder, read_json_if_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,24 @@ class Tokenizer:
                 read_json_if_any(folder / "config.json"),
                 read_json_if_any(folder / "generation_config.json"),
             )
+
+    @classmethod
+    def of(cls, model: ModelFolder) -> Self:
+        """Reads the tokenizer of a model. Raises ConfigError when the files cannot be read, or when
+        the model has no embedding for some of its tokens.
+
+        Tokens that were added beside the vocabulary may lack one, as in Gemma 3: prompts that have
+        them are refused.
+        """
+        tokenizer = cls(model.path)
+        vocabulary = tokenizer._tokenizer.get_vocab(with_added_tokens=False)
+        last = max(set(vocabulary.values()) - tokenizer._added_ids, default=-1)
+        if last >= model.config.vocab_size:
+            raise ConfigError(
+                f"{model.path / 'tokenizer.json'} has tokens up to number {last}, and vocab_size "
+                f"of config.json is {model.config.vocab_size}: it is another model's tokenizer"
+            )
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Raises BadRequest for text that no UTF-8 can hold.

@@ -13,7 +13,7 @@ import msgspec
 from tandem.perf_model.rates import PairRate, WorkerRates
 
 ASK_S = 2e-3  # a lease: opened, answered, released
-_HERE_MARGIN = 0.95  # of the best peer's time
+HERE_MARGIN = 0.95  # of the best peer's time
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> Wo
 def is_faster_here(here_s: float, there_s: float) -> bool:
     """A decode worker prefills itself only if that is clearly faster than the best peer, because it
     is there to decode."""
-    return here_s < _HERE_MARGIN * there_s
+    return here_s < HERE_MARGIN * there_s
 
 
 def likely_rates(

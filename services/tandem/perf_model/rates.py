@@ -55,6 +55,7 @@ class PairRate(msgspec.Struct, frozen=True):
     transport: str  # "nixl" or "grpc"
     latency_s: float  # of the smallest pull
     bytes_per_s: float
+    reason: str = ""  # why it is not the best transport
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)

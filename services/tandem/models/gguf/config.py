@@ -59,8 +59,14 @@ class GgufMetadata:
     """Typed look-ups in the key-value part of a GGUF file; arrays are read when asked for."""
 
     def __init__(self, reader: Any) -> None:
-        """`reader` is a gguf.GGUFReader. Raises UnsupportedModel for other architectures."""
+        """`reader` is a gguf.GGUFReader. Raises UnsupportedModel for other architectures, and for a
+        part of a model."""
         self._fields = reader.fields
+        if int(num_files := self.get("split.count", 1)) > 1:
+            raise UnsupportedModel(
+                f"it is one of {num_files} files of a model; join them with llama-gguf-split "
+                "--merge"
+            )
         self.architecture: str = self.get("general.architecture", "(none named)")
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModel(

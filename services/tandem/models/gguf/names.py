@@ -50,10 +50,7 @@ _PERMUTED = tuple(
 def hf_name(name: str, architecture: str = "") -> str:
     """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
     match = _NAME.fullmatch(name)
-    parts = _OUTER if match and match["layer"] is None else _INNER
-    for family, of_family in _OF_FAMILIES.items():
-        if parts is _INNER and architecture.startswith(family):
-            parts = parts | of_family
+    parts = _OUTER if match and match["layer"] is None else _inner(architecture)
     if match is None or match["part"] not in parts:
         raise UnsupportedModel(
             f"the tensor {name} is not supported; those of Llama, Qwen and OLMo 2 are"
@@ -62,6 +59,28 @@ def hf_name(name: str, architecture: str = "") -> str:
     if match["layer"] is not None:
         module = f"model.layers.{match['layer']}.{module}"
     return module if module.endswith(_SINKS) else f"{module}.{match['kind']}"
+
+
+def gguf_names(name: str, architecture: str) -> list[str]:
+    """Returns the names in GGUF files that `hf_name` renames to this one."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    start = f"blk.{layer[1]}." if layer else ""
+    stored = [
+        f"{start}{part}.{kind}"
+        for part in (_inner(architecture) if layer else _OUTER)
+        for kind in ("weight", "bias")
+    ]
+    return [each for each in stored if hf_name(each, architecture) == name]
+
+
+def _inner(architecture: str) -> dict[str, str]:
+    """Returns the names of a layer's parts."""
+    return _INNER | {
+        part: module
+        for family, parts in _OF_FAMILIES.items()
+        if architecture.startswith(family)
+        for part, module in parts.items()
+    }
 
 
 def stored_offset(name: str, architecture: str) -> float:

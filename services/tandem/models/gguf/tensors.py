@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
+from typing import TypeAlias
 
 import gguf
 import torch
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
-from tandem.models.gguf.layout import StoredTensor, read_layout
-from tandem.models.gguf.names import ROPE_TABLES, hf_name, num_permuted_heads, stored_offset
+from tandem.models.gguf.headers import read_headers
+from tandem.models.gguf.layout import StoredTensor
+from tandem.models.gguf.names import num_permuted_heads, stored_offset
+from tandem_kernels.blocks import Q4_Z32, Q4_Z64, TYPES, widen
 from tandem_kernels.native import library
 
 _DENSE = {
@@ -23,15 +27,26 @@ _DENSE = {
 }
 
 
+class ZeroedType(IntEnum):
+    """A type of blocks with a zero for 32 or 64 inputs. No GGUF file has it."""
+
+    Q4_Z32 = Q4_Z32
+    Q4_Z64 = Q4_Z64
+
+
+BlocksType: TypeAlias = gguf.GGMLQuantizationType | ZeroedType
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A tensor as a GGUF file has it: rows of quantized blocks, or of plain numbers."""
 
     data: torch.Tensor  # uint8 [rows, bytes of a row]
-    type: gguf.GGMLQuantizationType
+    type: BlocksType
     shape: tuple[int, ...]  # of the numbers
     offset: float = 0.0  # of plain numbers, to be taken away
     num_heads: int = 0  # whose rows are in llama.cpp's order; 0: all rows are in order
+    order: torch.Tensor | None = None  # int32: the input at each place of a row; None: in order
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -48,8 +63,17 @@ class Blocks:
         return [replace(self, data=each, shape=tuple(shape)) for each in self.data.chunk(num)]
 
     def in_order(self, rows: torch.Tensor) -> Blocks:
-        """Returns a copy whose rows are these of Hugging Face's."""
-        return replace(self, data=self.rows()[rows], num_heads=0)
+        """Returns a copy of a matrix whose rows are these of Hugging Face's."""
+        shape = len(rows), self.shape[-1]
+        return replace(self, data=self.rows()[rows], shape=shape, num_heads=0)
+
+    def between(self, first: int, end: int) -> Blocks:
+        """Returns some rows of a matrix, in the order in which they lie. They share its memory."""
+        return replace(self, data=self.data[first:end], shape=(end - first, self.shape[-1]))
+
+    def to(self, device: torch.device) -> Blocks:
+        """Returns the same on a device, with rows in Hugging Face's order."""
+        return replace(self, data=self.rows().to(device), num_heads=0)
 
     def numbers(self) -> torch.Tensor:
         """Returns plain numbers as they are, others in float32.
@@ -60,11 +84,13 @@ class Blocks:
         if self.dtype is not None:
             numbers = rows.view(self.dtype).reshape(self.shape)
             return numbers.float() - self.offset if self.offset else numbers
-        native = library.load()
-        wide = torch.empty(self.shape)
-        size = len(rows), self.shape[-1]
-        if native and native.widen_blocks(rows.data_ptr(), self.type, size, wide.data_ptr()):
-            return wide
+        if rows.device.type == "cpu" and (native := library.load()):
+            wide = torch.empty(self.shape)
+            size = len(rows), self.shape[-1]
+            if native.widen_blocks(rows.data_ptr(), self.type, size, wide.data_ptr()):
+                return self._in_order_of_inputs(wide)
+        if can_widen(self.type):
+            return self._in_order_of_inputs(widen(rows, self.type).view(self.shape))
         try:
             return torch.from_numpy(gguf.dequantize(rows.numpy(), self.type)).reshape(self.shape)
         except NotImplementedError as error:
@@ -72,11 +98,23 @@ class Blocks:
                 f"a tensor is of type {self.type.name}, which the gguf package cannot dequantize"
             ) from error
 
+    def _in_order_of_inputs(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.order is None:
+            return numbers
+        ordered = torch.empty_like(numbers)
+        ordered[:, self.order.long()] = numbers
+        return ordered
 
-def is_packed(block_type: gguf.GGMLQuantizationType) -> bool:
+
+def is_packed(block_type: BlocksType) -> bool:
     """Returns whether the native kernels multiply with blocks of this type."""
     native = library.load()
     return native is not None and native.kind_of_blocks(block_type) is not None
+
+
+def can_widen(block_type: BlocksType) -> bool:
+    """Returns whether torch makes numbers of such blocks on any device."""
+    return block_type in TYPES
 
 
 def read_tensors(file: Path, config: ModelConfig) -> dict[str, Blocks]:
@@ -85,10 +123,9 @@ def read_tensors(file: Path, config: ModelConfig) -> dict[str, Blocks]:
     Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
     no place in the architecture.
     """
-    layout = [each for each in read_layout(file) if each.name not in ROPE_TABLES]
-    names = {each.name: hf_name(each.name, config.architecture) for each in layout}
+    headers = read_headers(file, config.architecture)
     data = _map(file)
-    return {names[each.name]: _blocks(data, each, config) for each in layout}
+    return {name: _blocks(data, each, config) for name, each in headers.items()}
 
 
 def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

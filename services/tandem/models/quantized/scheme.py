@@ -48,9 +48,11 @@ class Scheme:
 
     @property
     def growth_max(self) -> float:
-        """Returns by how much a matrix may grow when it is repacked, as blocks of GGUF's types:
-        zeros other than 8 make Q5_0 of 4 bits."""
-        return 5.5 / 4 if self.bits == 4 else 8.5 / 8
+        """Returns by how much a matrix may grow when it is repacked. Integers become blocks with a
+        scale, and a zero, for each 32 inputs or 64. In fp8 each output gets scales."""
+        if self.is_float:
+            return 1.04
+        return 4.5 / 4 if self.bits == 4 else 8.5 / 8
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:

@@ -12,25 +12,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.quantized_forms import PARTS
 from tandem.models.gguf.tensors import Blocks
+from tandem.models.quantized.fp8 import Fp8
 from tandem.models.quantized.groups import Groups
+from tandem.models.quantized.packed_groups import PackedGroups
 from tandem.models.quantized.scheme import Scheme
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that each of eight numbers is in
-_PARTS = {
-    "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
-    "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_g_idx"),
-    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
-    "awq": ("qweight", "qzeros", "scales"),
-}
-_MAIN = {"scaled": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A quantized matrix of a checkpoint."""
+    """A quantized matrix of a checkpoint. The shapes and types of its parts were checked
+    (models/checkpoint/quantized_forms.py)."""
 
     name: str  # of the matrix, without .weight
     by_kind: Mapping[str, torch.Tensor]
@@ -44,10 +41,7 @@ class Coded:
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers of outputs and of inputs."""
-        main = self.by_kind[_MAIN[self.scheme.coding]]
-        if main.ndim != 2:
-            raise UnsupportedModel(f"{self.name} has shape {list(main.shape)}; it is no matrix")
-        rows, columns = main.shape
+        rows, columns = self.by_kind[PARTS[self.scheme.coding][0]].shape
         if self.scheme.coding == "gptq":
             return columns, 8 * rows
         if self.scheme.coding == "awq":
@@ -56,13 +50,19 @@ class Coded:
 
     def numbers(self) -> torch.Tensor:
         """Returns float32 [out, in]. Raises UnsupportedModel for a part that does not fit."""
-        return self._floats() if self.scheme.is_float else self._groups().values()
+        return self._fp8().numbers() if self.scheme.is_float else self._groups().values()
 
-    def blocks(self) -> Blocks | None:
-        """Returns the same numbers as quantized blocks; None if no blocks have exactly these.
+    def blocks(self) -> Blocks | Fp8 | None:
+        """Returns the same numbers, quantized; None if no blocks have exactly these.
 
         Raises UnsupportedModel for a part that does not fit."""
-        return None if self.scheme.is_float else self._groups().blocks()
+        return self._fp8() if self.scheme.is_float else self._groups().blocks()
+
+    def packed(self) -> Fp8 | PackedGroups:
+        """Returns exactly the same numbers, quantized, as torch and Triton keep them.
+
+        Raises UnsupportedModel for a part that does not fit."""
+        return self._fp8() if self.scheme.is_float else self._groups().packed()
 
     def _groups(self) -> Groups:
         groups = {
@@ -73,44 +73,33 @@ class Coded:
         }
         return groups[self.scheme.coding]()
 
-    def _floats(self) -> torch.Tensor:
-        num_out, num_in = self.shape
-        weight, scale = self._part("weight", _FLOAT8), self._scale()
+    def _fp8(self) -> Fp8:
+        num_out, _ = self.shape
+        weight, scale = self.by_kind["weight"], self._scale()
         if self.scheme.block is None:
-            self._demand(scale.numel() in (1, num_out), "weight_scale")
-            return weight.float() * scale.reshape(-1, 1)
-        rows, columns = self.scheme.block
-        self._demand(tuple(scale.shape) == (-(-num_out // rows), -(-num_in // columns)), "scales")
-        of_rows = scale.repeat_interleave(rows, 0)[:num_out]
-        return weight.float() * of_rows.repeat_interleave(columns, 1)[:, :num_in]
+            return Fp8(weight, scale.reshape(-1, 1).expand(num_out, 1))
+        rows, _ = self.scheme.block
+        return Fp8(weight, scale.repeat_interleave(rows, 0)[:num_out])
 
     def _scale(self) -> torch.Tensor:
         inverse = "weight_scale_inv" in self.by_kind
-        return self._part("weight_scale_inv" if inverse else "weight_scale").float()
+        return self.by_kind["weight_scale_inv" if inverse else "weight_scale"].float()
 
     def _int8(self) -> Groups:
-        weight, scale = self._part("weight", torch.int8), self._scale()
-        self._demand(scale.numel() in (1, len(weight)), "weight_scale")
-        return Groups(weight, _ZERO, scale.reshape(-1, 1))
+        return Groups(self.by_kind["weight"], _ZERO, self._scale().reshape(-1, 1))
 
     def _packed(self) -> Groups:
-        shape = self.shape
-        numbers = _unpacked(self._part("weight_packed", torch.int32))
-        stated = self._part("weight_shape", torch.int64)
-        self._demand(tuple(stated.tolist()) == shape, "weight_shape")
-        scale = self._part("weight_scale").float()
-        self._demand(tuple(scale.shape) == (shape[0], self._num_groups(shape[1])), "weight_scale")
-        return Groups(numbers, _ZERO + 8, scale)
+        self._demand(tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape")
+        return Groups(_unpacked(self.by_kind["weight_packed"]), _ZERO + 8, self._scale())
 
     def _gptq(self) -> Groups:
-        numbers = _unpacked(self._part("qweight", torch.int32).t())  # [out, in]
-        zeros = _unpacked(self._part("qzeros", torch.int32)).t() + self.scheme.zero_offset
-        groups = self._checked(numbers, zeros)
+        numbers = _unpacked(self.by_kind["qweight"].t())  # [out, in]
+        zeros = _unpacked(self.by_kind["qzeros"]).t() + self.scheme.zero_offset
+        groups = Groups(numbers, zeros, self.by_kind["scales"].float().t())
         if "g_idx" not in self.by_kind:
             return groups
         num_in, num_groups = numbers.shape[1], zeros.shape[1]
-        of_input = self._part("g_idx", torch.int32).long()
-        self._demand(len(of_input) == num_in, "g_idx")
+        of_input = self.by_kind["g_idx"].long()
         self._demand(bool(((of_input >= 0) & (of_input < num_groups)).all()), "g_idx")
         in_order = torch.arange(num_in) // (num_in // num_groups)
         return (
@@ -119,36 +108,9 @@ class Coded:
 
     def _awq(self) -> Groups:
         numbers, zeros = (
-            _unpacked(self._part(name, torch.int32), _AWQ_ORDER).t()
-            for name in ("qweight", "qzeros")
+            _unpacked(self.by_kind[name], _AWQ_ORDER).t() for name in ("qweight", "qzeros")
         )
-        return self._checked(numbers, zeros)
-
-    def _checked(self, numbers: torch.Tensor, zeros: torch.Tensor) -> Groups:
-        num_out, num_in = self.shape
-        scales = self._part("scales").float().t()
-        shape = num_out, self._num_groups(num_in)
-        self._demand(tuple(zeros.shape) == shape, "qzeros")
-        self._demand(tuple(scales.shape) == shape, "scales")
-        return Groups(numbers, zeros, scales)
-
-    def _num_groups(self, num_in: int) -> int:
-        size = self.scheme.group_size or num_in
-        if num_in % size:
-            raise UnsupportedModel(
-                f"{self.name} has {num_in} inputs, which do not divide into groups of {size}"
-            )
-        return num_in // size
-
-    def _part(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        part = self.by_kind.get(name)
-        if part is None:
-            raise UnsupportedModel(f"the checkpoint lacks {self.name}.{name}")
-        fits = part.is_floating_point() if dtype is None else part.dtype is dtype
-        if not fits:
-            wanted = "floating-point numbers" if dtype is None else str(dtype)
-            raise UnsupportedModel(f"{self.name}.{name} holds {part.dtype}, not {wanted}")
-        return part
+        return Groups(numbers, zeros, self.by_kind["scales"].float().t())
 
     def _demand(self, fits: bool, name: str) -> None:
         if not fits:
@@ -159,7 +121,8 @@ def join_parts(
     stored: Mapping[str, torch.Tensor], scheme: Scheme
 ) -> dict[str, torch.Tensor | Coded]:
     """Returns the tensors of a checkpoint, with the parts of each quantized matrix as one."""
-    main, names = _MAIN[scheme.coding], _PARTS[scheme.coding]
+    names = PARTS[scheme.coding]
+    main = names[0]
     joined: dict[str, torch.Tensor | Coded] = dict(stored)
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")

@@ -1,0 +1,1 @@
+"""Checkpoints by their headers: names, types and shapes of tensors, without a byte of these."""

@@ -1,0 +1,156 @@
+"""Checks by headers alone that a checkpoint has the tensors that its config implies, and no others.
+
+The loaders read nothing that was not checked here. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tandem.errors import UnsupportedModel
+from tandem.models.broken_files import few, naming
+from tandem.models.checkpoint.expert_names import MXFP4_BLOCK, Shapes
+from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader, read_header
+from tandem.models.checkpoint.kv_scale_names import place_of_scale
+from tandem.models.checkpoint.quantized_forms import forms_of_parts, is_quantized
+from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT, expected_shapes
+from tandem.models.config import ModelConfig
+from tandem.models.gguf.names import gguf_names
+
+# Tables that old checkpoints carry along; they follow from the config.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+_IN_GGUF = "its header"  # what config.json is of a folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored(TensorHeader):
+    """A tensor, and where it is."""
+
+    file: Path
+    name: str  # in the file
+
+
+def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
+    """Returns the shapes of all tensors of a decoder, by name, if the files have them.
+
+    Reads the headers of safetensors, or of one GGUF file. Raises ConfigError naming a file that is
+    not whole, and UnsupportedModel naming tensors that are missing, surplus, or of another shape or
+    type than the config implies, and what it implies.
+    """
+    is_gguf = files[0].suffix.lower() == ".gguf"
+    with naming(files[0] if len(files) == 1 else files[0].parent):
+        stored = _of_gguf(files[0], config) if is_gguf else _of_safetensors(files)
+        if config.num_layers > len(stored):
+            raise UnsupportedModel(
+                f"{config.num_layers} layers are more than the checkpoint has tensors"
+            )
+        shapes = expected_shapes(config, stored)
+        if is_gguf:
+            forms = {name: Form((shape,)) for name, shape in shapes.items()}
+        else:
+            forms = _forms(shapes, stored, config)
+        source = _IN_GGUF if is_gguf else "config.json"
+        _check_missing(stored, forms, config, source)
+        _check_surplus(stored, forms, config, source)
+        for name in forms.keys() & stored.keys():
+            _check_form(stored[name], forms[name], source)
+    return shapes
+
+
+def _of_safetensors(files: Sequence[Path]) -> dict[str, _Stored]:
+    return {
+        name: _Stored(each.dtype, each.shape, file, name)
+        for file in files
+        for name, each in read_header(file).tensors.items()
+    }
+
+
+def _of_gguf(file: Path, config: ModelConfig) -> dict[str, _Stored]:
+    # Slow to import, and needed for such files only.
+    from tandem.models.gguf.headers import read_headers
+
+    return {
+        name: _Stored(each.type.name, each.shape, file, each.name)
+        for name, each in read_headers(file, config.architecture).items()
+    }
+
+
+def _forms(
+    shapes: Shapes, stored: Mapping[str, TensorHeader], config: ModelConfig
+) -> dict[str, Form]:
+    """Returns the forms of the tensors of safetensors that stand for those of these shapes."""
+    forms: dict[str, Form] = {}
+    for name, shape in shapes.items():
+        forms |= _forms_of(name, shape, stored, config)
+    if config.tie_word_embeddings:  # some checkpoints store the matrix twice
+        again = _forms_of(OUTPUT, shapes[EMBEDDING], stored, config)
+        forms |= {name: replace(form, is_optional=True) for name, form in again.items()}
+    return forms
+
+
+def _forms_of(
+    name: str, shape: tuple[int, ...], stored: Mapping[str, TensorHeader], config: ModelConfig
+) -> dict[str, Form]:
+    module, _, kind = name.rpartition(".")
+    scheme = config.quantization
+    if scheme and kind == "weight" and is_quantized(module, stored, scheme):
+        return forms_of_parts(module, shape, stored, scheme)
+    if config.is_mxfp4 and len(shape) == 3:  # of all experts
+        *rows, num_in = shape
+        blocks = (*rows, num_in // MXFP4_BLOCK)
+        return {
+            f"{name}_blocks": Form(((*blocks, MXFP4_BLOCK // 2),), ("U8",)),
+            f"{name}_scales": Form((blocks,), ("U8",)),
+        }
+    return {name: Form((shape,), FLOATS)}
+
+
+def _check_missing(
+    stored: Mapping[str, _Stored], forms: Mapping[str, Form], config: ModelConfig, source: str
+) -> None:
+    missing = [name for name in forms if not (name in stored or forms[name].is_optional)]
+    if not missing:
+        return
+    shown = []
+    for name in missing:
+        in_file = gguf_names(name, config.architecture) if source == _IN_GGUF else [name]
+        shown.append(f"{' or '.join(in_file)} of shape {_shown(forms[name])}")
+    raise UnsupportedModel(f"the checkpoint lacks {few(shown)}, which {source} implies")
+
+
+def _check_surplus(
+    stored: Mapping[str, _Stored], forms: Mapping[str, Form], config: ModelConfig, source: str
+) -> None:
+    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    left = tuple(f"model.layers.{layer}." for layer in extra)
+    surplus = [
+        each.name
+        for name, each in stored.items()
+        if not (name in forms or name.startswith(left) or _DERIVED.fullmatch(name))
+        if place_of_scale(name) is None
+    ]
+    if surplus:
+        raise UnsupportedModel(
+            f"the checkpoint has {few(sorted(surplus))}, which {source} does not imply"
+        )
+
+
+def _check_form(tensor: _Stored, form: Form, source: str) -> None:
+    if form.shapes and tensor.shape not in form.shapes:
+        raise UnsupportedModel(
+            f"{tensor.file}: {tensor.name} has shape {list(tensor.shape)}; {source} implies "
+            f"{_shown(form)}"
+        )
+    if form.dtypes and tensor.dtype not in form.dtypes:
+        wanted = "numbers with a fraction" if form.dtypes == FLOATS else form.dtypes[0]
+        raise UnsupportedModel(
+            f"{tensor.file}: {tensor.name} holds {tensor.dtype}; {source} implies {wanted}"
+        )
+
+
+def _shown(form: Form) -> str:
+    return " or ".join(str(list(shape)) for shape in form.shapes)

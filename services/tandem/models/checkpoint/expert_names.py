@@ -1,0 +1,131 @@
+"""The names and shapes of experts' tensors in checkpoints.
+
+apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
+          block_sparse_moe.experts.E.{w1,w3}.weight     [inner, hidden]         gate and up
+          block_sparse_moe.experts.E.w2.weight          [hidden, inner]         down
+          mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
+          mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
+          mlp.shared_experts.{gate,up,down}_proj.weight                         DeepSeek
+stacked   mlp.gate.weight                               [experts, hidden]       either
+          mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
+          mlp.experts.down_proj                         [experts, hidden, inner]
+GGUF      mlp.gate.weight                               [experts, hidden]
+          mlp.experts.{gate,up}_proj.weight             [experts, inner, hidden]
+          mlp.experts.down_proj.weight                  [experts, hidden, inner]
+gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [experts]
+          mlp.experts.gate_up_proj, gates and ups in turn   [experts, hidden, 2 inner]
+          mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
+          mlp.experts.down_proj                         [experts, inner, hidden]
+          mlp.experts.down_proj_bias                    [experts, hidden]
+          of GGUF files as above, with mlp.experts.{gate,up,down}_proj.bias
+          of MXFP4 (forms.py)                           [experts, out, in]
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Self
+
+from tandem.errors import UnsupportedModel
+from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts
+from tandem.models.families import ExpertForm
+
+Shapes = dict[str, tuple[int, ...]]
+
+MXFP4_BLOCK = 32  # numbers that share a scale
+_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
+_PLACES: dict[ExpertForm, str] = {
+    "mixtral": "block_sparse_moe",
+    "qwen": "mlp",
+    "deepseek": "mlp",
+}
+_PARTS: dict[ExpertForm, tuple[str, str, str]] = {
+    "mixtral": ("w1", "w3", "w2"),
+    "qwen": ("gate_proj", "up_proj", "down_proj"),
+    "deepseek": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+def bias_of(weight: str) -> str:
+    """Names the bias beside a weight of a GGUF file."""
+    return f"{weight.removesuffix('weight')}bias"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of one layer's tensors, after the layer's own."""
+
+    form: ExpertForm
+    is_stacked: bool
+    is_mxfp4: bool = False
+    is_gguf: bool = False  # of stacked ones, gates and ups are apart
+
+    @classmethod
+    def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:
+        """Returns the names that a checkpoint with tensors of the `stored` names uses."""
+        is_stacked = config.expert_form == "gpt_oss" or any(
+            name.endswith(_STACKED) for name in stored
+        )
+        is_gguf = any(name.endswith(_OF_GGUF) for name in stored)
+        return cls(config.expert_form, is_stacked or is_gguf, config.is_mxfp4, is_gguf)
+
+    @property
+    def router(self) -> str:
+        if self.form == "gpt_oss":
+            return "mlp.router"
+        return f"{'mlp' if self.is_stacked else _PLACES[self.form]}.gate"
+
+    @property
+    def correction(self) -> str:
+        """Names the numbers that are added to the scores by which experts are chosen."""
+        return f"{self.router}.e_score_correction_bias"
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Gates and ups, and downs; of GGUF files gates, ups and downs."""
+        return _OF_GGUF if self.is_gguf else _STACKED
+
+    def parts(self, expert: int) -> tuple[str, str, str]:
+        """An expert's gate, up and down."""
+        place = f"{_PLACES[self.form]}.experts.{expert}"
+        gate, up, down = _PARTS[self.form]
+        return f"{place}.{gate}.weight", f"{place}.{up}.weight", f"{place}.{down}.weight"
+
+    def shapes(self, experts: Experts, hidden: int) -> Shapes:
+        shapes: Shapes = {f"{self.router}.weight": (experts.num, hidden)}
+        if experts.is_corrected:
+            shapes[self.correction] = (experts.num,)
+        if self.form == "gpt_oss":
+            shapes[f"{self.router}.bias"] = (experts.num,)
+        if self.form == "gpt_oss" and not self.is_gguf:
+            gate_up, down = self.stacked
+            shapes |= self._shapes_of_gpt_oss(gate_up, experts.num, 2 * experts.inner, hidden)
+            return shapes | self._shapes_of_gpt_oss(down, experts.num, hidden, experts.inner)
+        if self.is_gguf:
+            gate, up, down = self.stacked
+            shapes[gate] = shapes[up] = (experts.num, experts.inner, hidden)
+            shapes[down] = (experts.num, hidden, experts.inner)
+            if experts.has_biases:
+                shapes |= {bias_of(name): shapes[name][:2] for name in self.stacked}
+            return shapes
+        if self.is_stacked:
+            gate_up, down = self.stacked
+            shapes[gate_up] = (experts.num, 2 * experts.inner, hidden)
+            shapes[down] = (experts.num, hidden, experts.inner)
+            return shapes
+        for expert in range(experts.num):
+            gate, up, down = self.parts(expert)
+            shapes[gate] = shapes[up] = (experts.inner, hidden)
+            shapes[down] = (hidden, experts.inner)
+        return shapes
+
+    def _shapes_of_gpt_oss(self, name: str, num: int, num_out: int, num_in: int) -> Shapes:
+        shapes: Shapes = {f"{name}_bias": (num, num_out)}
+        if not self.is_mxfp4:
+            return shapes | {name: (num, num_in, num_out)}
+        if num_in % MXFP4_BLOCK:
+            raise UnsupportedModel(
+                f"{num_in} inputs of experts in MXFP4 are not a multiple of {MXFP4_BLOCK}"
+            )
+        return shapes | {name: (num, num_out, num_in)}

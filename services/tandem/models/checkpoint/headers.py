@@ -1,0 +1,104 @@
+"""Reads the header of a safetensors file, and none of its tensors.
+
+    8 bytes: the header's length | a JSON object with type, shape and place of each tensor | data
+
+Format: https://github.com/huggingface/safetensors. What the safetensors library refuses is refused
+here, too, by the name of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.models.broken_files import naming
+
+# Types of numbers with a fraction, which become those of the compute dtype.
+FLOATS = ("F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+_HEADER_BYTES_MAX = 100_000_000  # what the safetensors library accepts
+_BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A tensor as a file's header has it."""
+
+    dtype: str  # as safetensors names it, such as BF16
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The shapes and types that a tensor may have; without any, it may have each."""
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a safetensors file."""
+
+    raw: bytes  # its JSON
+    tensors: Mapping[str, TensorHeader]
+
+
+def read_header(file: Path) -> Header:
+    """Returns a file's header. Raises ConfigError for a file that is not whole, or none."""
+    with naming(file), file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        num_bytes = int.from_bytes(stream.read(8), "little")
+        if not 2 <= num_bytes <= min(size - 8, _HEADER_BYTES_MAX):
+            raise ConfigError(f"{file} is not a whole safetensors file")
+        raw = stream.read(num_bytes)
+        described = dict(json.loads(raw).items())
+        described.pop("__metadata__", None)
+        tensors = {name: _tensor(name, each) for name, each in described.items()}
+        spans = (each["data_offsets"] for each in described.values())
+        _check_whole(file, spans, size - 8 - num_bytes)
+    return Header(raw, tensors)
+
+
+def _tensor(name: str, described: Mapping[str, Any]) -> TensorHeader:
+    dtype, shape = described["dtype"], tuple(described["shape"])
+    begin, end = described["data_offsets"]
+    if dtype not in _BITS:
+        raise ConfigError(f"{name[:200]} is of the unknown type {dtype!r:.80}")
+    if any(type(each) is not int or each < 0 for each in (*shape, begin, end)):
+        raise ConfigError(f"{name[:200]} has an impossible shape or place")
+    if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
+        raise ConfigError(
+            f"{name[:200]} has {end - begin} bytes, which are not those of {dtype} in the shape "
+            f"{list(shape)!s:.80}"
+        )
+    return TensorHeader(dtype, shape)
+
+
+def _check_whole(file: Path, spans: Iterable[tuple[int, int]], data_bytes: int) -> None:
+    """Raises ConfigError unless the tensors fill the file's data, one after the other."""
+    last = 0
+    for begin, end in sorted(spans):
+        if begin != last:
+            raise ConfigError(f"{file}: tensors overlap or leave a gap at byte {last} of the data")
+        last = end
+    if last > data_bytes:
+        raise ConfigError(
+            f"{file} is cut short: its tensors take {last} bytes, and it has {data_bytes} of them"
+        )
+    if last < data_bytes:
+        raise ConfigError(f"{file} has {data_bytes - last} bytes after its last tensor")

@@ -1,0 +1,101 @@
+"""Names and shapes of the tensors that a model's config implies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.expert_names import ExpertNames, Shapes
+from tandem.models.checkpoint.latent_shapes import latent_shapes
+from tandem.models.config import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+# A layer's norms by where they stand, as LayerWeights and as checkpoints name them.
+NORMS = {
+    "before": {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    },
+    "after": {
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "around": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
+    """Every tensor that a checkpoint of this model must have, in the form of those it has."""
+    hidden = config.hidden_size
+    shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes[OUTPUT] = (config.vocab_size, hidden)
+    names = ExpertNames.of(config, stored)
+    if not names.is_stacked and _num_experts(config) > len(stored):
+        raise UnsupportedModel(
+            f"{_num_experts(config)} experts are more than the checkpoint has tensors"
+        )
+    for i, spec in enumerate(config.layers):
+        layer = _attention_shapes(config) | (
+            names.shapes(spec.experts, hidden) if spec.experts else _mlp_shapes(config)
+        )
+        if spec.experts and spec.experts.shared_inner:
+            layer |= _mlp_shapes(config, "mlp.shared_experts", spec.experts.shared_inner)
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def _num_experts(config: ModelConfig) -> int:
+    return sum(spec.experts.num for spec in config.layers if spec.experts)
+
+
+def _attention_shapes(config: ModelConfig) -> Shapes:
+    """Returns the shapes of a layer's attention and norms."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
+    if config.latent is not None:
+        return norms | latent_shapes(config, config.latent)
+    q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
+    linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
+    if config.is_fused:
+        linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
+    else:
+        linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
+        linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
+        linears["self_attn.v_proj"] = (kv_size, hidden, config.qkv_bias)
+    shapes = norms
+    if config.has_sinks:
+        shapes["self_attn.sinks"] = (config.num_attention_heads,)
+    if config.qk_norm:
+        has_all = config.qk_norm == "all"
+        shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
+    return shapes | _linear_shapes(linears)
+
+
+def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:
+    hidden, has_bias = config.hidden_size, config.mlp_bias
+    inner = inner or config.intermediate_size
+    linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
+    if config.is_fused:
+        linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
+    else:
+        linears[f"{name}.gate_proj"] = linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
+    return _linear_shapes(linears)
+
+
+def _linear_shapes(linears: dict[str, tuple[int, int, bool]]) -> Shapes:
+    """Returns the shapes of matrices (outputs, inputs) and of the biases that some of them have."""
+    shapes: Shapes = {}
+    for name, (num_out, num_in, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        if has_bias:
+            shapes[f"{name}.bias"] = (num_out,)
+    return shapes

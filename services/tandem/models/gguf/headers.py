@@ -1,0 +1,43 @@
+"""The tensors of a GGUF file by Hugging Face's names, without a byte of them. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from tandem.errors import UnsupportedModel
+from tandem.models.gguf.layout import StoredTensor, read_layout
+from tandem.models.gguf.names import ROPE_TABLES, hf_name
+
+
+def read_headers(file: Path, architecture: str) -> dict[str, StoredTensor]:
+    """Returns all tensors of the file but those that became a part of the config.
+
+    Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
+    no place in the architecture, or whose type nobody here can dequantize.
+    """
+    headers: dict[str, StoredTensor] = {}
+    readable: dict[gguf.GGMLQuantizationType, bool] = {}
+    for each in read_layout(file):
+        if each.name in ROPE_TABLES:
+            continue
+        name = hf_name(each.name, architecture)
+        if name in headers:
+            raise UnsupportedModel(f"{headers[name].name} and {each.name} are the same tensor")
+        if not readable.setdefault(each.type, _can_dequantize(each.type)):
+            raise UnsupportedModel(
+                f"{each.name} is of type {each.type.name}, which the gguf package cannot dequantize"
+            )
+        headers[name] = each
+    return headers
+
+
+def _can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
+    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.dequantize(np.zeros((1, num_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True

@@ -1,0 +1,51 @@
+"""The limits that a model sets to a worker's settings. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tandem.dtypes import DTYPE_BYTES, is_quantized
+from tandem.errors import ConfigError
+from tandem.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tandem.config.engine import EngineOptions
+
+_LATENT_MULTIPLE = 16  # of a latent's numbers, if quantized: kernels take so many at once
+
+
+def check_settings(options: EngineOptions, model: ModelConfig) -> None:
+    """Raises ConfigError naming a setting that the model cannot have."""
+    max_context(options, model)
+    if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
+        raise ConfigError(why)
+
+
+def max_context(options: EngineOptions, model: ModelConfig) -> int:
+    """Returns the largest number of tokens of a sequence. Raises ConfigError for one that the
+    model was not trained for."""
+    if options.max_model_len is None:
+        return model.max_model_len
+    if not 1 <= options.max_model_len <= model.max_model_len:
+        raise ConfigError(
+            f"max-model-len {options.max_model_len} is not within 1 to {model.max_model_len}, "
+            "the context that the model was trained for"
+        )
+    return options.max_model_len
+
+
+def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
+    """Returns why the model's KV cannot have a dtype; empty if it can."""
+    if model.latent is None or not is_quantized(dtype):
+        return ""
+    if dtype != "int8":
+        return (
+            f"the KV dtype {dtype} is not supported with latent attention; supported are "
+            f"{', '.join(DTYPE_BYTES)}, int8"
+        )
+    if model.latent.kv_rank % _LATENT_MULTIPLE:
+        return (
+            f"the KV dtype int8 needs latents of a multiple of {_LATENT_MULTIPLE} numbers; "
+            f"kv_lora_rank is {model.latent.kv_rank}"
+        )
+    return ""

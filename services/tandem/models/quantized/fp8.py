@@ -1,0 +1,46 @@
+"""Matrices in fp8 (e4m3) with scales, as a checkpoint has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+RUN = 128  # inputs that share a scale, unless all of an output do
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """A matrix [out, in]. Outputs have a scale for each run of inputs, or one for all."""
+
+    data: torch.Tensor  # float8_e4m3fn [out, in]
+    scales: torch.Tensor  # float32 [out, runs]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def scale_inputs(self) -> int:
+        """Returns how many inputs share a scale; the last may be fewer."""
+        return RUN if self.scales.shape[1] > 1 else self.data.shape[1]
+
+    def numbers(self) -> torch.Tensor:
+        """Returns float32 [out, in]."""
+        wide = self.data.float()
+        for run in range(self.scales.shape[1]):
+            inputs = slice(run * self.scale_inputs, (run + 1) * self.scale_inputs)
+            wide[:, inputs] *= self.scales[:, run : run + 1]
+        return wide
+
+    def between(self, first: int, end: int) -> Fp8:
+        """Returns some rows, which share this one's memory."""
+        return replace(self, data=self.data[first:end], scales=self.scales[first:end])
+
+    def to(self, device: torch.device) -> Fp8:
+        return replace(self, data=self.data.to(device), scales=self.scales.to(device))
+
+    def in_order(self, rows: torch.Tensor) -> Fp8:
+        """Returns a copy with these rows."""
+        data = self.data.view(torch.uint8)[rows].view(self.data.dtype)
+        return replace(self, data=data, scales=self.scales[rows])

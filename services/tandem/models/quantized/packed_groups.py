@@ -1,0 +1,146 @@
+"""Integers in groups of inputs, as torch and Triton keep them.
+
+    weight = (number - zero) * scale + min
+
+Zeros and minimums are there where a matrix has any. Scales have a type that holds them exactly, so
+each weight is the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tandem.models.gguf.tensors import Blocks
+
+BLOCK = 32  # inputs of a GGUF block
+_SHUFFLED_AT_ONCE = 1 << 16  # numbers on a CPU: so little is made beside them
+_SCALE_TYPES = (torch.float16, torch.bfloat16)
+# Bytes of a block's scale, and of its minimum.
+_PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroups:
+    """A matrix [out, in]."""
+
+    data: torch.Tensor  # uint8 [out, in / 2], input 2 i in a lower half; or int8 [out, in]
+    scales: torch.Tensor  # [out, groups]
+    zeros: torch.Tensor | None = None  # uint8 [out, groups]
+    mins: torch.Tensor | None = None  # [out, groups]
+    group_of_input: torch.Tensor | None = None  # [in]; None: as many inputs after one another each
+
+    @classmethod
+    def of(
+        cls,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        group_of_input: torch.Tensor | None = None,
+    ) -> PackedGroups:
+        """Packs numbers [out, in], of 4 bits if they are uint8. One scale or zero may be there for
+        a whole row, or for all rows."""
+        num_out = len(numbers)
+        scales = scales.expand(num_out, -1)
+        data = numbers.contiguous()
+        if numbers.dtype == torch.uint8:
+            data = data[:, ::2] | data[:, 1::2] << 4
+        if zeros is not None:
+            zeros = zeros.expand(num_out, scales.shape[1]).contiguous()
+        return cls(data, _narrowed(scales).contiguous(), zeros, None, group_of_input)
+
+    @classmethod
+    def of_blocks(cls, blocks: Blocks) -> PackedGroups | None:
+        """Returns the same numbers; None of a type with other scales than a group's."""
+        parts = _PARTS.get(blocks.type.name)
+        if parts is None:
+            return None
+        num_out, num_in = blocks.shape
+        rows = blocks.rows().view(num_out, num_in // BLOCK, -1)
+        scales, *mins, packed = torch.split(rows, [*parts, rows.shape[-1] - sum(parts)], -1)
+        halves = [part.contiguous().view(torch.float16).squeeze(-1) for part in (scales, *mins)]
+        if blocks.type.name == "Q8_0":
+            numbers = packed.reshape(num_out, num_in).view(torch.int8)
+            return cls(numbers, halves[0])
+        numbers = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
+        data = numbers[:, ::2] | numbers[:, 1::2] << 4
+        zeros = None if mins else torch.full_like(halves[0], 8, dtype=torch.uint8)
+        return cls(data, halves[0], zeros, *halves[1:])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num_out, num_bytes = self.data.shape
+        return num_out, num_bytes * (2 if self.data.dtype == torch.uint8 else 1)
+
+    def numbers(self) -> torch.Tensor:
+        """Returns float32 [out, in]."""
+        num_out, num_in = self.shape
+        numbers = torch.empty(num_out, num_in, device=self.data.device)
+        at_once = num_out
+        if self.group_of_input is not None and self.data.is_cpu:
+            at_once = max(1, _SHUFFLED_AT_ONCE // num_in)
+        for first in range(0, num_out, at_once):
+            end = min(first + at_once, num_out)
+            self.between(first, end)._write(numbers[first:end])
+        return numbers
+
+    def in_order(self, rows: torch.Tensor) -> PackedGroups:
+        """Returns a copy with these rows."""
+        return replace(
+            self,
+            data=self.data[rows],
+            scales=self.scales[rows],
+            zeros=None if self.zeros is None else self.zeros[rows],
+            mins=None if self.mins is None else self.mins[rows],
+        )
+
+    def between(self, first: int, end: int) -> PackedGroups:
+        """Returns some rows, which share this one's memory."""
+        return replace(
+            self,
+            data=self.data[first:end],
+            scales=self.scales[first:end],
+            zeros=None if self.zeros is None else self.zeros[first:end],
+            mins=None if self.mins is None else self.mins[first:end],
+        )
+
+    def to(self, device: torch.device) -> PackedGroups:
+        def moved(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else part.to(device)
+
+        return PackedGroups(
+            self.data.to(device),
+            self.scales.to(device),
+            moved(self.zeros),
+            moved(self.mins),
+            moved(self.group_of_input),
+        )
+
+    def _write(self, wide: torch.Tensor) -> None:
+        """Writes all numbers to float32 [out, in]."""
+        if self.data.dtype == torch.uint8:
+            torch.stack((self.data & 15, self.data >> 4), -1, out=wide.view(*self.data.shape, 2))
+        else:
+            wide.copy_(self.data)
+        if self.group_of_input is None:  # [out, groups, inputs of a group]
+            wide = wide.view(*self.scales.shape, -1)
+        if self.zeros is not None:
+            wide -= self._of_inputs(self.zeros)
+        wide *= self._of_inputs(self.scales)
+        if self.mins is not None:
+            wide += self._of_inputs(self.mins)
+
+    def _of_inputs(self, of_groups: torch.Tensor) -> torch.Tensor:
+        if self.group_of_input is not None:
+            return of_groups.gather(1, self.group_of_input.expand(len(of_groups), -1))
+        return of_groups.unsqueeze(-1)
+
+
+def _narrowed(scales: torch.Tensor) -> torch.Tensor:
+    """Returns the same numbers in 16 bits, if these hold them all."""
+    for dtype in _SCALE_TYPES:
+        narrow = scales.to(dtype)
+        if torch.equal(narrow.float(), scales.float()):
+            return narrow
+    return scales
