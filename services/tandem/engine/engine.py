@@ -1,9 +1,8 @@
 """One model, its KV pool and its sequences, moved on by `step`: schedule, run, postprocess.
 
 Synchronous; knows no network, no asyncio, no Redis and no Ray. Everything that happens, also
-between steps, comes out in the next `StepReport`. `has_work` says whether a step would do
-anything; while it is False only a call from outside (add, commit, remove, ...) changes that.
-The states of a sequence are in sequence.py, those of a block in block_pool.py.
+between steps, comes out in the next `StepReport`. While `has_work` is False, only a call from
+outside changes that. The states of a sequence are in sequence.py, of a block in block_pool.py.
 """
 
 import time
@@ -61,9 +60,8 @@ class Engine:
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
-        self._new_sequences = new = NewSequences(
-            runner, model_fingerprint, self.layout, self._grammars, self._adapters
-        )
+        parts = runner, model_fingerprint, self.layout, self._grammars, self._adapters
+        self._new_sequences = new = NewSequences(*parts)
         self._tiers = make_tiers(config, self._kv, runner.kv, new.identity, start_thread)
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
@@ -76,6 +74,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step,
             itl_limit_s=config.itl_limit_s,
+            shared_wait_s=config.shared_wait_s,
             adapters=self._adapters,
             tiers=self._tiers,
         )
@@ -137,13 +136,14 @@ class Engine:
         new.num_preemptions = old.num_preemptions
         self._enter(new)
 
-    def commit(self, sequence_id: str, first_token_id: int) -> None:
+    def commit(self, sequence_id: str, first_token_id: int, sums: Iterable[float] = ()) -> None:
         """Moves a WAITING_FOR_REMOTE_KV sequence, whose KV is all in place and trusted, to decode.
 
-        The first token is with the client already: it is not reported again, only an end that it
-        may bring."""
+        The first token, and sums of its blocks, came in `Prefilled`. The client has it already: it
+        is not reported again, only an end that it may bring."""
         sequence = self._sequences.awaiting_all(sequence_id)
         sequence.num_computed_tokens = sequence.num_tokens
+        sequence.tables.take_sums(sequence.num_tokens, list(sums))
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
         if not self._end_if_over(sequence):
@@ -191,10 +191,8 @@ class Engine:
         self._peer_blocks.pin_prefix(sequence_id, block_hashes, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """Takes blocks for a chain that comes from outside, until `commit_import` or `remove`.
-
-        Evicts nothing: the chain is cut short where no FREE block is left.
-        """
+        """Takes blocks for a chain that comes from outside, until `commit_import` or `remove`. It
+        evicts nothing: the chain is cut short where no FREE block is left."""
         self._check_chain(sequence_id)
         self._peer_blocks.import_blocks(sequence_id, block_hashes)
 
@@ -291,7 +289,9 @@ class Engine:
         loaded = []
         for load in self._tiers.take_ended():
             sequence = self._sequences[load.sequence_id]
-            sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
+            if not self._scheduler.loads.take(load, sequence):
+                self._scheduler.compute_instead(sequence)
+                continue
             self._store_full_blocks(sequence)
             self._scheduler.enter(sequence)
             if not load.num_spared:
@@ -326,12 +326,12 @@ class Engine:
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
         self._grammars.wait()
         sampled = sampler.run(self._runner, logits)
-        # What is freed now may be written by a peer's bytes: nothing may read it any more. Tokens
-        # came after all else in the stream.
+        # A peer may write what is freed now: nothing may read it any more. Tokens came last.
         if logits.is_cuda and not sampled:
             torch.cuda.current_stream(logits.device).synchronize()
         if not is_awaited:
             on_kv_written()
+        schedule.evict()
         for sequence, token_id, logprobs in sampled:
             self._advance(sequence, token_id, logprobs)
 

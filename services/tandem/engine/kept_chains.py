@@ -25,7 +25,9 @@ class KeptChains:
         self._tiers = tiers
         self.clock = time.monotonic
         self._pools: dict[str, list[BlockPool]] = {"device": kv.pools}
-        self._pools |= {tier.storage.name: [tier.pool] for tier in tiers.tiers}
+        self._pools |= {
+            tier.storage.name: [group.pool for group in tier.groups] for tier in tiers.tiers
+        }
         for pool in self._all_pools:
             pool.pins.capacity = int(share * pool.num_blocks)
 
@@ -34,7 +36,12 @@ class KeptChains:
         return [pool for pools in self._pools.values() for pool in pools]
 
     def keep(self, tenant: bytes, retention: Retention, block_hashes: Sequence[bytes]) -> Kept:
-        """Pins a chain for `pin_s` from now on. `tenant` is what its hashes are salted with."""
+        """Pins a chain for `pin_s` from now on, or its full blocks within `num_tokens`. `tenant` is
+        what its hashes are salted with. Tiers copy what windows need after it in any case."""
+        self._kv.want_copies(block_hashes)
+        if retention.num_tokens:
+            block_hashes = block_hashes[: retention.num_tokens // self._kv.layout.block_size]
+            self._kv.want_copies(block_hashes)
         if not retention.pin_s or not block_hashes:
             return Kept(0)
         until = self.clock() + retention.pin_s
@@ -48,8 +55,11 @@ class KeptChains:
             is_refused |= num_pinned < len(here)
             if group.window is None:
                 depth = min(depth, num_pinned)
+        resume = len(block_hashes) * self._kv.layout.block_size
         for tier in self._tiers.tiers:
-            tier.pool.pin(tenant, retention.weight, block_hashes, until)
+            for group, slots in zip(self._kv.layout.groups, tier.groups, strict=True):
+                seen = block_hashes[group.first_seen(resume) :]
+                slots.pool.pin(tenant, retention.weight, seen, until)
         if is_refused:
             share = self._kv.pools[0].pins.share(tenant, retention.weight)
             return Kept(depth, f"the tenant's share is {share} blocks")

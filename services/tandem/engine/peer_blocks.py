@@ -109,6 +109,7 @@ class PeerBlocks:
                 chain_root=_ROOT_UNKNOWN,
                 first=num_cached,
                 last=num_blocks,
+                resumable=[num_blocks],
             )
             chain.num_cached_blocks = num_blocks
         finally:

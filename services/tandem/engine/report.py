@@ -51,7 +51,7 @@ class PendingReport:
                 sequence.sequence_id,
                 sequence.tables,
                 num_cached=sequence.num_stored_blocks,
-                num_blocks=prefix or len(sequence.block_table),
+                num_blocks=prefix or sequence.tables.num_full(sequence.num_tokens),
                 depth=prefix or sequence.last_depth,
                 cached=sequence.cached or NONE_CACHED,
             )
@@ -110,6 +110,7 @@ class PendingReport:
     def prefilled(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None
     ) -> None:
+        self.final_blocks(sequence)
         self._report.prefilled.append(
             Prefilled(
                 sequence.sequence_id,
@@ -118,6 +119,7 @@ class PendingReport:
                 logprobs,
                 sequence.prompt_logprobs,
                 sequence.embedding,
+                sequence.tables.block_sums(sequence.num_computed_tokens),
             )
         )
 

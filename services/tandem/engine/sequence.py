@@ -83,6 +83,7 @@ class Sequence:
     num_used_blocks: int = 0  # of those, as `take_used` has told
     cached: CachedTokens | None = None  # that the first admission reused; None before it
     loading: Loading = field(default_factory=Loading)  # from a tier below the pool
+    num_known_blocks: int = 0  # others had these first ones, maybe without all that windows need
     may_load: bool = True  # from a tier below the pool: until such a load stood still
     num_preemptions: int = 0
     shared_since: float = 0.0  # WAITING for blocks that another computes (early_reuse.py); 0: not
@@ -145,7 +146,9 @@ class Sequence:
 
     @property
     def num_next_tokens(self) -> int:
-        """Missing tokens that come before others whose KV was loaded."""
+        """Missing tokens before others whose KV was loaded, and before blocks leave."""
+        if hitters := self.tables.hitters:
+            return min(self.num_missing_tokens, hitters.num_left(self.num_computed_tokens))
         if loaded := self.loading.loaded:
             return loaded.start * self.block_size - self.num_computed_tokens
         return self.num_missing_tokens
@@ -153,8 +156,10 @@ class Sequence:
     @property
     def num_final_blocks(self) -> int:
         """Blocks that will not change any more; of a sequence that decodes, only full ones."""
+        if self.tables.hitters is not None and self.status is not Status.HELD:
+            return 0  # any block may still leave
         if self.mode is Mode.PREFILL_ONLY and not self.num_missing_tokens:
-            return len(self.block_table)
+            return self.tables.num_full(self.num_tokens)
         return self.num_computed_tokens // self.block_size
 
     @property
@@ -175,9 +180,7 @@ class Sequence:
     def reusable_hashes(self) -> list[bytes]:
         """Hashes to look for at admission: at least the last token is computed, to have logits,
         and in a block of its own, because a shared one is never written."""
-        if self.wants_prompt_logits:
-            return []
-        return self.block_hashes[: self.last_depth]
+        return [] if self.wants_prompt_logits else self.block_hashes[: self.last_depth]
 
     @property
     def wants_prompt_logits(self) -> bool:
@@ -354,14 +357,14 @@ class Sequence:
                 last=num_full_blocks,
                 block_tokens=self.block_tokens,
                 adapter=self.spec.adapter,
+                resumable=(self.spec.num_prompt_tokens // self.block_size, self.num_known_blocks),
             )
             self.num_stored_blocks = num_full_blocks
         if kv.passes(self.tables):
             kv.pass_by(self.tables, self.num_passed_tokens)
 
     def take_used(self) -> list[bytes]:
-        """Returns hashes of the blocks that were stored or reused since the last call, once each,
-        also if they are computed again."""
+        """Returns hashes of the blocks stored or reused since the last call, once each."""
         first = self.num_used_blocks
         self.num_used_blocks = max(first, self.num_stored_blocks)
         return self.block_hashes[first : self.num_stored_blocks]

@@ -25,7 +25,7 @@ from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.kv_budget import KvBudget
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WorkerRates
-from tandem.perf_model.soonest import Offer
+from tandem.perf_model.soonest import Offer, Producer
 from tandem.retention import NO_RETENTION, Retention
 
 
@@ -78,6 +78,8 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     fork_of: str = ""
     prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
     offer: Offer | None = None  # of a peer, for a prompt that may await its first blocks
+    # WAITING_FOR_REMOTE_KV: the peer that would have its KV soonest; None: it waits for one anyway.
+    producer: Producer | None = None
     # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
     consumer_rate: tuple[float, float] | None = None
     retention: Retention = NO_RETENTION  # of its KV after its end
@@ -133,6 +135,7 @@ class Prefilled(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None  # of the first token
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt from its second token on
     embedding: list[float] = []  # of the prompt, if it was asked for
+    block_sums: list[float] = []  # weights that its blocks attracted, if its KV budget counts them
 
     @property
     def num_cached_tokens(self) -> int:

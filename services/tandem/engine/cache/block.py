@@ -7,6 +7,7 @@ from enum import Enum
 class Copy(Enum):
     """The copy of a hashed block in a lower tier. A pool evicts leaves in this order."""
 
+    UNWANTED = "unwanted"  # of a window: no request is expected to go on from it (window_pool.py)
     WHOLE = "whole"
     LOST = "lost"  # evicted from the tier, or not taken: not written again before its next use
     NONE = "none"

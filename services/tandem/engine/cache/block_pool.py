@@ -332,7 +332,7 @@ class BlockPool:
         block = self._blocks[block_id]
         if not block.num_references:
             self._cached.discard(block_id)
-            if block.copy is Copy.LOST:
+            if block.copy in (Copy.LOST, Copy.UNWANTED):
                 block.copy = Copy.NONE
                 self._unwritten[block_id] = None
         block.num_references += 1

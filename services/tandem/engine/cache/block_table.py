@@ -14,14 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.errors import InternalError
 
 if TYPE_CHECKING:
+    from tandem.engine.cache.heavy_hitters import HeavyHitters
     from tandem.engine.cache.kv_groups import KvLayout
 
 NULL_BLOCK = -1
+
+
+class UnfilledBlock(NamedTuple):
+    """A block of a table that has no KV yet."""
+
+    group: int
+    chain_index: int
+    block_id: int  # in its group's pool
 
 
 @dataclass(slots=True)
@@ -35,9 +44,38 @@ class BlockTables:
     firsts: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     budget: KvLayout | None = None  # the layout under the sequence's KV budget; None: it has none
+    # What its KV budget keeps, if by attention: the table has no other tokens. None: all.
+    hitters: HeavyHitters | None = None
 
     def __bool__(self) -> bool:
         return bool(self.ids)
+
+    @property
+    def num_passed_tokens(self) -> int:
+        """Computed tokens of which the tables have nothing, not even NULL_BLOCK."""
+        return 0 if self.hitters is None else self.hitters.num_passed_tokens
+
+    def num_full(self, num_computed: int) -> int:
+        """Returns how many of the first table's blocks have KV after so many computed tokens, the
+        last one maybe in part."""
+        return len(self.ids[0]) if self.hitters is None else self.hitters.num_blocks(num_computed)
+
+    def evict(self, num_computed: int) -> None:
+        """Lets blocks leave if so many computed tokens are a border. Only between steps."""
+        if self.hitters is not None:
+            self.hitters.evict(self.ids[0], num_computed)
+
+    def block_sums(self, num_computed: int) -> list[float]:
+        """Returns what a peer needs besides KV of so many tokens; empty without heavy hitters."""
+        if self.hitters is None:
+            return []
+        sums: list[float] = self.hitters.sums(num_computed - self.num_passed_tokens).tolist()
+        return sums
+
+    def take_sums(self, num_computed: int, sums: list[float]) -> None:
+        """Takes `block_sums` of a peer. Raises InternalError when they are of other blocks."""
+        if self.hitters is not None:
+            self.hitters.take(num_computed, sums)
 
     def held(self, group: int, first: int = 0) -> list[int]:
         """Returns the blocks that it references, from the index `first` on."""

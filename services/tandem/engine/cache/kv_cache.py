@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from tandem.adapter import Adapter
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
 from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables
+from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
+from tandem.engine.cache.heavy_hitters import HeavyHitters
 from tandem.engine.cache.hot_prefixes import hot_prefixes
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableDepths
@@ -56,22 +57,10 @@ class KvCache:
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if group.window is None:
                 depth = len(pool.match(block_hashes[:depth]))
-        while gap := self._last_gap(block_hashes, depth):
-            depth = gap - 1
-        return depth
+        return self.layout.deepest_hit(block_hashes, depth, self._has)
 
-    def _last_gap(self, block_hashes: Sequence[bytes], depth: int) -> int:
-        """Returns the number of the last block that a window lacks for a hit there; 0: none."""
-        gap = 0
-        for group, pool in zip(self.layout.groups, self.pools, strict=True):
-            if group.window is None:
-                continue
-            first = group.first_seen(depth * self.layout.block_size)
-            for index in range(depth - 1, first - 1, -1):
-                if pool.find(block_hashes[index]) is None:
-                    gap = max(gap, index + 1)
-                    break
-        return gap
+    def _has(self, group: int, block_hash: bytes) -> bool:
+        return self.pools[group].find(block_hash) is not None
 
     def find_beginning(self, parent_hash: bytes, token_ids: Sequence[int]) -> BlockPart | None:
         """Returns the part of a cached block that has the first ones of these tokens after a chain
@@ -92,8 +81,10 @@ class KvCache:
         resume: int,
         sources: Sequence[int] = (),
         budget: KvBudget | None = None,
+        loaded: int = 0,
     ) -> BlockTables | None:
         """References what is cached of the chain's first `depth` blocks, and allocates the rest.
+        If its first `loaded` blocks come from tiers, it references what is here of those.
 
         `sources` are blocks of each group that will be copied into the first of the rest, if the
         table begins before it. They are referenced, too, until `end_copies`.
@@ -109,18 +100,29 @@ class KvCache:
             resume=resume,
             sources=sources,
             budget=budget,
+            loaded=loaded,
         ):
             return None
         layout = self._layout_under(budget)
-        tables = BlockTables(budget=layout if budget is not None else None)
-        spans = _spans(layout, num_tokens, resume)
+        tables = BlockTables()
+        if budget is not None and budget.keeps_hitters:
+            tables.hitters = HeavyHitters(budget, self._block_size)
+        elif budget is not None:
+            tables.budget = layout
+        spans = _spans(layout, _most_kept(budget, num_tokens), resume)
         for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
         ):
-            found = pool.reserve(block_hashes[first:depth], kept + end - first, source)
-            assert found is not None
-            assert found.num_cached_blocks == max(0, depth - first), "there was no such hit"
-            blocks = found.block_table
+            hashes, size = block_hashes[first : max(depth, loaded)], kept + end - first
+            if loaded and isinstance(pool, WindowPool):
+                blocks = pool.reserve_any(hashes, size)
+                assert blocks is not None
+            else:
+                found = pool.reserve(hashes, size, source)
+                assert found is not None
+                num_cached = found.num_cached_blocks
+                assert loaded or num_cached == max(0, depth - first), "there was no such hit"
+                blocks = found.block_table
             tables.ids.append(blocks[:kept] + [NULL_BLOCK] * (first - kept) + blocks[kept:])
             tables.firsts.append(first)
             tables.kept.append(kept)
@@ -135,15 +137,40 @@ class KvCache:
         resume: int,
         sources: Sequence[int] = (),
         budget: KvBudget | None = None,
+        loaded: int = 0,
     ) -> bool:
         """Returns whether there is room for what `reserve` would take."""
-        spans = _spans(self._layout_under(budget), num_tokens, resume)
-        return all(
-            pool.can_reserve(block_hashes[first:depth], kept + end - first, source)
-            for pool, (kept, first, end), source in zip(
-                self.pools, spans, self._copied(sources, spans, depth), strict=True
+        spans = _spans(self._layout_under(budget), _most_kept(budget, num_tokens), resume)
+        for pool, (kept, first, end), source in zip(
+            self.pools, spans, self._copied(sources, spans, depth), strict=True
+        ):
+            hashes, size = block_hashes[first : max(depth, loaded)], kept + end - first
+            if loaded and isinstance(pool, WindowPool):
+                fits = pool.can_reserve_any(hashes, size)
+            else:
+                fits = pool.can_reserve(hashes, size, source)
+            if not fits:
+                return False
+        return True
+
+    def unfilled(self, tables: BlockTables, end: int) -> list[UnfilledBlock]:
+        """Returns what of the tables' blocks before index `end` has no KV yet, group by group."""
+        return [
+            UnfilledBlock(number, index, ids[index])
+            for number, (pool, ids, first) in enumerate(
+                zip(self.pools, tables.ids, tables.firsts, strict=True)
             )
-        )
+            for index in range(first, end)
+            if pool.is_writable(ids[index])
+        ]
+
+    def want_copies(self, block_hashes: Sequence[bytes]) -> None:
+        """A request may go on after this chain, or after all but its last block: lets tiers copy
+        what it needs then of windows."""
+        resume = (len(block_hashes) - 1) * self.layout.block_size
+        for group, pool in zip(self.layout.groups, self.pools, strict=True):
+            if block_hashes and isinstance(pool, WindowPool):
+                pool.want_copies(block_hashes[group.first_seen(resume) :])
 
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
         """Drops the references to blocks that were copied."""
@@ -160,7 +187,8 @@ class KvCache:
         return [source if first <= depth else None for source, (_, first, _) in pairs]
 
     def _layout_under(self, budget: KvBudget | None) -> KvLayout:
-        return self.layout if budget is None else self.layout.under(budget)
+        has_window = budget is not None and not budget.keeps_hitters
+        return self.layout.under(budget) if budget is not None and has_window else self.layout
 
     def passes(self, tables: BlockTables) -> bool:
         """Returns whether `pass_by` may give back blocks of the tables."""
@@ -181,7 +209,8 @@ class KvCache:
     def extend(self, tables: BlockTables, num_tokens: int) -> int:
         """Lets the tables cover `num_tokens` tokens; returns how many they cover, maybe fewer."""
         size = self._block_size
-        num_blocks = covered = -(-num_tokens // size)
+        passed = tables.num_passed_tokens
+        num_blocks = covered = -(-(num_tokens - passed) // size)
         for pool, ids in zip(self.pools, tables.ids, strict=True):
             while len(ids) < num_blocks:
                 taken = pool.allocate(1)
@@ -189,7 +218,7 @@ class KvCache:
                     break
                 ids += taken
             covered = min(covered, len(ids))
-        return min(num_tokens, covered * size)
+        return min(num_tokens, covered * size + passed)
 
     def pass_by(self, tables: BlockTables, num_tokens: int) -> None:
         """Gives back what no token sees that comes after `num_tokens` others."""
@@ -219,16 +248,20 @@ class KvCache:
         last: int,
         block_tokens: Callable[[int], Sequence[int]] | None = None,
         adapter: Adapter | None = None,
+        resumable: Collection[int] = (),
     ) -> None:
         """Lets others find blocks first..last - 1 of the tables, those before them being stored.
 
         A block that is there already takes the place of a table's own. `block_tokens` are the token
-        ids of a block, by its index, if they are known, and `adapter` only goes into the events.
+        ids of a block, by its index, if they are known, and `adapter` only goes into the events. A
+        request may go on after each of `resumable` blocks.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
         ):
             for i in range(max(first, held), last):
+                if pool.find(block_hashes[i]) == ids[i]:
+                    continue  # it was here when others were loaded
                 ids[i] = pool.store(
                     ids[i],
                     parent_id=ids[i - 1] if i and group.window is None else None,
@@ -238,6 +271,9 @@ class KvCache:
                     index=i,
                     adapter=adapter,
                 )
+        for depth in resumable:
+            if first < depth <= last:
+                self.want_copies(block_hashes[:depth])
 
     def give_back(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
         """Drops the tables' references; `unsafe` blocks wait in quarantine until they are safe."""
@@ -336,6 +372,11 @@ class KvCache:
                 passed = each.ids[number][each.kept[number] : each.firsts[number]]
                 assert set(passed) <= {NULL_BLOCK}, "a passed block is named"
             pool.check_integrity(each.held(number) for each in held)
+
+
+def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
+    """Returns the most tokens that a sequence keeps at once while so many are computed."""
+    return min(num_tokens, budget.tokens) if budget and budget.keeps_hitters else num_tokens
 
 
 def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, int, int]]:

@@ -17,17 +17,16 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from tandem.dtypes import DTYPE_BYTES, is_quantized
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.layout import BlockLayout, num_blocks_of
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
+from tandem.models.limits import why_not_kv_dtype
 
 if TYPE_CHECKING:
     from tandem.config.engine import EngineConfig
     from tandem.kv_budget import KvBudget
 
-LATENT_MULTIPLE = 16  # of a latent's numbers, if quantized: kernels take so many at once
 STEP_TOKENS = 512  # in a step on a CPU, unless --max-tokens-per-step says otherwise
 
 
@@ -114,6 +113,30 @@ class KvLayout:
             ),
             default=None,
         )
+
+    def deepest_hit(
+        self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
+    ) -> int:
+        """Returns the largest depth, at most `depth`, at which each window has all that the next
+        token sees; `has` says whether the blocks of a group have one."""
+        while gap := self._last_gap(block_hashes, depth, has):
+            depth = gap - 1
+        return depth
+
+    def _last_gap(
+        self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
+    ) -> int:
+        """Returns the number of the last block that a window lacks for a hit there; 0: none."""
+        gap = 0
+        for number, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            first = group.first_seen(depth * self.block_size)
+            for index in range(depth - 1, first - 1, -1):
+                if not has(number, block_hashes[index]):
+                    gap = max(gap, index + 1)
+                    break
+        return gap
 
     @property
     def first_ids(self) -> list[int]:
@@ -216,29 +239,6 @@ def divide_pool(
     return layout(*(sizes[group] for group in one.groups))
 
 
-def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
-    """Returns why the model's KV cannot have a dtype; empty if it can."""
-    if model.latent is None or not is_quantized(dtype):
-        return ""
-    if dtype != "int8":
-        return (
-            f"the KV dtype {dtype} is not supported with latent attention; supported are "
-            f"{', '.join(DTYPE_BYTES)}, int8"
-        )
-    if model.latent.kv_rank % LATENT_MULTIPLE:
-        return (
-            f"the KV dtype int8 needs latents of a multiple of {LATENT_MULTIPLE} numbers; "
-            f"kv_lora_rank is {model.latent.kv_rank}"
-        )
-    return ""
-
-
-def check_kv_dtype(model: ModelConfig, dtype: str) -> None:
-    """Raises ConfigError for a dtype that the model's KV cannot have."""
-    if why := why_not_kv_dtype(model, dtype):
-        raise ConfigError(why)
-
-
 def model_layout(
     model: ModelConfig,
     num_blocks: Sequence[int] = (),
@@ -252,7 +252,8 @@ def model_layout(
     `num_blocks` are of each group; by default one. `computed_dtype` is that of rotated keys beside
     quantized latents. Raises ConfigError for a dtype that the model's KV cannot have.
     """
-    check_kv_dtype(model, dtype)
+    if why := why_not_kv_dtype(model, dtype):
+        raise ConfigError(why)
     rules, latent = layer_groups(model), model.latent
     groups = (
         KvGroup(

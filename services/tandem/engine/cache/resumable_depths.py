@@ -5,7 +5,9 @@ it and the blocks before it that the next token sees. Each window counts how man
 chain it has in a row up to a block; a block that goes shortens the counts of those after it:
 
     window of 3 blocks   a b c d e f      b goes:   a . c d e f
-    in a row             1 2 3 3 3 3                1   1 2 3 3      c and d are resumable no more
+    in a row             3 3 3 3 3 3                3   1 2 3 3      c and d are resumable no more
+
+Before a chain's first block there is nothing to see, so it counts as many as a window has.
 
 It follows the events of the pools, so it may forget a depth that a pool could serve again, but
 never tells of one that is not there.
@@ -72,25 +74,26 @@ class _Window:
     def __init__(self, blocks_seen: int) -> None:
         self._blocks_seen = max(1, blocks_seen)
         self._in_row: dict[bytes, int] = {}
-        self._wanted: dict[bytes, int] = {}
+        self._roots: set[bytes] = set()  # blocks that are the first of their chain
         self._parents: dict[bytes, bytes] = {}
         self._children: dict[bytes, list[bytes]] = {}
 
     def is_whole(self, block_hash: bytes) -> bool:
-        in_row = self._in_row.get(block_hash, 0)
-        return in_row > 0 and in_row >= self._wanted[block_hash]
+        return self._in_row.get(block_hash, 0) >= self._blocks_seen
 
     def update(self, stored: Iterable[StoredBlock], removed: Iterable[bytes]) -> list[bytes]:
         """Returns the blocks whose counts changed."""
         changed = []
         for block in stored:
-            self._wanted[block.block_hash] = min(self._blocks_seen, block.index + 1)
+            if block.index == 0:
+                self._roots.add(block.block_hash)
             self._parents[block.block_hash] = block.parent_hash
             self._children.setdefault(block.parent_hash, []).append(block.block_hash)
             self._in_row[block.block_hash] = 0
             changed += self._count_from(block.block_hash)
         for block_hash in removed:
-            del self._in_row[block_hash], self._wanted[block_hash]
+            del self._in_row[block_hash]
+            self._roots.discard(block_hash)
             parent_hash = self._parents.pop(block_hash)
             self._children[parent_hash].remove(block_hash)
             if not self._children[parent_hash]:
@@ -106,7 +109,8 @@ class _Window:
         while waiting:
             block_hash = waiting.pop()
             before = self._in_row.get(self._parents[block_hash], 0)
-            in_row = min(self._blocks_seen, before + 1)
+            is_root = block_hash in self._roots
+            in_row = self._blocks_seen if is_root else min(self._blocks_seen, before + 1)
             if in_row != self._in_row[block_hash]:
                 self._in_row[block_hash] = in_row
                 changed.append(block_hash)

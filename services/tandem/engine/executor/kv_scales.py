@@ -1,33 +1,20 @@
 """Reads the static scales of KV in fp8_e4m3 that a checkpoint may have: of K and V of each layer.
 
-    model.layers.N.self_attn.k_scale          as compressed-tensors names them
-    model.layers.N.self_attn.k_proj.k_scale   as ModelOpt does
-    model.layers.N.self_attn.qkv_proj.k_scale where Q, K and V are one matrix
-
 They take the place of the scales that tokens have of their own (tandem_kernels/kv_fp8.py). All
 workers of a model must have the same; their digest is part of the KV data type's name.
 """
 
 from __future__ import annotations
 
-import re
-
 import torch
 from safetensors import safe_open
 
 from tandem.errors import UnsupportedModel
 from tandem.models.broken_files import naming
+from tandem.models.checkpoint.kv_scale_names import place_of_scale
 from tandem.models.source import ModelFolder
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.kv_int8 import SCALE_MAX, round_up
-
-_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?([kv])_scale")
-
-
-def is_kv_scale(name: str) -> bool:
-    """Returns whether a tensor of a checkpoint is a static scale of KV."""
-    found = _NAME.fullmatch(name)
-    return found is not None and found[2] in (None, "qkv", found[3])
 
 
 def fixed_scales(folder: ModelFolder) -> FixedScales | None:
@@ -39,9 +26,9 @@ def fixed_scales(folder: ModelFolder) -> FixedScales | None:
     found: dict[tuple[int, str], float] = {}
     for file in () if folder.is_gguf else folder.weight_files:
         with naming(file), safe_open(file, "pt") as tensors:
-            for name in filter(is_kv_scale, tensors.keys()):
-                layer, _, which = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-                found[int(layer), which] = _scale(name, tensors.get_tensor(name))
+            for name in list(tensors.keys()):  # of safetensors, which is no dict
+                if (place := place_of_scale(name)) is not None:
+                    found[place] = _scale(name, tensors.get_tensor(name))
     if not found and not folder.config.has_kv_scales:
         return None
     wanted = [[(layer, which) for which in "kv"] for layer in range(folder.config.num_layers)]

@@ -1,14 +1,4 @@
-"""The tensors of latent attention in checkpoints, and as decoders read them.
-
-self_attn.q_proj.weight                     [heads * (plain + rope), hidden]    without a q rank
-self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    else
-self_attn.q_a_layernorm.weight              [q rank]
-self_attn.q_b_proj.weight                   [heads * (plain + rope), q rank]
-self_attn.kv_a_proj_with_mqa.weight, .bias  [kv rank + rope, hidden]
-self_attn.kv_a_layernorm.weight             [kv rank]
-self_attn.kv_b_proj.weight                  [heads * (plain + value), kv rank]
-self_attn.o_proj.weight, .bias              [hidden, heads * value]
-"""
+"""The weights of latent attention, as decoders read them."""
 
 from __future__ import annotations
 
@@ -18,8 +8,6 @@ from typing import NamedTuple, Self
 
 import torch
 
-from tandem.engine.executor.expert_weights import Shapes
-from tandem.models.config import ModelConfig
 from tandem.models.latent import Latent
 
 # transformers ignores rms_norm_eps in norms of latents.
@@ -82,30 +70,3 @@ def token_products(latent: Latent) -> list[tuple[str, RotatedRows]]:
     if latent.q_rank is None:
         return [("q_proj", query_rows(latent)), ("kv_a_proj_with_mqa", kv)]
     return [("q_a_proj", RotatedRows(0, latent.q_rank, False)), ("kv_a_proj_with_mqa", kv)]
-
-
-def latent_shapes(config: ModelConfig, latent: Latent) -> Shapes:
-    """Returns the shapes of a layer's attention."""
-    hidden, heads, has_bias = config.hidden_size, config.num_attention_heads, config.qkv_bias
-    shapes: Shapes = {
-        "self_attn.kv_a_proj_with_mqa.weight": (latent.kv_dim, hidden),
-        "self_attn.kv_a_layernorm.weight": (latent.kv_rank,),
-        "self_attn.kv_b_proj.weight": (
-            heads * (latent.plain_dim + latent.value_dim),
-            latent.kv_rank,
-        ),
-        "self_attn.o_proj.weight": (hidden, heads * latent.value_dim),
-    }
-    if has_bias:
-        shapes["self_attn.kv_a_proj_with_mqa.bias"] = (latent.kv_dim,)
-    if config.attention_out_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if latent.q_rank is None:
-        shapes["self_attn.q_proj.weight"] = (heads * latent.q_dim, hidden)
-        return shapes
-    shapes["self_attn.q_a_proj.weight"] = (latent.q_rank, hidden)
-    if has_bias:
-        shapes["self_attn.q_a_proj.bias"] = (latent.q_rank,)
-    shapes["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
-    shapes["self_attn.q_b_proj.weight"] = (heads * latent.q_dim, latent.q_rank)
-    return shapes

@@ -1,4 +1,4 @@
-"""Loads a layer's experts, in whichever form a checkpoint has them (expert_weights.py)."""
+"""Loads a layer's experts, in whichever form a checkpoint has them (`ExpertNames`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from tandem.engine.executor.expert_weights import ExpertNames, bias_of
 from tandem.engine.executor.tensors_by_name import TensorsByName
 from tandem.engine.executor.weights import ExpertWeights, Linear, Mlp
+from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.experts import Experts
+from tandem.models.gguf.tensors import Blocks
 
 Parts = list[tuple[Linear, ...]]  # of each expert
 
@@ -76,6 +77,7 @@ def _gates_first(gate_up: Linear) -> Linear:
     bias = _sorted(gate_up.bias)
     if gate_up.blocks is None:
         return Linear(_sorted(gate_up.weight), bias)
+    assert isinstance(gate_up.blocks, Blocks)
     for of_expert in gate_up.blocks.matrices():
         of_expert.data.copy_(_sorted(of_expert.data.unsqueeze(0)).squeeze(0))
     return replace(gate_up, bias=bias)
@@ -90,7 +92,7 @@ def _one_by_one(stack: Linear) -> Parts:
     """Returns the matrix of each expert, of one tensor of all of them."""
     num = len(stack.weight)
     biases = [None] * num if stack.bias is None else stack.bias
-    blocks = [None] * num if stack.blocks is None else stack.blocks.matrices()
+    blocks = stack.blocks.matrices() if isinstance(stack.blocks, Blocks) else [None] * num
     return [(Linear(*each),) for each in zip(stack.weight, biases, blocks, strict=True)]
 
 

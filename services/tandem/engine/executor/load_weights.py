@@ -14,32 +14,30 @@ from typing import overload
 
 import torch
 
-from tandem.engine.executor.checkpoint import check, map_files
-from tandem.engine.executor.expert_weights import ExpertNames
+from tandem.engine.executor.checkpoint import check_tied, map_files
 from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.latent_weights import LatentWeights, RotatedRows, token_products
 from tandem.engine.executor.load_experts import load_experts
-from tandem.engine.executor.tensors_by_name import TensorsByName
-from tandem.engine.executor.weight_shapes import (
-    EMBEDDING,
-    FINAL_NORM,
-    NORMS,
-    OUTPUT,
-    expected_shapes,
-    rotary_rows,
-)
+from tandem.engine.executor.load_progress import LoadProgress, Tell, nobody
+from tandem.engine.executor.rotary_rows import rotary_rows
+from tandem.engine.executor.tensors_by_name import KeptFor, TensorsByName
 from tandem.engine.executor.weights import (
     ExpertWeights,
     LayerWeights,
     Linear,
     Mlp,
     ModelWeights,
+    Quantized,
 )
-from tandem.errors import UnsupportedModel
 from tandem.models.broken_files import naming
+from tandem.models.checkpoint.check import check_weights
+from tandem.models.checkpoint.expert_names import ExpertNames
+from tandem.models.checkpoint.weight_shapes import EMBEDDING, FINAL_NORM, NORMS, OUTPUT
 from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts
+from tandem.models.gguf.tensors import Blocks
 from tandem.models.layers import LayerSpec
+from tandem.models.quantized.fp8 import Fp8
 
 
 def load_weights(
@@ -48,31 +46,35 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    keeps_blocks: bool = False,
+    kept_for: KeptFor = "",
+    tell: Tell = nobody,
 ) -> ModelWeights:
-    """Loads the weights in `dtype`; with `keeps_blocks` those stay quantized that native kernels
-    multiply so. A layer is loaded each time that it is asked for.
+    """Loads the weights in `dtype`. Matrices stay quantized if they are kept for kernels that
+    multiply so, or that expand them. A layer is loaded each time that it is asked for. `tell` hears
+    of the progress.
 
     Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
     ConfigError naming a file that cannot be read."""
+    shapes = check_weights(files, config)
     stored = map_files(files, config)
-    with naming(files[0] if len(files) == 1 else files[0].parent):
-        if config.num_layers > len(stored):
-            raise UnsupportedModel(
-                f"{config.num_layers} layers are more than the checkpoint has tensors"
-            )
-        check(stored, expected_shapes(config, stored), config)
+    if config.tie_word_embeddings:
+        with naming(files[0] if len(files) == 1 else files[0].parent):
+            check_tied(stored)
+    progress = LoadProgress(shapes, sum(file.stat().st_size for file in files), tell)
     pages = FilePages(files)
-    tensors = TensorsByName(
-        stored, dtype=dtype, device=device, keeps_blocks=keeps_blocks, pages=pages
-    )
+    tensors = TensorsByName(stored, dtype=dtype, device=device, kept_for=kept_for, pages=pages)
     builder = _Builder(tensors, config, ExpertNames.of(config, stored))
     embedding = tensors.matrix(EMBEDDING)
+    rows = embedding.blocks
+    if kept_for == "native" and not _is_read_by_rows(rows):
+        embedding, rows = Linear(tensors.tensor(EMBEDDING), None), None
+    progress.note(EMBEDDING)
     output = embedding if config.tie_word_embeddings else tensors.matrix(OUTPUT)
+    progress.note(OUTPUT)
     return ModelWeights(
         embedding=embedding.weight,
-        embedding_blocks=embedding.blocks,
-        layers=_Layers(builder, config.layers),
+        embedding_blocks=rows,
+        layers=_Layers(builder, config.layers, progress),
         pages=pages,
         final_norm=builder.norm(FINAL_NORM),
         output=output.weight,
@@ -80,12 +82,22 @@ def load_weights(
     )
 
 
+def _is_read_by_rows(embedding: Quantized | None) -> bool:
+    """Returns whether the native kernels look up rows of such an embedding."""
+    if isinstance(embedding, Blocks):
+        return embedding.order is None
+    return not isinstance(embedding, Fp8)
+
+
 class _Layers(Sequence[LayerWeights]):
     """Layers that are loaded when they are asked for, each time anew."""
 
-    def __init__(self, builder: _Builder, specs: Sequence[LayerSpec]) -> None:
+    def __init__(
+        self, builder: _Builder, specs: Sequence[LayerSpec], progress: LoadProgress
+    ) -> None:
         self._builder = builder
         self._specs = specs
+        self._progress = progress
 
     @overload
     def __getitem__(self, index: int) -> LayerWeights: ...
@@ -97,7 +109,10 @@ class _Layers(Sequence[LayerWeights]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        return self._builder.layer(f"model.layers.{index}", self._specs[index])
+        name = f"model.layers.{index}"
+        layer = self._builder.layer(name, self._specs[index])
+        self._progress.note(f"{name}.")
+        return layer
 
     def __len__(self) -> int:
         return len(self._specs)

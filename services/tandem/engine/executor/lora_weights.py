@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load
 
 from tandem.engine.executor.latent_weights import RotatedRows, query_rows, token_products
-from tandem.engine.executor.weight_shapes import rotary_rows
+from tandem.engine.executor.rotary_rows import rotary_rows
 from tandem.errors import AdapterUnavailable
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
@@ -146,20 +146,6 @@ def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHea
         ),
         LoraHeads(a.expand(num_heads, -1, -1), of_values.contiguous()),
     )
-
-
-def why_not_triton(weights: LoraWeights, config: ModelConfig) -> str:
-    """Returns why the Triton decoder cannot add an adapter; empty if it can."""
-    layers = zip(config.layers, weights.layers, strict=True)
-    if any(
-        made.q_out or made.latent_keys or (spec.experts and (made.gate_up or made.down))
-        for spec, made in layers
-    ):
-        return (
-            "the Triton kernels add nothing to q_b_proj, kv_b_proj and shared experts; the native "
-            "and torch kernels do"
-        )
-    return ""
 
 
 def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:

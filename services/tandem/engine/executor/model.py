@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.kv_groups import layer_places
+from tandem.engine.executor.expand import embedded, pieces
 from tandem.engine.executor.latent_weights import LATENT_NORM_EPS, LatentWeights
 from tandem.engine.executor.step_inputs import StepInputs
 from tandem.engine.executor.step_lora import NO_LORA, StepLora
@@ -44,12 +45,13 @@ class Decoder:
         self._weights = weights = weights.loaded()
         self._kernels = kernels
         self._dtype = weights.embedding.dtype
-        device = weights.embedding.device
+        device = weights.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
-        self.final_hidden = weights.embedding[:0]  # what the last step's logits were made of
+        # What the last step's logits were made of.
+        self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
 
     def forward(
         self,
@@ -74,7 +76,7 @@ class Decoder:
             rope: rotary_angles(inputs.positions, *tables)
             for rope, tables in self._frequencies.items()
         }
-        x = self._weights.embedding[inputs.token_ids]
+        x = embedded(self._weights, inputs.token_ids)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         layers = zip(specs, self._places, self._weights.layers, strict=True)
@@ -90,7 +92,7 @@ class Decoder:
                 )
             queries, keys, values = heads
             pool.write(place.number, token_rows, keys, values)
-            if on_kv_written is not None and layer is self._weights.layers[-1]:
+            if on_kv_written is not None and index + 1 == self._config.num_layers:
                 on_kv_written()
             attend = attentions[place.group, spec.window]
             attended = attend(place.number, queries, layer.sinks)
@@ -204,7 +206,8 @@ class Decoder:
         last = x[torch.nn.functional.pad(rows, (0, num_padding))]
         normed = self._norm(last, self._weights.final_norm)
         self.final_hidden = normed[: rows.shape[0]]
-        logits = self._kernels.linear(normed, self._weights.output, None)
+        output = Linear(self._weights.output, None, self._weights.output_blocks)
+        logits = self._project(normed, (output,))
         return final_logits(self._config, logits[: rows.shape[0]].float())
 
     def _added(
@@ -228,14 +231,15 @@ class Decoder:
 
     def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
         """Returns the products [rows, columns of all parts side by side]."""
-        if len(parts) == 1:
+        if len(parts) == 1 and parts[0].blocks is None:
             return self._kernels.linear(x, parts[0].weight, parts[0].bias)
         out = x.new_empty(x.shape[0], sum(part.weight.shape[0] for part in parts))
         first = 0
         for part in parts:
-            width = part.weight.shape[0]
-            self._kernels.linear(x, part.weight, part.bias, out=out[:, first : first + width])
-            first += width
+            for weight, bias in pieces(part):
+                end = first + weight.shape[0]
+                self._kernels.linear(x, weight, bias, out=out[:, first:end])
+                first = end
         return out
 
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import gguf
 import torch
 
-from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.expert_names import MXFP4_BLOCK
 from tandem.models.gguf.tensors import Blocks
 
-BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 
@@ -34,7 +33,7 @@ class Mxfp4:
     @property
     def shape(self) -> tuple[int, ...]:
         num, num_out, num_blocks, _ = self.codes.shape
-        return num, num_out, num_blocks * BLOCK
+        return num, num_out, num_blocks * MXFP4_BLOCK
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -44,7 +43,7 @@ class Mxfp4:
     def numbers(self) -> torch.Tensor:
         """Returns the numbers in bfloat16, which holds each of them exactly."""
         numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
-        out = torch.empty((*self.codes.shape[:-1], BLOCK), dtype=torch.bfloat16)
+        out = torch.empty((*self.codes.shape[:-1], MXFP4_BLOCK), dtype=torch.bfloat16)
         for expert, codes, scales in zip(out, self.codes, self.scales, strict=True):
             exponents = (scales.int() - _BIAS).unsqueeze(-1)
             expert.copy_(torch.ldexp(numbers[_one_by_one(codes).long()], exponents))
@@ -53,7 +52,7 @@ class Mxfp4:
     def blocks(self) -> Blocks:
         """Returns the same in the form of GGUF files."""
         num, num_out, num_in = self.shape
-        data = torch.empty((*self.codes.shape[:-1], 1 + BLOCK // 2), dtype=torch.uint8)
+        data = torch.empty((*self.codes.shape[:-1], 1 + MXFP4_BLOCK // 2), dtype=torch.uint8)
         for expert, codes, scales in zip(data, self.codes, self.scales, strict=True):
             first, last = _one_by_one(codes).chunk(2, dim=-1)
             expert[..., 0] = scales
@@ -63,26 +62,11 @@ class Mxfp4:
 
 
 def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Mxfp4]:
-    """Returns the tensors of a checkpoint, with the blocks and scales of each one as one.
-
-    Raises UnsupportedModel naming what does not fit."""
+    """Returns the tensors of a checkpoint, with the blocks and scales of each one as one."""
     joined: dict[str, torch.Tensor | Mxfp4] = dict(stored)
-    for name, codes in stored.items():
-        if not name.endswith("_blocks"):
-            continue
-        stem = name.removesuffix("_blocks")
-        scales = stored.get(f"{stem}_scales")
-        if scales is None:
-            raise UnsupportedModel(f"the checkpoint has {name} and lacks {stem}_scales")
-        if codes.ndim != 4 or codes.shape[-1] != BLOCK // 2 or codes.shape[:-1] != scales.shape:
-            raise UnsupportedModel(
-                f"{name} has shape {list(codes.shape)} and its scales {list(scales.shape)}; they "
-                f"must be [experts, outputs, blocks, {BLOCK // 2}] and [experts, outputs, blocks]"
-            )
-        if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
-            raise UnsupportedModel(f"{name} and its scales must hold bytes")
-        del joined[name], joined[f"{stem}_scales"]
-        joined[stem] = Mxfp4(codes, scales)
+    for stem in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
+        del joined[f"{stem}_blocks"], joined[f"{stem}_scales"]
+        joined[stem] = Mxfp4(stored[f"{stem}_blocks"], stored[f"{stem}_scales"])
     return joined
 
 

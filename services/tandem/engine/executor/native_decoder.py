@@ -21,6 +21,7 @@ from tandem.engine.cache.kv_groups import LayerPlace, layer_places
 from tandem.engine.executor.lora_weights import LoraWeights
 from tandem.engine.executor.model import embedding_multiplier
 from tandem.engine.executor.native_angles import AngleTable
+from tandem.engine.executor.native_block_sums import BlockSums
 from tandem.engine.executor.native_latent import pack_latent
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
 from tandem.engine.executor.native_pools import kv_groups_of, kv_kind_of
@@ -161,6 +162,7 @@ class NativeDecoder:
             **lora,
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
+            block_sums=inputs.block_sums.address(),
             num_rows=inputs.num_rows,
             num_spans=len(batch.slices),
             num_logit_rows=inputs.num_logit_rows,
@@ -169,6 +171,7 @@ class NativeDecoder:
         if on_kv_written is not None:
             on_kv_written()
         self._library.to_logits(self._decoder, step)
+        inputs.block_sums.put_back()
         self._logit_rows = inputs.logit_rows
         return results.logits
 
@@ -284,13 +287,15 @@ class _Inputs:
         slots: list[int] = []
         tables: list[int] = []
         rows: dict[int, range] = {}
+        self.block_sums = BlockSums()
         for piece in slices:
             table, num_tokens, context_len = piece.block_table, piece.num_tokens, piece.context_len
             places = range(context_len - num_tokens, context_len)
             visible = piece.visible or _ALL_KEYS
-            spans += (len(token_ids), num_tokens, context_len, len(tables), *visible)
+            sums = self.block_sums.add(piece.block_sums)
+            spans += (len(token_ids), num_tokens, context_len, len(tables), *visible, sums)
             token_ids += piece.token_ids
-            positions += places
+            positions += [at + piece.num_passed for at in places] if piece.num_passed else places
             slots += [table[at // block_size] * block_size + at % block_size for at in places]
             tables += table[: -(-context_len // block_size)]
             rows[id(piece)] = range(len(token_ids) - piece.num_logits, len(token_ids))
@@ -299,7 +304,7 @@ class _Inputs:
         self.num_rows = len(token_ids)
         self.logit_rows = logit_rows
         self.num_logit_rows = len(logit_rows)
-        self.positions_end = max(piece.context_len for piece in slices)
+        self.positions_end = max(piece.context_len + piece.num_passed for piece in slices)
         self._numbers = array("i")  # OverflowError beyond what an int32 holds
         first = []
         for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):

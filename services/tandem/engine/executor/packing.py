@@ -10,14 +10,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.heap import give_back_freed
 from tandem.engine.executor.weights import Linear, ModelWeights
-from tandem_kernels.native.library import PANEL, Kind, Library, Matrix, address, packed_bytes
+from tandem.errors import UnsupportedModel
+from tandem.models.gguf.tensors import Blocks
+from tandem.models.quantized.fp8 import Fp8
+from tandem_kernels.native.library import (
+    PANEL,
+    Kind,
+    Library,
+    Matrix,
+    address,
+    packed_bytes,
+    whole_steps,
+)
 
 KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+FP8_KINDS = {torch.float32: Kind.F8_F32, torch.bfloat16: Kind.F8_BF16}
 _MAPPED_AT_ONCE = 64 << 20
 _LINE = 64  # bytes
 
@@ -47,6 +60,8 @@ class Packer:
 
     def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
         """Packs the rows of all parts, one below the other; with `keeps_kind` never as int8."""
+        if isinstance(parts[0].blocks, Fp8):
+            return self._fp8(parts)
         if parts[0].blocks:
             return self._quantized(parts)
         weight = parts[0].weight if len(parts) == 1 else torch.cat([p.weight for p in parts])
@@ -73,13 +88,20 @@ class Packer:
 
         Packed in pairs, panels of gates and of ups take turns (decoder.h).
         """
-        if parts[0].blocks or self._kind(parts[0].weight) is not Kind.BF16_PAIRS:
+        kind = None if isinstance(parts[0].blocks, Blocks) else self._kind_of(parts[0])
+        if kind not in (Kind.BF16_PAIRS, Kind.F8_PAIRS):
             return self.matrix(parts)
-        num_chunks = 3 - len(parts)
-        weights = [half for part in parts for half in part.weight.chunk(num_chunks)]
-        given = [part.bias for part in parts if part.bias is not None]
-        biases = [half for bias in given for half in bias.chunk(num_chunks)]
-        packed = self.matrix((Linear(_in_turn(weights), _in_turn(biases) if biases else None),))
+        biases = [part.bias for part in parts if part.bias is not None]
+        weight = parts[0].weight
+        blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
+        fp8 = None
+        if blocks:
+            data = _in_turn([each.data.view(torch.uint8) for each in blocks])
+            fp8 = Fp8(data.view(blocks[0].data.dtype), _in_turn([each.scales for each in blocks]))
+            weight = torch.empty(data.shape, dtype=weight.dtype, device="meta")
+        else:
+            weight = _in_turn([part.weight for part in parts])
+        packed = self.matrix((Linear(weight, _in_turn(biases) if biases else None, fp8),))
         self._drop(parts)
         return packed
 
@@ -105,10 +127,33 @@ class Packer:
         self._kept.append(floats)
         return floats.data_ptr()
 
+    def _fp8(self, parts: Sequence[Linear]) -> Matrix:
+        blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
+        data = [each.data.view(torch.uint8) for each in blocks]
+        codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
+        num_out, num_in = codes.shape
+        kind = self._kind_of(parts[0])
+        panels = self._zeros(packed_bytes((num_out, num_in), kind))
+        if not self._library.pack_fp8(codes.data_ptr(), (num_out, num_in), kind, panels):
+            raise UnsupportedModel("a weight in fp8 is NaN")
+        scales = pad(torch.cat([each.scales for each in blocks]), (0, 0, 0, -num_out % PANEL))
+        scales = scales.view(-1, PANEL, scales.shape[1]).transpose(1, 2).contiguous()
+        self._kept.append(scales)
+        self._drop(parts)
+        return Matrix(
+            panels=address(panels),
+            scales=scales.data_ptr(),
+            bias=self._bias(parts),
+            num_in=num_in,
+            num_out=num_out,
+            kind=kind,
+            scale_inputs=whole_steps(blocks[0].scale_inputs),
+        )
+
     def _quantized(self, parts: Sequence[Linear]) -> Matrix:
-        """Rows of another kind than the first become the rest of the matrix."""
+        """Rows of another kind or order than the first become the rest of the matrix."""
         matrix = None
-        alike = [list(run) for _, run in groupby(parts, self._kind_of_blocks)]
+        alike = [list(run) for _, run in groupby(parts, self._form_of_blocks)]
         for run in reversed(alike):
             matrix = self._of_one_kind(run, rest=matrix)
         assert matrix is not None
@@ -116,18 +161,19 @@ class Packer:
 
     def _of_one_kind(self, parts: Sequence[Linear], *, rest: Matrix | None) -> Matrix:
         num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
-        kind = self._kind_of_blocks(parts[0])
+        kind, _ = self._form_of_blocks(parts[0])
         panels = self._zeros(self._library.quantized_bytes((num_out, num_in), kind))
         first_output = 0
         for part in parts:
-            assert part.blocks
+            assert isinstance(part.blocks, Blocks)
             rows = part.blocks.rows()
             self._library.pack_blocks(
                 rows.data_ptr(), part.blocks.type, (len(rows), num_in), first_output, panels
             )
             first_output += len(rows)
         self._drop(parts)
-        self._kept.append(rest)
+        order = parts[0].blocks.order if isinstance(parts[0].blocks, Blocks) else None
+        self._kept += [rest, order]
         return Matrix(
             panels=address(panels),
             bias=self._bias(parts),
@@ -135,17 +181,25 @@ class Packer:
             num_out=num_out,
             kind=kind,
             rest=addressof(rest) if rest else None,
+            order=None if order is None else order.data_ptr(),
         )
+
+    def _kind_of(self, part: Linear) -> Kind:
+        if part.blocks is None:
+            return self._kind(part.weight)
+        return self._library.packed_kind(FP8_KINDS[part.weight.dtype], self._instructions)
 
     def _kind(self, weight: torch.Tensor, *, keeps_kind: bool = False) -> Kind:
         kind = Kind.I8 if self._int8 and not keeps_kind else KINDS[weight.dtype]
         return self._library.packed_kind(kind, self._instructions)
 
-    def _kind_of_blocks(self, part: Linear) -> Kind:
-        assert part.blocks
+    def _form_of_blocks(self, part: Linear) -> tuple[Kind, bytes]:
+        """Returns the kind as which a matrix is packed, and the order of its inputs."""
+        assert isinstance(part.blocks, Blocks)
         kind = self._library.kind_of_blocks(part.blocks.type)
         assert kind is not None
-        return kind
+        order = part.blocks.order
+        return kind, b"" if order is None else order.numpy().tobytes()
 
     def _bias(self, parts: Sequence[Linear]) -> int | None:
         """Returns the biases of all parts, zeros of those that have none."""
@@ -171,8 +225,10 @@ class Packer:
         return zeros
 
 
-def _in_turn(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Interleaves the tensors by panels of outputs; fills the last panel of each with zeros."""
+def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Interleaves gates and ups, of one tensor or two, by panels of outputs; fills the last panel
+    of each with zeros."""
+    tensors = parts if len(parts) == 2 else parts[0].chunk(2)
     rest = -len(tensors[0]) % PANEL
     if rest:
         tensors = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]

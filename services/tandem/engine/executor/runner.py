@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,20 +20,21 @@ from tandem.engine.cache.kv_groups import (
     STEP_TOKENS,
     KvGroup,
     KvLayout,
-    check_kv_dtype,
     model_layout,
 )
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.kv_scales import fixed_scales
+from tandem.engine.executor.load_progress import Tell, nobody
 from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.lora_weights import LoraWeights, load_lora, why_not_triton
+from tandem.engine.executor.lora_weights import LoraWeights, load_lora
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.native_lora import PackedLora
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
-from tandem.memory import Memory, keeps_quantized, read_memory, why_too_much, worker_need
+from tandem.memory import Memory, Need, keeps_quantized, read_memory, why_too_much, worker_need
+from tandem.models.limits import check_settings, max_context
 from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
 from tandem_kernels.logprobs import Logprobs
@@ -67,9 +69,15 @@ class ModelRunner:
     pools: list[KvPool]  # of each KV group, with its layout
 
     def __init__(
-        self, folder: ModelFolder, config: EngineConfig, *, pool_fd: int | None = None
+        self,
+        folder: ModelFolder,
+        config: EngineConfig,
+        *,
+        pool_fd: int | None = None,
+        tell: Tell = nobody,
     ) -> None:
-        """`pool_fd`: a memfd for the pool of a CPU, so that its maker can map it, too.
+        """`pool_fd`: a memfd for the pool of a CPU, so that its maker can map it, too. `tell` hears
+        how far the weights are loaded.
 
         Raises ConfigError for settings that this machine or model cannot follow, and
         UnsupportedModel for a checkpoint that does not fit its config."""
@@ -78,18 +86,20 @@ class ModelRunner:
         dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
         self._kv_dtype = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.kv_dtype_name = self._kv_dtype
-        self.max_model_len = _choose_max_model_len(config, folder.config.max_model_len)
+        self.max_model_len = max_context(config, folder.config)
         self.vocab_size = folder.config.vocab_size
         self._model_config = model = folder.config.for_contexts(self.max_model_len)
-        check_kv_dtype(model, self._kv_dtype)
+        check_settings(config, model)
         self._block_size = config.block_size
         self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
-        keeps_blocks = keeps_quantized(config, folder, kernels)
+        keeps = keeps_quantized(config, folder, kernels)
+        # Others than the native kernels, and these of fp8, compute with the numbers themselves.
+        has_own_bits = keeps and kernels == "native" and not folder.config.is_fp8
         # What KV is computed with; workers that differ in it share none.
-        form = "+int8" * int8 + "+blocks" * keeps_blocks
+        form = "+int8" * int8 + "+blocks" * has_own_bits
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
@@ -99,9 +109,7 @@ class ModelRunner:
             if kernels == "triton"
             else ""
         )
-        need = worker_need(config, folder, dtype=dtype_name, kernels=kernels)
-        if too_much := why_too_much(need, 1, _free_memory(self.device)):
-            raise ConfigError(too_much)
+        _check_memory(config, folder, self.device, dtype=dtype_name, kernels=kernels)
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
@@ -110,7 +118,8 @@ class ModelRunner:
             model,
             dtype=_DTYPES[dtype_name],
             device=self.device,
-            keeps_blocks=keeps_blocks,
+            kept_for=kernels if keeps else "",
+            tell=tell,
         )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
@@ -133,7 +142,7 @@ class ModelRunner:
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
-            if widens and has_bfloat16(self.device) and not int8 and not keeps_blocks:
+            if widens and has_bfloat16(self.device) and not int8 and not keeps:
                 self._large = TorchSteps(model, weights, config.numerics)
         else:
             self._small = self._large = TorchSteps(model, weights, config.numerics)
@@ -194,8 +203,6 @@ class ModelRunner:
             dtype=self._dtype,
             device=self.device,
         )
-        if self._triton is not None and (why := why_not_triton(weights, self._model_config)):
-            raise ConfigError(why)
         native = self.native
         packed = native.pack_adapter(weights) if native is not None else None
         return LoadedAdapter(weights, packed)
@@ -283,18 +290,17 @@ def has_bfloat16(device: torch.device) -> bool:
     return cpu_has_bfloat16()
 
 
-def _free_memory(device: torch.device) -> Memory:
-    if device.type != "cuda":
-        return read_memory()
-    return Memory("the GPU", *torch.cuda.mem_get_info(device))
-
-
-def _choose_max_model_len(config: EngineConfig, trained_for: int) -> int:
-    if config.max_model_len is None:
-        return trained_for
-    if not 1 <= config.max_model_len <= trained_for:
-        raise ConfigError(
-            f"max-model-len {config.max_model_len} is not within 1 to {trained_for}, "
-            "the context that the model was trained for"
-        )
-    return config.max_model_len
+def _check_memory(
+    config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
+) -> None:
+    """Raises ConfigError if the free memory is too small."""
+    needs, memory = [], read_memory()
+    if device.type == "cuda":  # copies of blocks in host memory are not in the GPU's
+        copies_bytes = config.kv_host_bytes
+        needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]
+        config = replace(config, kv_host_bytes=0)
+        memory = Memory("the GPU", *torch.cuda.mem_get_info(device))
+    needs.append((worker_need(config, folder, dtype=dtype, kernels=kernels), memory))
+    for need, free in needs:
+        if too_much := why_too_much(need, 1, free):
+            raise ConfigError(too_much)

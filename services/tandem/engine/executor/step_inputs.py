@@ -12,6 +12,7 @@ import torch
 
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.attention_groups import QuerySpan, batch_order
+from tandem_kernels.block_sums import BlockShares
 from tandem_kernels.kv_cache import KvPool
 
 
@@ -24,6 +25,7 @@ class StepInputs:
     spans: list[list[QuerySpan]]  # of each KV group
     logit_rows: torch.Tensor  # of the slices that want logits, in the batch's order
     adapted: Mapping[str, torch.Tensor]  # by an adapter's digest: its rows
+    shares: list[BlockShares]  # to be finished after the step
 
 
 def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
@@ -32,35 +34,48 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
     order = batch_order([s.context_len for s in slices], [s.num_tokens for s in slices])
     token_ids: list[int] = []
     positions: list[int] = []
+    offsets: list[int] = []  # in blocks
     block_ids: list[list[int]] = [[] for _ in pools]
     spans: list[list[QuerySpan]] = [[] for _ in pools]
     last_rows = [0] * len(slices)
     adapted: dict[str, list[int]] = defaultdict(list)
+    shares: list[BlockShares] = []
     for i in order:
         piece = slices[i]
+        of_piece = None
+        if piece.block_sums is not None:
+            of_piece = BlockShares(piece.block_sums, piece.num_tokens, block_size, device)
+            shares.append(of_piece)
         if piece.adapter:
             adapted[piece.adapter] += range(len(token_ids), len(token_ids) + piece.num_tokens)
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
         for group, table in enumerate(piece.block_tables):
             spans[group].append(
-                QuerySpan(len(token_ids), piece.num_tokens, piece.context_len, table, piece.visible)
+                QuerySpan(
+                    len(token_ids),
+                    piece.num_tokens,
+                    piece.context_len,
+                    table,
+                    piece.visible,
+                    of_piece,
+                )
             )
             block_ids[group] += [table[place // block_size] for place in places]
         token_ids += piece.token_ids
-        positions += places
+        positions += [place + piece.num_passed for place in places]
+        offsets += [place % block_size for place in places]
         last_rows[i] = len(token_ids) - 1
     num_tokens = len(token_ids)
     padding = [0] * (-num_tokens % row_multiple)
-    parts = [token_ids, positions, *block_ids]
+    parts = [token_ids, positions, offsets, *block_ids]
     packed = torch.tensor([part + padding for part in parts]).to(device)
-    offsets = packed[1, :num_tokens] % block_size
     return StepInputs(
         num_tokens=num_tokens,
         token_ids=packed[0],
         positions=packed[1],
         token_rows=[
-            pool.token_rows(ids, offsets)
-            for pool, ids in zip(pools, packed[2:, :num_tokens], strict=True)
+            pool.token_rows(ids, packed[2, :num_tokens])
+            for pool, ids in zip(pools, packed[3:, :num_tokens], strict=True)
         ],
         spans=spans,
         logit_rows=torch.tensor(
@@ -73,4 +88,5 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
             device=device,
         ),
         adapted={digest: torch.tensor(rows, device=device) for digest, rows in adapted.items()},
+        shares=shares,
     )

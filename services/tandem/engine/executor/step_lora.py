@@ -28,6 +28,10 @@ class AddsLora(Protocol):
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor: ...
 
+    def add_of_heads(
+        self, index: int, product: HeadsName, out: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor: ...
+
 
 class StepLora:
     """Adds to products; does nothing in a step without adapters."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from tandem.engine.executor.checkpoint import Stored
 from tandem.engine.executor.file_pages import FilePages
-from tandem.engine.executor.weights import Linear
-from tandem.models.gguf.tensors import Blocks, is_packed
+from tandem.engine.executor.heap import give_back_freed
+from tandem.engine.executor.mxfp4 import Mxfp4
+from tandem.engine.executor.weights import Linear, Quantized
+from tandem.models.gguf.tensors import Blocks, can_widen, is_packed
+from tandem.models.quantized.fp8 import Fp8
+from tandem.models.quantized.packed_groups import PackedGroups
+from tandem.models.quantized.tensors import Coded
+
+# The kernels for which matrices stay quantized; "": they become numbers.
+KeptFor = Literal["", "native", "torch", "triton"]
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +34,12 @@ class TensorsByName:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        keeps_blocks: bool,
+        kept_for: KeptFor,
         pages: FilePages,
     ) -> None:
         """`pages` of tensors that were converted are dropped."""
         self._stored = stored
-        self._keeps_blocks = keeps_blocks
+        self._kept_for = kept_for
         self._pages = pages
         self._dtype = dtype
         self._device = device
@@ -66,7 +75,7 @@ class TensorsByName:
         """Returns matrices as blocks without biases; an empty list if one does not stay so."""
         found = []
         for name in names:
-            blocks = self._kept(name) if self._keeps_blocks else None
+            blocks = self._kept(name)
             if blocks is None:
                 return []
             weight = torch.empty(blocks.shape, dtype=self._dtype, device="meta")
@@ -108,18 +117,43 @@ class TensorsByName:
             self._drop(name)
         return stacked
 
-    def _kept(self, name: str) -> Blocks | None:
-        """Returns blocks that native kernels multiply with."""
+    def _kept(self, name: str) -> Quantized | None:
         stored = self._stored[name]
-        if isinstance(stored, torch.Tensor):
+        if isinstance(stored, torch.Tensor) or not self._kept_for:
             return None
+        return self._native(name, stored) if self._kept_for == "native" else self._moved(stored)
+
+    def _moved(self, stored: Blocks | Coded | Mxfp4) -> Quantized | None:
+        """Returns a matrix on the device, exactly, for kernels that expand it."""
+        if isinstance(stored, Blocks) and not can_widen(stored.type):
+            return None
+        quantized: Quantized
+        if isinstance(stored, Coded):
+            quantized = stored.packed()
+        else:
+            quantized = stored if isinstance(stored, Blocks) else stored.blocks()
+            if self._kept_for == "triton" and len(stored.shape) == 2:
+                quantized = PackedGroups.of_blocks(quantized) or quantized
+        moved = quantized.to(self._device)
+        parts = (stored.data,) if isinstance(stored, Blocks) else stored.parts
+        if all(moved.data.data_ptr() != part.data_ptr() for part in parts):
+            for part in parts:
+                self._pages.drop(part)
+            give_back_freed()
+        return moved
+
+    def _native(self, name: str, stored: Blocks | Coded | Mxfp4) -> Blocks | Fp8 | None:
+        """Returns blocks that native kernels multiply with."""
         if isinstance(stored, Blocks):
             return stored if is_packed(stored.type) else None
         blocks = stored.blocks()
         if blocks is None:
             self._say_converted(name)
             return None
+        if isinstance(blocks, Fp8):
+            return blocks
         self._drop(name)
+        give_back_freed()
         return blocks if is_packed(blocks.type) else None
 
     def _say_converted(self, name: str) -> None:

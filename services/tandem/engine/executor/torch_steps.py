@@ -19,7 +19,7 @@ from tandem_kernels.sampling import Draw, sample
 
 class TorchSteps:
     def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
-        self._kernels = kernels_for(weights.embedding.device.type, numerics)
+        self._kernels = kernels_for(weights.device.type, numerics)
         self._decoder = Decoder(config, weights, self._kernels)
         self._adapters: dict[str, LoraWeights] = {}
 
@@ -62,11 +62,16 @@ class TorchSteps:
             kernels.linear_of_heads,
         )
         if on_kv_written is None or pools[0].device.type != "cuda":
-            return self._decoder.forward(inputs, pools, lora, on_kv_written)
+            logits = self._decoder.forward(inputs, pools, lora, on_kv_written)
+            for shares in inputs.shares:
+                shares.finish()
+            return logits
         # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
         # without a gap, and the wait ends when the KV is there, not when they are done.
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         logits = self._decoder.forward(inputs, pools, lora, written.record)
         written.synchronize()
         on_kv_written()
+        for shares in inputs.shares:
+            shares.finish()
         return logits

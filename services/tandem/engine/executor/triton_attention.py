@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.engine.executor.step_lora import AddsLora
 from tandem.engine.executor.triton_inputs import StepViews
 from tandem.engine.executor.weights import LayerWeights
 from tandem.models.config import ModelConfig
@@ -30,6 +31,8 @@ class LayerStep:
     group: int  # of the KV groups
     kv: LayerKv
     angles: Angles
+    index: int  # of the layer
+    lora: AddsLora  # of the step
 
 
 class HeadAttention:

@@ -1,7 +1,7 @@
-"""The same decoder as model.py, on the fused Triton kernels; products with weights are torch's.
+"""The same decoder as model.py, on the fused Triton kernels.
 
     x += delta, normed     one kernel: residual and norm       delta: what the part before adds
-    q, k, v                one product
+    q, k, v                one product      (triton_product.py)
     attention              triton_attention.py; triton_latent.py with latents
     silu(gate) * up        one kernel
 
@@ -14,9 +14,9 @@ Only views and launches, nothing that waits for the device: a CUDA graph can rec
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import embedding, linear
 
 from tandem.engine.cache.kv_groups import layer_places
+from tandem.engine.executor.expand import embedded
 from tandem.engine.executor.model import (
     choose,
     embedding_multiplier,
@@ -28,6 +28,7 @@ from tandem.engine.executor.triton_attention import HeadAttention, LayerStep
 from tandem.engine.executor.triton_experts import StackedExperts
 from tandem.engine.executor.triton_inputs import StepViews
 from tandem.engine.executor.triton_latent import LatentAttention
+from tandem.engine.executor.triton_product import product
 from tandem.engine.executor.weights import (
     ExpertWeights,
     LayerWeights,
@@ -57,7 +58,7 @@ class TritonDecoder:
             else LatentAttention(config.latent, max_model_len)
         )
         self._places = layer_places(config)
-        device = weights.embedding.device
+        device = weights.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         self._experts = [
@@ -68,7 +69,8 @@ class TritonDecoder:
         self._clamp = (clamp.alpha, clamp.limit) if clamp else None
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
         # What the last step's logits were made of; a step that is replayed does not set it.
-        self.final_hidden = weights.embedding[:0]
+        dtype = weights.embedding.dtype
+        self.final_hidden = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
 
     def forward(
         self,
@@ -87,7 +89,7 @@ class TritonDecoder:
             rope: rotary_angles(step.positions, *tables)
             for rope, tables in self._frequencies.items()
         }
-        x = embedding(step.token_ids, self._weights.embedding)
+        x = embedded(self._weights, step.token_ids)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
@@ -95,10 +97,19 @@ class TritonDecoder:
         for index, (spec, place, layer, stacked) in enumerate(layers):
             normed = self._add_norm(x, delta, layer.attention_norm)
             layer_kv = pools[place.group].layer(place.number)
-            is_last = layer is self._weights.layers[-1]
+            is_last = index + 1 == self._config.num_layers
             attended = self._attention.attend(
                 self._project_qkv(normed, index, layer, lora),
-                LayerStep(step, layer, spec.window, place.group, layer_kv, angles[spec.rope]),
+                LayerStep(
+                    step,
+                    layer,
+                    spec.window,
+                    place.group,
+                    layer_kv,
+                    angles[spec.rope],
+                    index,
+                    lora,
+                ),
                 on_kv_launched if is_last else _nothing,
             )
             delta = _project(attended, (layer.attention_out,))
@@ -110,13 +121,14 @@ class TritonDecoder:
             else:
                 assert spec.experts is not None
                 assert stacked is not None
-                delta = self._mix(spec.experts, stacked, layer.mlp, normed)
+                delta = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
             delta = self._scaled(delta, layer.mlp_post_norm)
         assert delta is not None
         last, last_delta = x[step.logit_rows], delta[step.logit_rows]
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
         self.final_hidden = final
-        return final_logits(self._config, linear(final, self._weights.output).float())
+        output = Linear(self._weights.output, None, self._weights.output_blocks)
+        return final_logits(self._config, product(final, output).float())
 
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: AddsLora) -> torch.Tensor:
         gated = self._gated(lora.add(index, "gate_up", _project(x, mlp.gate_up), x))
@@ -126,15 +138,21 @@ class TritonDecoder:
         return gated_mul(gate_up, self._config.activation, self._clamp)
 
     def _mix(
-        self, experts: Experts, stacked: StackedExperts, weights: ExpertWeights, x: torch.Tensor
+        self,
+        index: int,
+        experts: Experts,
+        stacked: StackedExperts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        lora: AddsLora,
     ) -> torch.Tensor:
         """Returns the weighted sum of each row's experts, and what the shared MLP gives."""
         router = weights.router
-        logits = linear(x.to(router.weight.dtype), router.weight, router.bias)
+        logits = product(x.to(router.weight.dtype), router)
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         mixed = stacked.mix(x, chosen, shares, self._gated)
         if weights.shared is not None:
-            mixed += self._mlp(0, weights.shared, x, NO_LORA)
+            mixed += self._mlp(index, weights.shared, x, lora)
         return mixed.to(x.dtype)
 
     def _add_norm(
@@ -173,5 +191,5 @@ class TritonDecoder:
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
     """Returns [rows, columns of all parts]; on a device tensors_by_name.py joins them."""
     if len(parts) == 1:
-        return linear(x, parts[0].weight, parts[0].bias)
-    return torch.cat([linear(x, part.weight, part.bias) for part in parts], dim=1)
+        return product(x, parts[0])
+    return torch.cat([product(x, part) for part in parts], dim=1)

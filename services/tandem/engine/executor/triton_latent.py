@@ -44,7 +44,7 @@ class LatentAttention:
         assert weights is not None
         parts = [projected.shape[1] - sizes.kv_dim, sizes.kv_dim]
         queries, kv = torch.split(projected, parts, 1)
-        heads = self._heads(queries, weights)
+        heads = self._heads(queries, weights, at)
         layer_kv = at.kv.numbers
         rotated = rotate_and_store_latents(
             heads,
@@ -56,15 +56,18 @@ class LatentAttention:
             eps=LATENT_NORM_EPS,
         )
         on_kv_launched()
-        absorbed = linear_of_heads(heads[..., : sizes.plain_dim], weights.keys)
+        plain = heads[..., : sizes.plain_dim]
+        absorbed = linear_of_heads(plain, weights.keys)
+        absorbed = at.lora.add_of_heads(at.index, "latent_keys", absorbed, plain)
         attended = self._attend(LatentQueries(absorbed, rotated), at)
-        return linear_of_heads(attended, weights.values).flatten(1)
+        values = linear_of_heads(attended, weights.values)
+        return at.lora.add_of_heads(at.index, "latent_values", values, attended).flatten(1)
 
-    def _heads(self, queries: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+    def _heads(self, queries: torch.Tensor, weights: LatentWeights, at: LayerStep) -> torch.Tensor:
         """Returns queries [T, heads, plain + rope]."""
         if weights.q_norm is not None and weights.q_out is not None:
             normed = rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
-            queries = linear(normed, weights.q_out)
+            queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)
         return queries.view(len(queries), -1, self._sizes.q_dim)
 
     def _attend(self, queries: LatentQueries, at: LayerStep) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""LoRA adapters on the Triton kernels: all of them in two launches for each product."""
+"""LoRA adapters on the Triton kernels: all of them in two launches for each product.
+
+Products of heads, which latent attention has, are torch's, one adapter after the other.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
+from torch.nn.functional import linear
 
 from tandem.engine.executor.lora_weights import LoraLayer, LoraWeights
-from tandem.engine.executor.step_lora import NO_LORA, AddsLora, ProductName
+from tandem.engine.executor.step_lora import NO_LORA, AddsLora, ProductName, StepLora
 from tandem_kernels.triton.lora import NO_PART, LoraTiles, add_lora, part_fields
 
 _PRODUCTS: tuple[ProductName, ...] = get_args(ProductName)
@@ -40,7 +44,17 @@ class TritonAdapters:
             return NO_LORA
         numbers = {digest: number for number, digest in enumerate(self._weights)}
         by_number = {numbers[digest]: of_one for digest, of_one in rows.items()}
-        return _TritonStepLora(LoraTiles.of(by_number, self._device), self._fields, self._sizes)
+        tiles = LoraTiles.of(by_number, self._device)
+        return _TritonStepLora(tiles, self._fields, self._sizes, self._of_heads(rows))
+
+    def _of_heads(self, rows: Mapping[str, Sequence[int]]) -> StepLora:
+        """Returns what adds to products of heads."""
+        on_device = {
+            digest: torch.tensor(of_one, dtype=torch.int64).to(self._device)
+            for digest, of_one in rows.items()
+            if any(layer.latent_keys for layer in self._weights[digest].layers)
+        }
+        return StepLora(on_device, self._weights, linear) if on_device else NO_LORA
 
     def _update(self) -> None:
         adapters = list(self._weights.values())
@@ -59,10 +73,12 @@ class _TritonStepLora:
         tiles: LoraTiles,
         fields: torch.Tensor,
         sizes: Sequence[Mapping[ProductName, tuple[int, int]]],
+        of_heads: StepLora,
     ) -> None:
         self._tiles = tiles
         self._fields = fields
         self._sizes = sizes
+        self.add_of_heads = of_heads.add_of_heads
 
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor

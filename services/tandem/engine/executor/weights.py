@@ -10,13 +10,17 @@ import torch
 from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.latent_weights import LatentWeights
 from tandem.models.gguf.tensors import Blocks
+from tandem.models.quantized.fp8 import Fp8
+from tandem.models.quantized.packed_groups import PackedGroups
+
+Quantized = Blocks | Fp8 | PackedGroups
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     weight: torch.Tensor  # [out, in]; on the device "meta" if `blocks` has the numbers
     bias: torch.Tensor | None  # [out]
-    blocks: Blocks | None = None  # a quantized matrix, as its file has it
+    blocks: Quantized | None = None  # a quantized matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,13 @@ class ModelWeights:
     layers: Sequence[LayerWeights]
     final_norm: torch.Tensor
     output: torch.Tensor  # [vocab, hidden]; the embedding itself when they are tied
-    embedding_blocks: Blocks | None = None
-    output_blocks: Blocks | None = None
+    embedding_blocks: Quantized | None = None
+    output_blocks: Quantized | None = None
     pages: FilePages = field(default_factory=FilePages)  # of the files
+
+    @property
+    def device(self) -> torch.device:
+        return self.final_norm.device
 
     def loaded(self) -> ModelWeights:
         """Returns the same with all layers in memory."""

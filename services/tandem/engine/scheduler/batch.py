@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from tandem.engine.cache.heavy_hitters import Sums
     from tandem.kv_budget import VisibleKeys
 
 
@@ -31,6 +32,10 @@ class SequenceSlice(NamedTuple):
     other_tables: Sequence[list[int]] = ()  # of the other groups' pools
     adapter: str = ""  # digest of the LoRA adapter that computes it
     visible: VisibleKeys | None = None  # in layers without a window of their own; None: all keys
+    # Tokens before it whose KV the sequence gave up: no part of context_len, but of positions.
+    num_passed: int = 0
+    # Of each block of the context, the weights that its keys attracted: the step's are added.
+    block_sums: Sums | None = None
 
     @property
     def block_tables(self) -> tuple[list[int], ...]:

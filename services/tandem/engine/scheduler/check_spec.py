@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tandem.adapter import Adapter
+from tandem.engine.cache.heavy_hitters import least_tokens
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
@@ -65,7 +66,8 @@ def check_spec(
     check_adapter(spec.adapter)
     if spec.kv_budget is not None:
         _check_budget(spec.kv_budget, layout, why_no_budgets)
-        layout = layout.under(spec.kv_budget)
+        if not spec.kv_budget.keeps_hitters:
+            layout = layout.under(spec.kv_budget)
     _check_pool(spec, layout, max_model_len)
 
 
@@ -103,6 +105,22 @@ def _check_budget(budget: KvBudget, layout: KvLayout, why_no_budgets: str) -> No
     if why_no_budgets:
         raise BadRequest(f"kv_budget is not supported here: {why_no_budgets}", param="kv_budget")
     check_budget(budget)
+    if not budget.keeps_hitters:
+        return
+    if layout.has_windows:
+        raise BadRequest(
+            f"kv_budget is not supported here with the policy {budget.policy}: some layers of the "
+            "model have a sliding window",
+            param="kv_budget",
+        )
+    least = least_tokens(budget.sinks, layout.block_size)
+    if budget.tokens < least:
+        raise BadRequest(
+            f"kv_budget has {budget.tokens} tokens; with the policy {budget.policy}, "
+            f"{budget.sinks} sinks and blocks of {layout.block_size} tokens it must have at least "
+            f"{least}",
+            param="kv_budget",
+        )
 
 
 def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> None:
@@ -110,6 +128,9 @@ def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> Non
     if capacity is None:
         return
     size = layout.block_size
+    kept = spec.kv_budget.tokens if spec.kv_budget and spec.kv_budget.keeps_hitters else None
+    if kept is not None and kept <= capacity:
+        return
     pool = f"{capacity} tokens ({capacity // size} blocks of {size})"
     if spec.mode is Mode.PREFILL_ONLY:
         if len(spec.token_ids) > capacity:

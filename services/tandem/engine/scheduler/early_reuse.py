@@ -17,13 +17,12 @@ from tandem.engine.scheduler.loads import is_awaited
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
 
-WAIT_MAX_S = 10.0  # for blocks that others compute or pull, from the first time on
-
 
 class EarlyReuse:
-    def __init__(self, kv: KvCache) -> None:
+    def __init__(self, kv: KvCache, wait_max_s: float) -> None:
+        """`wait_max_s` is for blocks that others compute or pull, from the first time on."""
         self._kv = kv
-        self.wait_max_s = WAIT_MAX_S
+        self.wait_max_s = wait_max_s
         self.clock = time.monotonic
 
     def awaits(
@@ -37,6 +36,8 @@ class EarlyReuse:
         """Returns whether a waiting sequence leaves the first block that it lacks to another."""
         if self._awaits_load(sequence, loading):
             return True
+        if not self.wait_max_s:
+            return False
         hashes = sequence.reusable_hashes
         comes = any(_computes_next_of(other, hashes) for other in running)
         if not comes and sequence.mode is not Mode.PREFILL_ONLY:

@@ -1,16 +1,22 @@
 """Decides what of a sequence is loaded from tiers below the pool, and what it computes meanwhile.
 
-By perf_model/soonest.py, with the measured rates of the tiers and of this engine, and with what
-waits for each. A sequence that computes meanwhile takes what others leave of a step, in whole
-blocks; how far it goes is decided anew for each step, by how far the load has come.
+By perf_model/soonest.py, with the measured rates of the tiers and of this engine, with what waits
+for each, and with what peers would give instead. A sequence that computes meanwhile takes what
+others leave of a step, in whole blocks; how far it goes is decided anew for each step, by how far
+the load has come.
+
+With windows a load brings what a sequence needs to go on at one depth, and the rest is computed
+here: windows of another depth are of no use, neither before the load nor for a peer's KV after it.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.loading import Loading
 from tandem.engine.sequence import Sequence
+from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.perf_model.soonest import (
@@ -24,8 +30,11 @@ from tandem.perf_model.step_time import StepTimeModel
 
 
 class Loads:
-    def __init__(self, tiers: Tiers, step_time: StepTimeModel, max_tokens_per_step: int) -> None:
+    def __init__(
+        self, tiers: Tiers, kv: KvCache, step_time: StepTimeModel, max_tokens_per_step: int
+    ) -> None:
         self._tiers = tiers
+        self._kv = kv
         self._step_time = step_time
         self._max_tokens = max_tokens_per_step
 
@@ -37,10 +46,42 @@ class Loads:
         `queued_tokens` are computed before its own, and `num_delayed` sequences wait while it
         computes.
         """
+        if self._kv.has_windows:
+            sequence.num_known_blocks = self._tiers.known_depth(sequence.reusable_hashes)
         if not sequence.may_load or admission.is_fork:
             return Loading()
+        loading = self._choose(sequence, admission, queued_tokens, num_delayed)
+        if not self._kv.has_windows or not loading.end:
+            return loading
+        awaits_more = sequence.mode is not Mode.WAITING_FOR_REMOTE_KV and (
+            sequence.spec.offer is None and sequence.num_prefix_blocks > loading.end
+        )
+        if awaits_more or not self._fits(sequence, admission, loading):
+            return Loading()
+        loading.awaits = False
+        return loading
+
+    def admission(self, sequence: Sequence, num_cached_blocks: int) -> Admission:
+        """Returns how a sequence is admitted that has something to load: whole blocks come."""
+        admission = sequence.plan(num_cached_blocks)
+        return replace(admission, resume=sequence.loading.end * sequence.block_size)
+
+    def _fits(self, sequence: Sequence, admission: Admission, loading: Loading) -> bool:
+        """Returns whether there is room for the blocks of a load. Where it goes on is not where the
+        admission does, so other blocks of windows are referenced."""
+        return self._kv.can_reserve(
+            sequence.reusable_hashes,
+            admission.num_cached_blocks,
+            num_tokens=sequence.num_tokens,
+            resume=loading.end * sequence.block_size,
+            loaded=loading.end,
+        )
+
+    def _choose(
+        self, sequence: Sequence, admission: Admission, queued_tokens: int, num_delayed: int
+    ) -> Loading:
         held = admission.num_cached_blocks
-        tiers = self._tiers.reach(sequence.reusable_hashes)
+        tiers = self._tiers.reach(sequence.reusable_hashes, held)
         deepest = max((tier.num_blocks for tier in tiers), default=0)
         rate = self._step_time.prefill_rate
         if deepest <= held or rate is None:
@@ -54,19 +95,22 @@ class Loads:
             rate.seconds(queued_tokens, 0, self._max_tokens),
             num_delayed,
         )
+        is_remote = sequence.mode is Mode.WAITING_FOR_REMOTE_KV
+        offer = sequence.spec.offer if sequence.may_wait_for_remote_kv else None
         choice = choose_soonest(
             prompt,
             tiers,
             load_queue_s=self._tiers.queued_s,
-            offer=sequence.spec.offer,
-            meets=_may_compute(sequence, deepest),
+            offer=offer,
+            producer=sequence.spec.producer if is_remote else None,
+            meets=not self._kv.has_windows and _may_compute(sequence, deepest),
+            pulls_rest=not self._kv.has_windows,
         )
         if not choice.loads:
             self._tiers.decline()
             return Loading()
         computes = choice.first > held
-        is_remote = sequence.mode is Mode.WAITING_FOR_REMOTE_KV
-        may_await = is_remote or choice.pulls or sequence.spec.offer is None
+        may_await = is_remote or choice.pulls or offer is None
         return Loading(choice.end, computes, choice.first - held, may_await and not computes)
 
     def awaits_lookup(self, sequence: Sequence, kv: KvCache) -> bool:
@@ -83,14 +127,28 @@ class Loads:
 
     def start(self, sequence: Sequence) -> None:
         """Starts the load of a sequence that has its blocks."""
-        first, end = sequence.num_stored_blocks, sequence.loading.end
+        end = sequence.loading.end
         self._tiers.load(
             sequence.sequence_id,
             sequence.block_hashes[:end],
-            first,
-            sequence.block_table[first:end],
+            self._kv.unfilled(sequence.tables, end),
             num_spared=sequence.loading.num_spared,
         )
+
+    def take(self, load: Load, sequence: Sequence) -> bool:
+        """Takes what a load brought that ended; returns False if it is of no use, because a part of
+        what windows need failed."""
+        if not self._kv.has_windows:
+            sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
+            return True
+        end, by_tier = sequence.loading.end, load.num_read_by_tier
+        if load.is_whole:
+            num_held = end - sum(by_tier.values())
+            if self._kv.layout.groups[0].window is not None:  # nobody needs the others
+                by_tier[next(iter(by_tier))] += num_held
+                num_held = 0
+            sequence.take_loaded(range(sequence.num_stored_blocks, end), num_held, by_tier)
+        return load.is_whole
 
     def find_chunk(self, sequence: Sequence, tokens_left: int) -> int:
         """Returns how many tokens a LOADING sequence should compute in a step that has so many
@@ -135,8 +193,8 @@ def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence
 
 def _may_compute(sequence: Sequence, num_blocks: int) -> bool:
     """Returns whether it may compute its first blocks while others up to `num_blocks` are loaded:
-    not if it would wait for KV of a peer after that."""
-    if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
+    not if it would wait for KV of a peer after that, and it is not known how long."""
+    if sequence.mode is Mode.WAITING_FOR_REMOTE_KV and sequence.spec.producer is None:
         missing = sequence.num_tokens - num_blocks * sequence.block_size
         return missing < sequence.spec.remote_prefill_min_tokens
     return not sequence.num_prefix_blocks or sequence.spec.offer is not None

@@ -22,9 +22,22 @@ class Chunk(NamedTuple):
     @property
     def slice(self) -> SequenceSlice:
         sequence, budget = self.sequence, self.sequence.spec.kv_budget
-        tables = sequence.tables.ids
+        tables, hitters = sequence.tables.ids, sequence.tables.hitters
         start = sequence.num_computed_tokens
         end = start + self.num_tokens
+        if hitters is not None:
+            context_len = end - hitters.num_passed_tokens
+            return SequenceSlice(
+                token_ids=sequence.token_ids[start:end],
+                context_len=context_len,
+                block_table=tables[0],
+                wants_logits=self.samples,
+                all_logits=self.all_logits,
+                wants_hidden=self.samples and sequence.spec.embed,
+                adapter=digest_of(sequence.spec.adapter),
+                num_passed=hitters.num_passed_tokens,
+                block_sums=hitters.sums(context_len),
+            )
         return SequenceSlice(
             token_ids=sequence.token_ids[start:end],
             context_len=end,
@@ -55,10 +68,17 @@ class Schedule:
         chunk = Chunk(sequence, num_tokens, samples, sequence.wants_prompt_logits)
         self.chunks.append(chunk)
         self.num_prompt_logits += num_tokens * chunk.all_logits
-        contexts = token_contexts(num_tokens, sequence.num_computed_tokens)
+        before = sequence.num_computed_tokens - sequence.tables.num_passed_tokens
+        contexts = token_contexts(num_tokens, before)
         if sequence.in_decode:
             self.work.decode_tokens += num_tokens
             self.work.decode_contexts += contexts
         else:
             self.work.prefill_tokens += num_tokens
             self.work.prefill_contexts += contexts
+
+    def evict(self) -> None:
+        """Lets blocks leave that attracted little attention, of sequences for which it is time."""
+        for sequence, *_ in self.chunks:
+            if sequence.tables.hitters is not None:
+                sequence.tables.evict(sequence.num_computed_tokens)

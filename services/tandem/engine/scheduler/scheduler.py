@@ -58,6 +58,7 @@ class Scheduler:
         max_num_seqs: int,
         max_tokens_per_step: int,
         itl_limit_s: float,
+        shared_wait_s: float,
         adapters: AdapterSlots,
         tiers: Tiers,
     ) -> None:
@@ -65,9 +66,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self.loading: list[Sequence] = []
-        self.early_reuse = EarlyReuse(kv)
+        self.early_reuse = EarlyReuse(kv, shared_wait_s)
         self._kv = kv
-        self._loads = Loads(tiers, step_time, max_tokens_per_step)
+        self.loads = Loads(tiers, kv, step_time, max_tokens_per_step)
         self._step_time = step_time
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens_per_step
@@ -110,8 +111,8 @@ class Scheduler:
         else:
             self.start(sequence)
 
-    def compute_instead(self, sequence: Sequence, unsafe_blocks: Collection[int]) -> None:
-        """A sequence whose load stands still gives back its blocks and waits to be computed."""
+    def compute_instead(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
+        """A sequence whose load failed gives back its blocks and waits to be computed."""
         self.withdraw(sequence)
         self._kv.give_back(sequence.let_go(), unsafe_blocks)
         sequence.may_load = False
@@ -124,7 +125,7 @@ class Scheduler:
                 queue.remove(sequence)
 
     def has_work(self) -> bool:
-        if self.running or any(self._loads.find_chunk(s, self._max_tokens) for s in self.loading):
+        if self.running or any(self.loads.find_chunk(s, self._max_tokens) for s in self.loading):
             return True
         oldest = self._next_waiting()
         return oldest is not None and self._admission(oldest, Schedule()) is not None
@@ -176,7 +177,7 @@ class Scheduler:
                 break
             if sequence.status is Status.RUNNING and self._grow(sequence):
                 tokens_left = self._max_tokens - schedule.work.num_tokens
-                schedule.add(sequence, min(sequence.num_missing_tokens, tokens_left))
+                schedule.add(sequence, min(sequence.num_next_tokens, tokens_left))
         return len(self.waiting) > num_waiting
 
     def _admit(self, schedule: Schedule) -> None:
@@ -184,8 +185,8 @@ class Scheduler:
             admission := self._admission(sequence, schedule)
         ):
             self._plan_load(sequence, admission)
-            if sequence.loading.end:  # whole blocks come
-                admission = sequence.plan(admission.num_cached_blocks)
+            if sequence.loading.end:
+                admission = self.loads.admission(sequence, admission.num_cached_blocks)
             tables = self._kv.reserve(
                 sequence.reusable_hashes,
                 admission.num_cached_blocks,
@@ -193,6 +194,7 @@ class Scheduler:
                 resume=admission.resume,
                 sources=admission.sources,
                 budget=sequence.spec.kv_budget,
+                loaded=sequence.loading.end,
             )
             assert tables is not None
             self.early_reuse.end(sequence)
@@ -201,7 +203,7 @@ class Scheduler:
                 self.withdraw(sequence)
                 sequence.status = Status.LOADING
                 self.loading.append(sequence)
-                self._loads.start(sequence)
+                self.loads.start(sequence)
                 if sequence.loading.computes:
                     schedule.admitted.append(sequence)
                     self._compute_meanwhile(schedule, sequence)
@@ -214,7 +216,7 @@ class Scheduler:
     def _plan_load(self, sequence: Sequence, admission: Admission) -> None:
         """Decides what of a sequence comes from a tier, at its admission."""
         prefilling = [s for s in self.running if not s.in_decode]
-        sequence.loading = loading = self._loads.plan(
+        sequence.loading = loading = self.loads.plan(
             sequence,
             admission,
             queued_tokens=sum(s.num_missing_tokens for s in prefilling),
@@ -227,8 +229,8 @@ class Scheduler:
         """Plans a chunk of a LOADING sequence, before the blocks that are read now."""
         tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
         if len(schedule.chunks) < self._max_num_seqs:
-            num_tokens = self._loads.find_chunk(sequence, tokens_left)
-            if num_tokens and (num_tokens := self._loads.take_chunk(sequence, num_tokens)):
+            num_tokens = self.loads.find_chunk(sequence, tokens_left)
+            if num_tokens and (num_tokens := self.loads.take_chunk(sequence, num_tokens)):
                 schedule.add(sequence, num_tokens)
 
     def _next_waiting(self) -> Sequence | None:
@@ -251,7 +253,7 @@ class Scheduler:
     def _awaits_blocks(self, sequence: Sequence) -> bool:
         others = {"running": self.running, "awaiting": self.awaiting, "loading": self.loading}
         awaits = self.early_reuse.awaits(sequence, **others)
-        return awaits or self._loads.awaits_lookup(sequence, self._kv)
+        return awaits or self.loads.awaits_lookup(sequence, self._kv)
 
     def _adapters_in_use(self) -> set[str]:
         of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))
@@ -373,10 +375,8 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Gives a decoding sequence a block for its next token if it lacks one.
-
-        False when it was preempted itself, for want of a younger one.
-        """
+        """Gives a decoding sequence a block for its next token if it lacks one. Returns False when
+        it was preempted itself, for want of a younger one."""
         num_tokens = sequence.num_tokens
         # Most steps need no block: with one group that is seen at once.
         if (

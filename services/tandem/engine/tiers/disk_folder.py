@@ -1,6 +1,6 @@
 """A worker's own folder below --kv-disk-path, which no other process uses at the same time.
 
-    PATH/0/{lock,manifest,blocks}  PATH/1/...
+    PATH/0/{lock,manifest,blocks}  PATH/1/...        of a model's second KV group: manifest-1, ...
 
 All workers of a machine get the same path. Each takes the first folder that is free and was written
 for its model, so that a worker that starts again finds blocks of the one before it; else one that
@@ -27,6 +27,16 @@ class DiskFolder:
     def open(self, name: str) -> int:
         """Returns a file of the folder, which is made if it is not there. Raises OSError."""
         return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def drop(self, *patterns: str) -> None:
+        """Removes files of the folder. Raises OSError."""
+        for pattern in patterns:
+            for path in self.path.glob(pattern):
+                path.unlink()
+
+    def again(self) -> "DiskFolder":
+        """Returns the same folder for a further user; it is locked until all have closed it."""
+        return DiskFolder(self.path, os.dup(self._lock))
 
     def close(self) -> None:
         os.close(self._lock)

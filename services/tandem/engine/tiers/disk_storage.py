@@ -4,6 +4,8 @@ It uses plain reads and writes of the system (POSIX), which tell why they failed
 error like others here. Nothing is synced to the disk: that costs more than what a power failure
 would save. Each block has a checksum of its hash and its bytes, as they are sealed (seal.py), which
 is compared when it is read.
+
+The storages of a model's KV groups share a folder. Each has a file of blocks and a manifest there.
 """
 
 import logging
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from tandem.engine.tiers.disk_folder import claim
+from tandem.engine.tiers.disk_folder import DiskFolder, claim
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES, Manifest, has_header, header
 from tandem.engine.tiers.seal import Seal
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
@@ -27,34 +29,45 @@ class DiskStorage(Storage):
     name = "disk"
 
     def __init__(
-        self, path: Path, *, bytes_max: int, block_bytes: int, identity: str, seal: Seal
+        self,
+        path: Path,
+        *,
+        bytes_max: int,
+        block_bytes: int,
+        identity: str,
+        seal: Seal,
+        group: int = 0,
+        folder: DiskFolder | None = None,
     ) -> None:
-        """`identity` names what the KV was computed with. Raises ConfigError."""
+        """`identity` names what the KV was computed with, and `folder` is that of a KV group before
+        this one. Raises ConfigError."""
         self._seal = seal
         block_bytes += seal.num_extra_bytes
         self.num_slots = (bytes_max - HEADER_BYTES) // (block_bytes + RECORD_BYTES)
-        if self.num_slots < 1:
-            raise ConfigError(
-                f"kv-disk-size is {bytes_max}; it must be at least "
-                f"{HEADER_BYTES + RECORD_BYTES + block_bytes} for one block"
-            )
+        assert self.num_slots > 0, "no block fits"
         self._block_bytes = block_bytes
         own = header(f"{identity} {seal.name}", block_bytes)
-        self._folder = claim(path, lambda folder: has_header(folder / "manifest", own))
+        blocks, manifest = (f"{name}-{group}" if group else name for name in ("blocks", "manifest"))
+        if folder is not None:
+            self.folder = folder.again()
+        else:
+            self.folder = claim(path, lambda each: has_header(each / manifest, own))
         try:
-            self._file = self._folder.open("blocks")
-            if not has_header(self._folder.path / "manifest", own):
+            self._file = self.folder.open(blocks)
+            if not has_header(self.folder.path / manifest, own):
                 os.ftruncate(self._file, 0)  # first: a full disk needs the room
-            self._manifest = Manifest(self._folder.open("manifest"), self.num_slots, own)
+                if folder is None:
+                    self.folder.drop("blocks-*", "manifest-*")  # of another model's groups
+            self._manifest = Manifest(self.folder.open(manifest), self.num_slots, own)
             os.ftruncate(self._file, self.num_slots * block_bytes)
             found, self.num_torn = self._manifest.read()
         except OSError as error:
-            raise ConfigError(f"kv-disk-path {self._folder.path}: {error}") from error
+            raise ConfigError(f"kv-disk-path {self.folder.path}: {error}") from error
         self._checksums = np.zeros(self.num_slots, np.uint64)
         for slot, _, checksum in found:
             self._checksums[slot] = checksum
         self._entries = [(slot, entry) for slot, entry, _ in found]
-        log.info("%s: %d blocks, %d torn", self._folder.path, len(found), self.num_torn)
+        log.info("%s: %d blocks, %d torn", self.folder.path, len(found), self.num_torn)
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
         if self._checksums[slot]:
@@ -83,7 +96,7 @@ class DiskStorage(Storage):
     def close(self) -> None:
         os.close(self._file)
         self._manifest.close()
-        self._folder.close()
+        self.folder.close()
 
     def _move(self, move: Callable[[int, memoryview, int], int], slot: int, data: Bytes) -> None:
         left, at = data.data, slot * self._block_bytes

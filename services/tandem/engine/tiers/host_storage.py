@@ -2,24 +2,29 @@
 
 import numpy as np
 
-from tandem.engine.cache.pool_memory import own_pages
+from tandem.engine.tiers.device_blocks import HostPages
 from tandem.engine.tiers.storage import Bytes, Entry, Storage
 
 
 class HostStorage(Storage):
     name = "host"
 
-    def __init__(self, *, num_slots: int, block_bytes: int) -> None:
-        """Raises ConfigError when there is no such memory. Pages are taken as they are written."""
-        self.num_slots = num_slots
-        pages = own_pages(num_slots * block_bytes)
-        self._slots = np.frombuffer(pages, np.uint8).reshape(num_slots, block_bytes)
+    def __init__(self, pages: HostPages, *, block_bytes: int) -> None:
+        """`pages` have room for whole blocks."""
+        self._slots = pages.data.reshape(-1, block_bytes)
+        self._is_reached = pages.is_reached
+        self.num_slots = len(self._slots)
+
+    def memory(self, slot: int) -> Bytes | None:
+        return self._slots[slot] if self._is_reached else None
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
-        np.copyto(self._slots[slot], data)
+        if not self._has(slot, data):
+            np.copyto(self._slots[slot], data)
 
     def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
-        np.copyto(target, self._slots[slot])
+        if not self._has(slot, target):
+            np.copyto(target, self._slots[slot])
 
     def forget(self) -> None:
         """Does nothing: which slots hold a block is known to their pool alone."""
@@ -29,3 +34,7 @@ class HostStorage(Storage):
 
     def close(self) -> None:
         """Does nothing: the memory goes with its last user."""
+
+    def _has(self, slot: int, data: Bytes) -> bool:
+        """Returns whether these bytes are the slot's own, which the device reads and writes."""
+        return self._is_reached and np.may_share_memory(self._slots[slot], data)

@@ -1,7 +1,8 @@
 """The jobs of the tiers' threads: to write blocks to a tier, and to read a sequence's blocks.
 
 A job holds what it needs until its result is taken: the device's block cannot be handed out while
-it is written, nor can the slots of a load. Nobody can stop a job in the middle of a block.
+it is written, nor can the slots of a load. Nobody can stop a job in the middle of a block. A load
+ends when all copies to the device that it began are done, also if it fails or is given up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tandem.engine.tiers.device_blocks import Channel, Event
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 
 log = logging.getLogger(__name__)
@@ -36,14 +38,19 @@ class Target:
 class Write:
     block_id: int
     entry: Entry
-    data: Bytes  # of the device's block
+    after: Event  # the block is full by then
     targets: list[Target]
     generation: int  # of the tiers' content
     on_end: Callable[[Write, Target], object]
+    group: int = 0  # of the block
 
-    def begin(self, target: Target) -> Callable[[], None]:
+    def begin_out(self, target: Target, channel: Channel) -> Callable[[], Bytes]:
+        """Begins to copy the block to the host, for one target; what is returned ends that."""
+        return channel.begin_out(self.block_id, self.after, target.storage.memory(target.table[-1]))
+
+    def begin(self, target: Target, data: Bytes) -> Callable[[], None]:
         """Begins to write one target; what is returned ends that, and tells the engine."""
-        end_write = target.storage.begin_write(target.table[-1], self.entry, self.data)
+        end_write = target.storage.begin_write(target.table[-1], self.entry, data)
 
         def end() -> None:
             try:
@@ -57,10 +64,17 @@ class Write:
         return end
 
 
-def write_all(writes: Sequence[tuple[Write, Target]]) -> None:
-    """Writes targets of one lane."""
-    for end in [write.begin(target) for write, target in writes]:
-        end()
+def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
+    """Writes targets of one lane and KV group."""
+    for first in range(0, len(writes), channel.num_at_once):
+        some = writes[first : first + channel.num_at_once]
+        copies = [write.begin_out(target, channel) for write, target in some]
+        ends = [
+            write.begin(target, end_copy())
+            for (write, target), end_copy in zip(some, copies, strict=True)
+        ]
+        for end in ends:
+            end()
 
 
 class Part(NamedTuple):
@@ -70,11 +84,12 @@ class Part(NamedTuple):
     storage: Storage
     slot: int
     block_hash: bytes
-    block_id: int
-    target: Bytes  # of the device's block
+    block_id: int  # in the pool of its group
+    chain_index: int = 0
+    group: int = 0
 
-    def begin_read(self) -> Callable[[], None]:
-        return self.storage.begin_read(self.slot, self.block_hash, self.target)
+    def begin_read(self) -> Callable[[Bytes], None]:
+        return self.storage.begin_read(self.slot, self.block_hash)
 
 
 @dataclass(slots=True)
@@ -82,19 +97,22 @@ class Load:
     """Reads blocks from the last to the first. The engine may compute the first ones meanwhile: it
     takes those parts from the load, and nobody reads them then.
 
-        [ taken by the engine | not read yet | being read | in place ]
-                      num_taken                      num_parts - num_read
+        [ taken by the engine | not read yet | being read, or on the way | in place ]
+                      num_taken                                     num_parts - num_read
     """
 
     sequence_id: str
     lane: str  # whose thread reads it
     first_block: int  # index of the first part in its chain
     parts: list[Part]
-    tables: dict[int, list[int]]  # by tier: slots that are referenced meanwhile
+    tables: dict[tuple[int, int], list[int]]  # by tier, group: slots that are referenced meanwhile
     ends: dict[int, int]  # by tier, in the order of parts: the number of parts up to its last one
+    channels: Sequence[Channel]  # of each group
+    after: Event  # the engine's work on the blocks before they were handed out
     on_end: Callable[[Load], object]
     clock: Callable[[], float]  # in seconds
     submitted_at: float
+    share: float = 1.0  # bytes of a part, on average, in those of a block of all groups
     num_spared: int = 0  # first parts that the engine is expected to compute
     num_taken: int = 0
     num_begun: int = 0  # last parts that are in place, or are being read
@@ -103,10 +121,11 @@ class Load:
     progress_at: float = 0.0
     seconds: dict[int, float] = field(default_factory=dict)  # by tier
     is_given_up: bool = False  # its sequence is gone: what is not read yet stays so
+    _on_the_way: deque[Event] = field(default_factory=deque)  # copies, of the last parts first
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self) -> None:
-        begun: deque[Callable[[], None]] = deque()
+        begun: deque[Callable[[Bytes], None]] = deque()
         num_ahead = 0  # last parts whose reads were begun
         try:
             while (part := self._begin()) is not None:
@@ -118,7 +137,7 @@ class Load:
                 if not self._read(part, begun.popleft()):
                     return
         finally:
-            self.on_end(self)
+            self._end()
 
     @property
     def num_free(self) -> int:
@@ -133,8 +152,13 @@ class Load:
             return self.num_taken
 
     @property
+    def is_whole(self) -> bool:
+        """True if all parts are in place."""
+        return self.num_read == len(self.parts)
+
+    @property
     def blocks(self) -> range:
-        """Indexes in its chain of the blocks that are in place."""
+        """Indexes in its chain of the blocks that are in place, if parts are of one group."""
         end = self.first_block + len(self.parts)
         return range(end - self.num_read, end)
 
@@ -144,14 +168,16 @@ class Load:
         return self.first_block + max(self.num_spared, self.num_taken)
 
     @property
-    def unsafe_blocks(self) -> list[int]:
-        """The device's blocks that may be written as long as the load has not ended."""
-        return [part.block_id for part in self.parts[self.num_taken :]]
+    def unsafe_parts(self) -> list[Part]:
+        """Parts whose blocks may be written as long as the load has not ended."""
+        return self.parts[self.num_taken :]
 
     @property
     def num_read_by_tier(self) -> dict[str, int]:
-        """Blocks that are in place, by the name of the tier that they came from."""
-        return dict(Counter(part.storage.name for part in self.parts_read))
+        """Blocks that are in place, by the name of the tier that they came from; of several groups
+        the slowest one counts."""
+        names = {part.chain_index: part.storage.name for part in self.parts_read}
+        return dict(Counter(names.values()))
 
     @property
     def parts_read(self) -> list[Part]:
@@ -164,16 +190,41 @@ class Load:
             self.num_begun += 1
             return self.parts[-self.num_begun]
 
-    def _read(self, part: Part, end_read: Callable[[], None]) -> bool:
+    def _read(self, part: Part, end_read: Callable[[Bytes], None]) -> bool:
         started = self.clock()
         try:
-            end_read()
+            channel = self.channels[part.group]
+            data = channel.buffer(part.block_id, part.storage.memory(part.slot))
+            end_read(data)
         except (OSError, BadBlock) as error:
             log.warning("block %d cannot be read from %s: %s", part.slot, part.storage.name, error)
             self.failed = part
             return False
-        self.progress_at = self.clock()
-        seconds = self.progress_at - started
-        self.seconds[part.tier] = self.seconds.get(part.tier, 0.0) + seconds
-        self.num_read += 1
+        self._on_the_way.append(channel.begin_in(part.block_id, data, self.after))
+        self._follow(channel.num_at_once - 1)
+        self._spend(part.tier, started)
         return True
+
+    def _follow(self, num_left: int) -> None:
+        """Counts the copies that are done. Waits while more than `num_left` are not."""
+        while self._on_the_way:
+            if len(self._on_the_way) > num_left:
+                self._on_the_way[0].synchronize()
+            elif not self._on_the_way[0].query():
+                return
+            self._on_the_way.popleft()
+            self.num_read += 1
+            self.progress_at = self.clock()
+
+    def _end(self) -> None:
+        started = self.clock()
+        try:
+            if self._on_the_way:
+                tier = self.parts[-1 - self.num_read].tier
+                self._follow(0)
+                self._spend(tier, started)
+        finally:
+            self.on_end(self)
+
+    def _spend(self, tier: int, started: float) -> None:
+        self.seconds[tier] = self.seconds.get(tier, 0.0) + self.clock() - started

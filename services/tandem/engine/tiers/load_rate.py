@@ -12,7 +12,7 @@ class LoadRate:
     def __init__(self) -> None:
         self.block_s = 0.0  # 0.0: not measured
 
-    def observe(self, num_blocks: int, seconds: float) -> None:
+    def observe(self, num_blocks: float, seconds: float) -> None:
         block_s = seconds / num_blocks
         self.block_s += (block_s - self.block_s) * (_WEIGHT if self.block_s else 1.0)
 

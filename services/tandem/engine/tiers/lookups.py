@@ -10,47 +10,44 @@ computing takes. An answer that comes later is of use to the next prompt.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Protocol
 
+from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.tiers.io_thread import JobThread
 from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.storage import Entry
+from tandem.engine.tiers.store_search import Found, SharedStorage, search
 from tandem.engine.tiers.tier import Tier
+
+log = logging.getLogger(__name__)
 
 WAIT_SHARE = 0.1  # of the time to compute what may be there
 WAIT_S_MAX = 1.0
 
 
-class SharedStorage(Protocol):
-    """A storage that other workers write to."""
-
-    def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
-        """Returns how many first blocks of a chain are there; `first` of them are known to be.
-        Raises OSError."""
-
-
 @dataclass(slots=True)
 class _Lookup:
-    storage: SharedStorage
+    storages: Sequence[SharedStorage]  # of each KV group
+    layout: KvLayout
     block_hashes: Sequence[bytes]
-    first: int
+    first: int  # blocks of the group without a window that are known to be there
     clock: Callable[[], float]
     on_end: Callable[[_Lookup], object]
     deadline: float
     seconds: float = 0.0
-    depth: int = 0
+    found: Found = field(default_factory=list)
     is_ended: bool = False
 
     def __call__(self) -> None:
         started = self.clock()
         try:
-            self.depth = self.storage.look_up(self.block_hashes, self.first)
-        except OSError:
-            self.depth = self.first  # the storage counts it, and is not ready for a while
+            self.found = search(self.storages, self.layout, self.block_hashes, self.first)
+        except OSError as error:
+            log.debug("a look-up failed: %s", error)  # the storage is not ready for a while
         finally:
             self.seconds = self.clock() - started
             self.on_end(self)
@@ -62,8 +59,12 @@ class Lookups:
         tiers: Sequence[Tier],
         start_thread: Callable[[str], JobThread],
         clock: Callable[[], float],
+        layout: KvLayout,
+        depth: Callable[[Sequence[bytes]], int],
     ) -> None:
-        self._tiers = tiers
+        """`depth` says how many first blocks of a chain can be loaded."""
+        self._layout = layout
+        self._depth = depth
         self._tier = next((tier for tier in tiers if hasattr(tier.storage, "look_up")), None)
         self._thread = start_thread("store-lookups") if self._tier else None
         self._clock = clock
@@ -96,7 +97,7 @@ class Lookups:
         lookup = self._asked.get(sequence_id)
         if lookup is not None:
             return not lookup.is_ended and self._clock() < lookup.deadline
-        known = max(cached, *(each.depth(block_hashes) for each in self._tiers))
+        known = max(cached, self._depth(block_hashes))
         if known >= len(block_hashes) or not tier.storage.is_ready:
             return False
         wait_s = WAIT_S_MAX if compute_s is None else min(WAIT_S_MAX, WAIT_SHARE * compute_s)
@@ -104,8 +105,9 @@ class Lookups:
             self._rate.decline()
             return False
         deadline = self._clock() + wait_s
-        storage: SharedStorage = tier.storage  # type: ignore[assignment]
-        lookup = _Lookup(storage, block_hashes, known, self._clock, self._ended.put, deadline)
+        storages: list[SharedStorage] = [group.storage for group in tier.groups]  # type: ignore[misc]
+        about = self._layout, block_hashes, known, self._clock, self._ended.put, deadline
+        lookup = _Lookup(storages, *about)
         self._asked[sequence_id] = lookup
         self._num_in_flight += 1
         self._thread.submit(lookup)
@@ -118,15 +120,10 @@ class Lookups:
             lookup.is_ended = True
             self._num_in_flight -= 1
             self._rate.observe(1, lookup.seconds)
-            if lookup.depth > lookup.first:
-                assert self._tier is not None
-                hashes = lookup.block_hashes[: lookup.depth]
-                self._tier.learn(
-                    [
-                        Entry(block_hash, parent_hash)
-                        for parent_hash, block_hash in pairwise((b"", *hashes))
-                    ]
-                )
+            assert self._tier is not None
+            links = list(pairwise((b"", *lookup.block_hashes)))
+            for group, indexes in zip(self._tier.groups, lookup.found, strict=False):
+                group.learn([Entry(links[i][1], links[i][0]) for i in indexes])
 
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""

@@ -1,6 +1,6 @@
 """Makes the tiers that an engine's settings ask for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,17 +8,24 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.tiers.cuda_device import CudaDevice
+from tandem.engine.tiers.device_blocks import BlocksInPlace, DeviceBlocks
 from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.object_storage import ObjectStorage
-from tandem.engine.tiers.seal import make_seal
+from tandem.engine.tiers.seal import Seal, make_seal
+from tandem.engine.tiers.staged_blocks import StagedBlocks
 from tandem.engine.tiers.storage import Storage
 from tandem.engine.tiers.store_client import open_store
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 from tandem.errors import ConfigError
+
+CHAIN_TOKENS = 8192  # of a conversation or a document
 
 
 def make_tiers(
@@ -32,48 +39,99 @@ def make_tiers(
 
     Raises ConfigError for what tiers cannot do yet.
     """
-    pool, layout = kv.pools[0], kv.layout
+    layout = kv.layout
     if not config.has_tiers:
-        return Tiers(pool, np.empty((0, 0), np.uint8), [], start_thread)
-    if layout.has_windows or len(layout.groups) > 1:
-        raise ConfigError(
-            "kv-host-memory, kv-disk-path and kv-store-url are not for models with sliding "
-            "windows yet"
-        )
-    if memory.device.type != "cpu":
-        raise ConfigError(
-            "kv-host-memory, kv-disk-path and kv-store-url are for --device cpu only so far"
-        )
-    storages: list[Storage] = []
+        none = [BlocksInPlace(np.empty((0, 0), np.uint8)) for _ in kv.pools]
+        return Tiers(kv.pools, layout, none, [], start_thread)
+    pools = torch.split(memory.view(-1).view(torch.uint8), _pool_bytes(layout))
+    blocks = [
+        device_blocks(pool.view(-1, group.layout.block_bytes))
+        for pool, group in zip(pools, layout.groups, strict=True)
+    ]
+    places: list[list[Storage]] = []
     if config.kv_host_bytes:
-        num_slots = config.kv_host_bytes // layout.block_bytes
-        if not num_slots:
-            raise ConfigError(
-                f"kv-host-memory is {config.kv_host_bytes}; it must be at least "
-                f"{layout.block_bytes} for one block"
-            )
-        storages.append(HostStorage(num_slots=num_slots, block_bytes=layout.block_bytes))
+        places.append(_host_storages(config, layout, blocks))
     identity = f"{identity} {layout.describe()}"
-    seal = make_seal(config.kv_key_file, identity)
+    names = [f"{identity} group {n}" if n else identity for n in range(len(layout.groups))]
+    seals = [make_seal(config.kv_key_file, name) for name in names]
     if config.kv_disk_path:
+        places.append(_disk_storages(config, layout, names, seals))
+    if config.kv_store_url:
+        store = open_store(config)
+        first = ObjectStorage(store, place=config.kv_store_url, identity=identity, seal=seals[0])
+        others = (first.of_group(number, seal) for number, seal in enumerate(seals) if number)
+        places.append([first, *others])
+    tiers = []
+    for number, storages in enumerate(places):
+        num_slots = sum(storage.num_slots for storage in storages)
+        policy = keep_policy(config.kv_tier_policy, num_slots, layout.block_size)
+        tiers.append(Tier(number, storages, policy, layout))
+    return Tiers(kv.pools, layout, blocks, tiers, start_thread)
+
+
+def _host_storages(
+    config: EngineConfig, layout: KvLayout, blocks: Sequence[DeviceBlocks]
+) -> list[Storage]:
+    sizes = [group.layout.block_bytes for group in layout.groups]
+    parts = _divide("kv-host-memory", config.kv_host_bytes, layout, sizes)
+    return [
+        HostStorage(of_group.host_pages(part // size * size), block_bytes=size)
+        for part, size, of_group in zip(parts, sizes, blocks, strict=True)
+    ]
+
+
+def _disk_storages(
+    config: EngineConfig, layout: KvLayout, names: Sequence[str], seals: Sequence[Seal]
+) -> list[Storage]:
+    sizes = [group.layout.block_bytes for group in layout.groups]
+    slots = [RECORD_BYTES + seals[0].num_extra_bytes + size for size in sizes]
+    parts = _divide(
+        "kv-disk-size", config.kv_disk_bytes, layout, slots, HEADER_BYTES * len(layout.groups)
+    )
+    storages: list[DiskStorage] = []
+    for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         storages.append(
             DiskStorage(
                 Path(config.kv_disk_path).expanduser(),
-                bytes_max=config.kv_disk_bytes,
-                block_bytes=layout.block_bytes,
-                identity=identity,
-                seal=seal,
+                bytes_max=HEADER_BYTES + part,
+                block_bytes=size,
+                identity=names[number],
+                seal=seals[number],
+                group=number,
+                folder=storages[0].folder if storages else None,
             )
         )
-    if config.kv_store_url:
-        storages.append(
-            ObjectStorage(
-                open_store(config), place=config.kv_store_url, identity=identity, seal=seal
-            )
-        )
-    tiers = [
-        Tier(number, each, keep_policy(config.kv_tier_policy, each.num_slots, layout.block_size))
-        for number, each in enumerate(storages)
+    return list(storages)
+
+
+def _divide(
+    option: str, given: int, layout: KvLayout, slots: Sequence[int], fixed: int = 0
+) -> list[int]:
+    """Divides the bytes of a tier, but `fixed` ones, among KV groups. `slots` are the bytes of a
+    slot in each. Raises ConfigError if there is none in one of them.
+
+    If chains have `CHAIN_TOKENS` tokens, there is room for what two requests need of each: one that
+    goes on after its prompt, and one after its end.
+    """
+    chain = layout.blocks_of(CHAIN_TOKENS)
+    needs = [
+        min(chain, 2 * (group.decode_blocks or chain)) * slot
+        for group, slot in zip(layout.groups, slots, strict=True)
     ]
-    rows = memory.view(-1).view(torch.uint8).numpy().reshape(-1, layout.block_bytes)
-    return Tiers(pool, rows, tiers, start_thread)
+    parts = [max(0, given - fixed) * need // sum(needs) for need in needs]
+    if any(part < slot for part, slot in zip(parts, slots, strict=True)):
+        pairs = zip(needs, slots, strict=True)
+        least = fixed + max(-(-slot * sum(needs) // need) for need, slot in pairs)
+        raise ConfigError(f"{option} is {given}; it must be at least {least} for one block")
+    return parts
+
+
+def _pool_bytes(layout: KvLayout) -> list[int]:
+    return [group.layout.pool_bytes for group in layout.groups]
+
+
+def device_blocks(rows: torch.Tensor) -> DeviceBlocks:
+    """Returns how the tiers' threads reach a pool, uint8 [num_blocks, block_bytes]."""
+    if rows.device.type == "cpu":
+        return BlocksInPlace(rows.numpy())
+    return StagedBlocks(rows, CudaDevice(rows.device))

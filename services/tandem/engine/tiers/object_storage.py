@@ -1,6 +1,7 @@
 """A tier's blocks in an object store, which the workers of all machines share.
 
     PREFIX/1-MODEL/HASH     a block: checksum, 8 bytes | its bytes, sealed (seal.py)
+    PREFIX/1-MODEL/HASH-1   the same of the model's second KV group
     PREFIX/1-MODEL/about    what the blocks were computed with, in words
 
 MODEL is a digest of all that decides the numbers in KV, and HASH the block's, so that a worker
@@ -14,6 +15,7 @@ while, then one request tries it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -59,6 +61,7 @@ class ObjectStorage(Storage):
         self._writers = ThreadPoolExecutor(_AT_ONCE, "store-put")
         self._readers = ThreadPoolExecutor(_AT_ONCE, "store-get")
         self._health = _Health()
+        self._suffix = ""
         try:
             self._ask(obstore.put, f"{self._folder}/about", about)
             self._has(bytes(16))  # AWS answers 403 to those who may not list the bucket
@@ -72,6 +75,12 @@ class ObjectStorage(Storage):
         except OSError as error:
             log.warning("kv-store-url %s does not answer; it is tried again: %s", place, error)
 
+    def of_group(self, group: int, seal: Seal) -> ObjectStorage:
+        """Returns the storage of another KV group of the model in the same store."""
+        other = copy.copy(self)
+        other._suffix, other._seal = f"-{group}", seal
+        return other
+
     @property
     def is_ready(self) -> bool:
         return self._health.is_ready
@@ -79,8 +88,8 @@ class ObjectStorage(Storage):
     def begin_write(self, slot: int, entry: Entry, data: Bytes) -> Callable[[], None]:
         return self._writers.submit(self.write, slot, entry, data).result
 
-    def begin_read(self, slot: int, block_hash: bytes, target: Bytes) -> Callable[[], None]:
-        return partial(self._take, self._readers.submit(self._get, block_hash), block_hash, target)
+    def begin_read(self, slot: int, block_hash: bytes) -> Callable[[Bytes], None]:
+        return partial(self._take, self._readers.submit(self._get, block_hash), block_hash)
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
         sealed = self._seal.seal(entry.block_hash, data)
@@ -88,7 +97,7 @@ class ObjectStorage(Storage):
         self._ask(self._obstore.put, self._name(entry.block_hash), checksum + sealed.tobytes())
 
     def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
-        self.begin_read(slot, block_hash, target)()
+        self.begin_read(slot, block_hash)(target)
 
     def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
         """Returns how many first blocks of a chain are there; `first` of them are known to be.
@@ -109,6 +118,10 @@ class ObjectStorage(Storage):
             if num_there:
                 low = probes[num_there - 1]
         return low
+
+    def look_up_each(self, block_hashes: Sequence[bytes]) -> list[bool]:
+        """Returns which of these blocks are there."""
+        return list(self._readers.map(self._has, block_hashes))
 
     def forget(self) -> None:
         """Does nothing: the blocks are those of other workers, too."""
@@ -149,7 +162,7 @@ class ObjectStorage(Storage):
         return True
 
     def _name(self, block_hash: bytes) -> str:
-        return f"{self._folder}/{block_hash.hex()}"
+        return f"{self._folder}/{block_hash.hex()}{self._suffix}"
 
     def _ask(self, call: Callable[..., T], name: str, *data: bytes) -> T:
         """Makes a request. Raises OSError, and none to no avail while the store is not ready."""

@@ -18,7 +18,7 @@ class SlotPool(BlockPool):
     def __init__(self, num_slots: int, policy: KeepPolicy) -> None:
         """`policy` says what a slot's block is worth."""
         super().__init__(num_slots)
-        self._policy = policy
+        self.policy = policy
         self._indexes = [0] * num_slots  # of the slots' blocks in their chains
         self._bad: set[bytes] = set()  # hashes of slots that could not be read
 
@@ -53,15 +53,20 @@ class SlotPool(BlockPool):
         """The copy was written anew."""
         self._bad.discard(block_hash)
 
+    def link(self, entry: Entry) -> Entry:
+        """Returns an entry with the parent that it needs here."""
+        return entry
+
     def adopt(self, slot: int, entry: Entry) -> bool:
         """Lets a slot that was written be found; returns False, and frees it, if its parent is not
         here, or another slot has the block."""
+        entry = self.link(entry)
         parent = self.find(entry.parent_hash) if entry.parent_hash else None
         if entry.parent_hash and parent is None:
             self.release([slot])
             return False
         self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
-        self._blocks[slot].worth = self._policy.worth(entry.block_hash, self._indexes[slot])
+        self._blocks[slot].worth = self.policy.worth(entry.block_hash, self._indexes[slot])
         stored = self.store(
             slot, parent_id=parent, parent_hash=entry.parent_hash, block_hash=entry.block_hash
         )
@@ -83,7 +88,7 @@ class SlotPool(BlockPool):
         while (slot := self._cached.oldest(Copy.NONE)) is not None:
             block = self._blocks[slot]
             assert block.block_hash is not None, f"slot {slot} is cached and has no hash"
-            worth = self._policy.worth(block.block_hash, self._indexes[slot])
+            worth = self.policy.worth(block.block_hash, self._indexes[slot])
             if worth <= block.worth:
                 break
             block.worth = worth
@@ -119,7 +124,7 @@ class SlotPool(BlockPool):
             block.parent_id = slots[entry.parent_hash] if entry.parent_hash else None
             if block.parent_id is not None:
                 self._indexes[slot] = self._indexes[block.parent_id] + 1
-            block.worth = self._policy.worth(entry.block_hash, self._indexes[slot])
+            block.worth = self.policy.worth(entry.block_hash, self._indexes[slot])
             self._by_hash[entry.block_hash] = slot
             self._unwritten[slot] = None
             after = children.pop(entry.block_hash, [])
@@ -129,3 +134,14 @@ class SlotPool(BlockPool):
         taken = set(self._by_hash.values())
         self._free = [slot for slot in self._free if slot not in taken]
         return len(entries) - len(taken)
+
+
+class WindowSlotPool(SlotPool):
+    """The slots of a KV group with a window. Each is found by itself, whatever is before it in its
+    chain, and the policy knows no tokens before it."""
+
+    def link(self, entry: Entry) -> Entry:
+        return Entry(entry.block_hash, b"")
+
+    def restore(self, entries: Collection[tuple[int, Entry]]) -> int:
+        return super().restore([(slot, self.link(entry)) for slot, entry in entries])

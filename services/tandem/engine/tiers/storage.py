@@ -47,10 +47,14 @@ class Storage(Protocol):
         """Begins with a write; what is returned ends it, and raises as `write` does."""
         return partial(self.write, slot, entry, data)
 
-    def begin_read(self, slot: int, block_hash: bytes, target: Bytes) -> Callable[[], None]:
-        """Begins with a read; what is returned fills `target`, and raises as `read` does. Nothing
-        writes `target` before that."""
-        return partial(self.read, slot, block_hash, target)
+    def begin_read(self, slot: int, block_hash: bytes) -> Callable[[Bytes], None]:
+        """Begins with a read; what is returned fills a target, and raises as `read` does."""
+        return partial(self.read, slot, block_hash)
+
+    def memory(self, slot: int) -> Bytes | None:
+        """Returns a slot's own bytes if the device copies from and to them by itself. `write` and
+        `read` may be given them."""
+        return None
 
     def forget(self) -> None:
         """Empties all slots. Raises OSError."""

@@ -1,34 +1,38 @@
-"""One tier: its storage, the pool of its slots, its rate and what has happened in it."""
+"""One tier: its rate, what has happened in it, and for each KV group its storage and its slots.
+
+A KV group without a window has whole prefixes in a tier. Of one with a window a tier has what
+requests may need to go on (engine/cache/window_pool.py), and a chain can be read up to a depth at
+which each window has all that the next token sees.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tandem.engine.cache.block_events import BlockEvents
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.resumable_depths import ResumableDepths
 from tandem.engine.tiers.jobs import Target
 from tandem.engine.tiers.keep_policy import KeepPolicy
 from tandem.engine.tiers.load_rate import LoadRate
-from tandem.engine.tiers.slot_pool import SlotPool
+from tandem.engine.tiers.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
 from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
 
 
-class Tier:
-    def __init__(self, number: int, storage: Storage, policy: KeepPolicy) -> None:
-        self.number = number
+class TierGroup:
+    """One KV group's blocks in a tier."""
+
+    def __init__(self, tier: int, storage: Storage, pool: SlotPool) -> None:
+        self._tier = tier
         self.storage = storage
-        self.policy = policy
-        self.pool = SlotPool(storage.num_slots, policy)
-        self.rate = LoadRate()
+        self.pool = pool
+        self.events = BlockEvents()
         self._coming: set[bytes] = set()  # blocks that are written
-        self.num_written = 0
-        self.num_loaded = 0
-        self.num_write_failures = 0
-        self._events = BlockEvents()
         parents = {entry.block_hash: entry.parent_hash for _, entry in storage.entries()}
-        self.num_bad = storage.num_torn + self.pool.restore(storage.entries())
-        for block_hash in self.pool.block_hashes(b"", b""):
-            self._events.store(StoredBlock(parents[block_hash], block_hash))
+        self.num_torn = storage.num_torn + pool.restore(storage.entries())
+        for block_hash in pool.block_hashes(b"", b""):
+            self._tell(Entry(block_hash, parents[block_hash]))
 
     def target(self, entry: Entry) -> Target | None:
         """Takes a slot for a block that is not here; None if its parent is not here either, no
@@ -40,24 +44,23 @@ class Tier:
         if not is_mended:
             if self.pool.find(entry.block_hash) is not None:
                 return None
-            if not self.policy.takes(entry.block_hash):
+            if not self.pool.policy.takes(entry.block_hash):
                 return None
-            parent = self.pool.find(entry.parent_hash) if entry.parent_hash else None
+            parent_hash = self.pool.link(entry).parent_hash
+            parent = self.pool.find(parent_hash) if parent_hash else None
             if parent is not None:
                 self.pool.touch(parent)
-            elif entry.parent_hash and entry.parent_hash not in self._coming:
+            elif parent_hash and parent_hash not in self._coming:
                 return None
             table = self.pool.allocate(1) or []
         if not table:
             return None
         self._coming.add(entry.block_hash)
-        return Target(self.number, self.storage, table, is_mended)
+        return Target(self._tier, self.storage, table, is_mended)
 
     def settle(self, entry: Entry, target: Target, *, is_current: bool) -> None:
         """Takes what became of a write. One that is not current was forgotten meanwhile."""
         self._coming.discard(entry.block_hash)
-        self.num_written += target.is_written
-        self.num_write_failures += not target.is_written
         is_new = target.is_written and is_current
         if is_new and not target.is_mended:
             is_new = self.pool.adopt(target.table[-1], entry)
@@ -66,51 +69,113 @@ class Tier:
                 self.pool.mend(entry.block_hash)
             self.pool.release(target.table)
         if is_new:
-            self._events.store(StoredBlock(entry.parent_hash, entry.block_hash))
-
-    def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain can be read here now."""
-        return self.pool.depth(block_hashes) if self.storage.is_ready else 0
+            self._tell(entry)
 
     def learn(self, chain: Sequence[Entry]) -> None:
-        """Takes first blocks of a chain, parents first, that another worker wrote to the storage.
-        Those that were read badly stay bad until they are written anew."""
+        """Takes blocks, parents first, that another worker wrote to the storage. Those that were
+        read badly stay bad until they are written anew."""
         for entry in chain:
             if self.pool.find(entry.block_hash) is not None:
                 continue
             table = self.pool.allocate(1)
             if table is None or not self.pool.adopt(table[-1], entry):
                 return
-            self._events.store(StoredBlock(entry.parent_hash, entry.block_hash))
+            self._tell(entry)
 
     def mark_bad(self, block_hash: bytes) -> None:
         """The copy could not be read."""
-        self.num_bad += 1
         if self.pool.has(block_hash):
             self.pool.mark_bad(block_hash)
-            self._events.remove(block_hash)
+            self.events.remove(block_hash)
 
     def follow_evictions(self) -> list[bytes]:
         """Returns blocks that cannot be read any more since the last call, but bad ones."""
         removed = self.pool.take_removed()
         for block_hash in removed:
-            self._events.remove(block_hash)
+            self.events.remove(block_hash)
         return removed
+
+    def _tell(self, entry: Entry) -> None:
+        index = int(entry.parent_hash != b"")  # all that is known is whether it is the first
+        self.events.store(StoredBlock(entry.parent_hash, entry.block_hash, index=index))
+
+
+class Tier:
+    def __init__(
+        self, number: int, storages: Sequence[Storage], policy: KeepPolicy, layout: KvLayout
+    ) -> None:
+        """`storages` are those of the layout's KV groups."""
+        self.number = number
+        self.policy = policy
+        self.groups = [
+            TierGroup(
+                number,
+                storage,
+                (SlotPool if group.window is None else WindowSlotPool)(storage.num_slots, policy),
+            )
+            for storage, group in zip(storages, layout.groups, strict=True)
+        ]
+        self.rate = LoadRate()  # of blocks of all groups together
+        self.num_written = 0
+        self.num_loaded = 0
+        self.num_write_failures = 0
+        self.num_bad = sum(group.num_torn for group in self.groups)
+        self._depths = ResumableDepths(layout) if layout.has_windows else None
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the first KV group, which has the name and the lane of all."""
+        return self.groups[0].storage
+
+    @property
+    def pool(self) -> SlotPool:
+        """The slots of the first KV group."""
+        return self.groups[0].pool
+
+    @property
+    def is_ready(self) -> bool:
+        return all(group.storage.is_ready for group in self.groups)
+
+    def settle(self, group: int, entry: Entry, target: Target, *, is_current: bool) -> None:
+        """Takes what became of a write. One that is not current was forgotten meanwhile."""
+        self.num_written += target.is_written
+        self.num_write_failures += not target.is_written
+        self.groups[group].settle(entry, target, is_current=is_current)
+
+    def depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain the first KV group can read here now."""
+        return self.pool.depth(block_hashes) if self.is_ready else 0
+
+    def mark_bad(self, group: int, block_hash: bytes) -> None:
+        """The copy could not be read."""
+        self.num_bad += 1
+        self.groups[group].mark_bad(block_hash)
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return any(group.events for group in self.groups)
 
     def take_events(self) -> TierBlocks:
-        """Returns what can be read now and could not before, and what cannot any more."""
-        return TierBlocks(self.storage.name, *self._events.take())
+        """Returns what can be read now and could not before, and what cannot any more. With
+        windows these are blocks after which a request may go on."""
+        events = [group.events.take() for group in self.groups]
+        changed = events[0] if self._depths is None else self._depths.update(events)
+        return TierBlocks(self.storage.name, *changed)
+
+    def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
+        """Returns hashes that events told of, from `first` on and before `end`; empty `end`: to
+        the last."""
+        if self._depths is None:
+            return self.pool.readable_hashes(first, end)
+        return self._depths.block_hashes(first, end)
 
     def load(self) -> TierLoad:
         """Returns what it holds now and has done since the start."""
+        pools = [group.pool for group in self.groups]
         return TierLoad(
             name=self.storage.name,
-            blocks_total=self.pool.num_blocks,
-            blocks_held=self.pool.num_cached + self.pool.num_used,
+            blocks_total=sum(pool.num_blocks for pool in pools),
+            blocks_held=sum(pool.num_cached + pool.num_used for pool in pools),
             blocks_written=self.num_written,
             blocks_loaded=self.num_loaded,
             blocks_bad=self.num_bad,

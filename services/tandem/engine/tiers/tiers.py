@@ -9,51 +9,85 @@ root of a chain and goes on to its leaf, and a tier evicts leaves first, so each
 prefixes. A load that fails or stands still costs the time to compute its blocks. It changes no
 token.
 
-It knows the pool of a model without sliding windows, on a CPU.
+A model with sliding windows has a pool for each KV group, and a tier the slots of each. A load
+brings all that a sequence needs at one depth, or nothing: a window of another depth is of no use.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
 from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.tiers.device_blocks import Channel, DeviceBlocks, Event
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.jobs import Load, Part, Target, Write, write_all
+from tandem.engine.tiers.jobs import Load, Target, Write, write_all
 from tandem.engine.tiers.lookups import Lookups
-from tandem.engine.tiers.storage import Bytes, Entry
+from tandem.engine.tiers.sources import Sources
+from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks, TierLoad
 from tandem.perf_model.soonest import Reach, load_seconds
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
-TURN_S = 1e-4  # of the engine's thread for what was written, and again for what is to be
+TURN_S = 5e-5  # of the engine's thread for what was written, and again for what is to be
 _PAUSE_S = 1.0  # after a write that failed: the disk may be full
-_WRITES_MAX = 64  # in flight
+_WRITES_MAX = 64  # of a KV group, in flight
 _CLOSE_S = 3.0  # for what is not written when the engine ends
+
+
+@dataclass(slots=True)
+class _Group:
+    """The pool of one KV group, and how threads reach its blocks."""
+
+    number: int
+    pool: BlockPool
+    blocks: DeviceBlocks
+    channels_out: dict[str, Channel]  # of the writers, by lane
+    channels_in: dict[str, Channel]  # of the readers
+    writes: dict[int, Write] = field(default_factory=dict)  # in flight, by the device's block
+
+    @property
+    def wants_writes(self) -> bool:
+        writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
+        return len(self.writes) < writes_max and self.pool.next_unwritten is not None
 
 
 class Tiers:
     def __init__(
         self,
-        pool: BlockPool,
-        memory: Bytes,
+        pools: Sequence[BlockPool],
+        layout: KvLayout,
+        blocks: Sequence[DeviceBlocks],
         tiers: Sequence[Tier],
         start_thread: Callable[[str], JobThread] = IoThread,
     ) -> None:
-        """`memory` is that of the pool, [num_blocks, block_bytes]; the fastest tier comes first."""
-        self._pool = pool
-        self._memory = memory
+        """`blocks` are those of the pools of the layout's groups; the fastest tier comes first."""
         self.tiers = tiers
         lanes = dict.fromkeys(tier.storage.lane for tier in tiers)
         self._writers = {lane: start_thread(f"{lane}-writes") for lane in lanes}
         self._readers = {lane: start_thread(f"{lane}-loads") for lane in lanes}
+        self._groups = [
+            _Group(
+                number,
+                pool,
+                of_group,
+                {lane: of_group.open_channel() for lane in lanes},
+                {lane: of_group.open_channel() for lane in lanes},
+            )
+            for number, (pool, of_group) in enumerate(zip(pools, blocks, strict=True))
+        ]
+        self._first_ids = layout.first_ids
+        self._sources = Sources(layout, pools, tiers)
         self._written: SimpleQueue[tuple[Write, Target]] = SimpleQueue()
         self._ended: SimpleQueue[Load] = SimpleQueue()
-        self._writes: dict[int, Write] = {}  # in flight, by the device's block
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
         self._given_up: list[Load] = []  # in flight, without a sequence
         self._generation = 0
@@ -61,8 +95,7 @@ class Tiers:
         self.turn_s = TURN_S
         self._paused_until = 0.0
         self._progress_at = dict.fromkeys(lanes, 0.0)  # of loads, as far as results were taken
-        self.lookups = Lookups(tiers, start_thread, self.clock)
-        self._writes_max = max(1, min(_WRITES_MAX, pool.num_blocks // 8))
+        self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._sources.depth)
 
     @property
     def has_news(self) -> bool:
@@ -75,12 +108,12 @@ class Tiers:
     def is_busy(self) -> bool:
         """True while threads work: `has_news` may turn True then."""
         is_reading = self._loads or any(not self._is_stalled(load) for load in self._given_up)
-        return bool(is_reading or self._writes or self.lookups.is_busy)
+        return bool(is_reading or self._is_writing or self.lookups.is_busy)
 
     @property
     def num_fenced(self) -> int:
         """Device blocks that loads without a sequence may still write; they are quarantined."""
-        return sum(len(load.unsafe_blocks) for load in self._given_up)
+        return sum(len(load.unsafe_parts) for load in self._given_up)
 
     def turn(self) -> None:
         """Takes what was written and starts further writes, for 2 * `turn_s` at most."""
@@ -99,17 +132,17 @@ class Tiers:
         for tier in self.tiers:
             tier.policy.use(block_hashes, keep=keep)
 
-    def reach(self, block_hashes: Sequence[bytes]) -> list[Reach]:
-        """Returns how many first blocks of a chain each tier has, and its measured price of one; 0
-        before a load was measured."""
+    def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[Reach]:
+        """Returns how many first blocks of a chain come from each tier, or from those before it,
+        and the measured price of one after `held`; 0 before a load was measured."""
         # A thread whose load stands still would come to no other one.
         stalled = {load.lane for load in self._given_up if self._is_stalled(load)}
-        return [
-            Reach(
-                0 if tier.storage.lane in stalled else tier.depth(block_hashes), tier.rate.block_s
-            )
-            for tier in self.tiers
-        ]
+        usable = [tier for tier in self.tiers if tier.storage.lane not in stalled]
+        return self._sources.reach(block_hashes, held, usable)
+
+    def known_depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain the group without a window has anywhere."""
+        return self._sources.known_depth(block_hashes)
 
     def decline(self) -> None:
         """A load was not made, because another way looked sooner."""
@@ -120,51 +153,32 @@ class Tiers:
         self,
         sequence_id: str,
         block_hashes: Sequence[bytes],
-        first: int,
-        block_ids: Sequence[int],
+        wanted: Sequence[UnfilledBlock],
         *,
         num_spared: int = 0,
     ) -> None:
-        """Starts to fill `block_ids` with the chain's blocks from `first` on; a tier has them.
+        """Starts to fill blocks of a chain, those of a group in its order; tiers have them all.
 
-        The engine is expected to compute the first `num_spared` of them meanwhile (`take`).
+        The engine is expected to compute the first `num_spared` of them meanwhile (`take`), if they
+        are of one group.
         """
-        end, at = first + len(block_ids), first
-        parts: list[Part] = []
-        ends: dict[int, int] = {}
-        tables: dict[int, list[int]] = {}
-        for tier in self.tiers:
-            depth = min(end, tier.pool.depth(block_hashes))
-            if depth <= at:
-                continue
-            found = tier.pool.reserve(block_hashes[:depth], depth)
-            assert found is not None
-            table = tables[tier.number] = found.block_table
-            parts += [
-                Part(
-                    tier.number,
-                    tier.storage,
-                    table[i],
-                    block_hashes[i],
-                    block_ids[i - first],
-                    self._memory[block_ids[i - first]],
-                )
-                for i in range(at, depth)
-            ]
-            at = depth
-            ends[tier.number] = len(parts)
-        assert at == end, "no tier has these blocks"
+        parts, tables = self._sources.find_parts(block_hashes, wanted)
+        ends = {part.tier: number for number, part in enumerate(parts, 1)}
         lane = parts[-1].storage.lane
+        shares = [self._sources.shares[part.group] for part in parts]
         load = Load(
             sequence_id,
             lane,
-            first,
+            parts[0].chain_index,
             parts,
             tables,
             ends,
+            [group.channels_in[lane] for group in self._groups],
+            self._mark(),
             self._ended.put,
             self.clock,
             self.clock(),
+            share=sum(shares) / len(shares),
             num_spared=num_spared,
         )
         self._loads[sequence_id] = load
@@ -173,7 +187,7 @@ class Tiers:
     def reach_of(self, load: Load) -> list[Reach]:
         """Returns where the blocks of a load come from."""
         return [
-            Reach(load.first_block + end, self.tiers[number].rate.block_s)
+            Reach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
             for number, end in load.ends.items()
         ]
 
@@ -183,12 +197,13 @@ class Tiers:
         while not self._ended.empty():
             load = self._ended.get_nowait()
             self._progress_at[load.lane] = self.clock()
-            for number, table in load.tables.items():
-                self.tiers[number].pool.release(table)
+            for (tier, group), table in load.tables.items():
+                self.tiers[tier].groups[group].pool.release(table)
             self._observe(load)
             if load.is_given_up:
                 self._given_up.remove(load)
-                self._pool.unquarantine(load.unsafe_blocks)
+                for part in load.unsafe_parts:
+                    self._groups[part.group].pool.unquarantine([part.block_id])
             else:
                 del self._loads[load.sequence_id]
                 ended.append(load)
@@ -202,7 +217,7 @@ class Tiers:
             return []
         load.is_given_up = True
         self._given_up.append(load)
-        return load.unsafe_blocks
+        return [self._first_ids[part.group] + part.block_id for part in load.unsafe_parts]
 
     def find_load(self, sequence_id: str) -> Load:
         """Returns the load of a sequence that is LOADING."""
@@ -216,8 +231,9 @@ class Tiers:
         """Forgets all copies. What is on its way to a tier is forgotten when it comes there."""
         self._generation += 1
         for tier in self.tiers:
-            tier.pool.drop_cached()
-            self._writers[tier.storage.lane].submit(tier.storage.forget)
+            for group in tier.groups:
+                group.pool.drop_cached()
+                self._writers[tier.storage.lane].submit(group.storage.forget)
         self._follow_evictions()
 
     @property
@@ -236,7 +252,7 @@ class Tiers:
         """Returns hashes that a tier can give back, from `first` on and before `end`; empty `end`:
         to the last."""
         tier = next((tier for tier in self.tiers if tier.storage.name == name), None)
-        return [] if tier is None else tier.pool.readable_hashes(first, end)
+        return [] if tier is None else tier.block_hashes(first, end)
 
     def loads(self) -> list[TierLoad]:
         return [tier.load() for tier in self.tiers]
@@ -246,7 +262,7 @@ class Tiers:
         if not self.tiers:
             return
         until = self.clock() + _CLOSE_S
-        while self.clock() < until and (self._wants_writes() or self._writes):
+        while self.clock() < until and (self._wants_writes() or self._is_writing):
             self.turn()
             time.sleep(1e-3)
         for writer in self._writers.values():
@@ -255,74 +271,95 @@ class Tiers:
             reader.close(0.0)
         self.lookups.close()
         for tier in self.tiers:
-            tier.storage.close()
+            for group in tier.groups:
+                group.storage.close()
+
+    @property
+    def _is_writing(self) -> bool:
+        return any(group.writes for group in self._groups)
 
     def _wants_writes(self) -> bool:
         return (
             bool(self.tiers)
-            and len(self._writes) < self._writes_max
-            and self._pool.next_unwritten is not None
+            and any(group.wants_writes for group in self._groups)
             and self.clock() >= self._paused_until
         )
 
+    def _mark(self) -> Event:
+        return self._groups[0].blocks.mark()
+
     def _start_writes(self, until: float) -> None:
-        """Starts to write blocks that have no copy, in one job for each lane."""
-        writes: dict[str, list[tuple[Write, Target]]] = {}
-        while len(self._writes) < self._writes_max and time.perf_counter() < until:
-            block_id = self._pool.next_unwritten
-            if block_id is None:
-                break
-            entry = Entry(*self._pool.names_of(block_id))
-            targets = [t for tier in self.tiers if (t := tier.target(entry)) is not None]
-            self._pool.start_write(block_id)
-            if targets:
-                data = self._memory[block_id]
-                write = Write(block_id, entry, data, targets, self._generation, self._on_written)
-                self._writes[block_id] = write
-                for target in targets:
-                    writes.setdefault(target.storage.lane, []).append((write, target))
-            else:  # a tier has it, or none has its parent or a slot
-                self._pool.end_write(block_id, is_whole=self._is_held(entry.block_hash))
-        for lane, of_lane in writes.items():
-            self._writers[lane].submit(partial(write_all, of_lane))
+        """Starts to write blocks that have no copy, of the groups in turn, in one job for each lane
+        and group."""
+        writes: defaultdict[tuple[str, int], list[tuple[Write, Target]]] = defaultdict(list)
+        after = self._mark()  # they are full by then
+        groups = deque(group for group in self._groups if group.wants_writes)
+        while groups and time.perf_counter() < until:
+            group = groups.popleft()
+            for write, target in self._start_write(group, after):
+                writes[target.storage.lane, group.number].append((write, target))
+            if group.wants_writes:
+                groups.append(group)
+        for (lane, number), of_lane in writes.items():
+            channel = self._groups[number].channels_out[lane]
+            self._writers[lane].submit(partial(write_all, of_lane, channel))
+
+    def _start_write(self, group: _Group, after: Event) -> list[tuple[Write, Target]]:
+        block_id = group.pool.next_unwritten
+        assert block_id is not None
+        entry = Entry(*group.pool.names_of(block_id))
+        found = (tier.groups[group.number].target(entry) for tier in self.tiers)
+        targets = [target for target in found if target is not None]
+        group.pool.start_write(block_id)
+        if not targets:  # a tier has it, or none has its parent or a slot
+            is_whole = self._is_held(group.number, entry.block_hash)
+            group.pool.end_write(block_id, is_whole=is_whole)
+            return []
+        on_end = self._on_written
+        write = Write(block_id, entry, after, targets, self._generation, on_end, group.number)
+        group.writes[block_id] = write
+        return [(write, target) for target in targets]
 
     def _on_written(self, write: Write, target: Target) -> None:
         self._written.put((write, target))
 
     def _settle(self, write: Write, target: Target) -> None:
         is_current = write.generation == self._generation
-        self.tiers[target.tier].settle(write.entry, target, is_current=is_current)
+        tier, group = self.tiers[target.tier], self._groups[write.group]
+        tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
             self._pause()  # but one that is not ready takes no writes meanwhile
         target.is_settled = True
         if not all(each.is_settled for each in write.targets):
             return
-        del self._writes[write.block_id]
-        self._pool.end_write(write.block_id, is_whole=self._is_held(write.entry.block_hash))
+        del group.writes[write.block_id]
+        is_whole = self._is_held(group.number, write.entry.block_hash)
+        group.pool.end_write(write.block_id, is_whole=is_whole)
 
     def _pause(self) -> None:
         self._paused_until = self.clock() + _PAUSE_S
 
-    def _is_held(self, block_hash: bytes) -> bool:
-        return any(tier.pool.has(block_hash) for tier in self.tiers)
+    def _is_held(self, group: int, block_hash: bytes) -> bool:
+        return any(tier.groups[group].pool.has(block_hash) for tier in self.tiers)
 
     def _follow_evictions(self) -> None:
         for tier in self.tiers:
-            for block_hash in tier.follow_evictions():
-                if not self._is_held(block_hash):
-                    self._pool.lose_copy(block_hash)
+            for group, slots in zip(self._groups, tier.groups, strict=True):
+                for block_hash in slots.follow_evictions():
+                    if not self._is_held(group.number, block_hash):
+                        group.pool.lose_copy(block_hash)
 
     def _observe(self, load: Load) -> None:
         for tier in self.tiers:
-            num_read = sum(part.tier == tier.number for part in load.parts_read)
-            if num_read:
-                tier.num_loaded += num_read
-                tier.rate.observe(num_read, load.seconds[tier.number])
-        if load.failed is not None:
-            tier = self.tiers[load.failed.tier]
-            tier.mark_bad(load.failed.block_hash)
-            if not self._is_held(load.failed.block_hash):
-                self._pool.lose_copy(load.failed.block_hash)
+            groups = [part.group for part in load.parts_read if part.tier == tier.number]
+            if groups:
+                tier.num_loaded += len(groups)
+                num_blocks = sum(self._sources.shares[group] for group in groups)
+                tier.rate.observe(num_blocks, load.seconds[tier.number])
+        if (failed := load.failed) is not None:
+            self.tiers[failed.tier].mark_bad(failed.group, failed.block_hash)
+            if not self._is_held(failed.group, failed.block_hash):
+                self._groups[failed.group].pool.lose_copy(failed.block_hash)
 
     def _is_stalled(self, load: Load) -> bool:
         in_flight: Iterable[Load] = (*self._loads.values(), *self._given_up)
@@ -333,16 +370,20 @@ class Tiers:
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the tiers' slots or the copies."""
         loads = [*self._loads.values(), *self._given_up]
-        for tier in self.tiers:
-            tables = [load.tables[tier.number] for load in loads if tier.number in load.tables]
-            tables += [
-                target.table
-                for write in self._writes.values()
-                for target in write.targets
-                if target.tier == tier.number and not target.is_settled
-            ]
-            tier.pool.check_integrity(tables)
-        for block_id, block_hash, copy in self._pool.copies():
-            assert (copy is Copy.WRITING) == (block_id in self._writes), f"{block_id} is {copy}"
-            held = copy is not Copy.WHOLE or (block_hash is not None and self._is_held(block_hash))
-            assert held, f"no tier holds the copy of block {block_id}"
+        for group in self._groups:
+            for tier in self.tiers:
+                place = tier.number, group.number
+                tables = [load.tables[place] for load in loads if place in load.tables]
+                tables += [
+                    target.table
+                    for write in group.writes.values()
+                    for target in write.targets
+                    if target.tier == tier.number and not target.is_settled
+                ]
+                tier.groups[group.number].pool.check_integrity(tables)
+            for block_id, block_hash, copy in group.pool.copies():
+                assert (copy is Copy.WRITING) == (block_id in group.writes), f"{block_id} is {copy}"
+                held = copy is not Copy.WHOLE or (
+                    block_hash is not None and self._is_held(group.number, block_hash)
+                )
+                assert held, f"no tier holds the copy of block {block_id}"

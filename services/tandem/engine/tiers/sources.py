@@ -1,0 +1,124 @@
+"""Finds out which tier gives each missing block of a chain, and how deep a chain can be loaded.
+
+    group without a window   [ in the pool | the first tier's | the second tier's ]
+    group with a window                                [ pool | 2nd | pool | 1st  ]   any of them
+
+The rule of a hit is the pools' own (`KvLayout.deepest_hit`); a block may be in the pool or in any
+of the tiers. It knows no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.tiers.jobs import Part
+from tandem.engine.tiers.tier import Tier
+from tandem.perf_model.soonest import Reach
+
+Tables = dict[tuple[int, int], list[int]]
+
+
+class Sources:
+    def __init__(self, layout: KvLayout, pools: Sequence[BlockPool], tiers: Sequence[Tier]) -> None:
+        """`pools` are those of the layout's groups; the fastest tier comes first."""
+        self._layout = layout
+        self._pools = pools
+        self._tiers = tiers
+        sizes = [group.layout.block_bytes for group in layout.groups]
+        self.shares = [size / sum(sizes) for size in sizes]  # of a block of all groups
+
+    def reach(self, block_hashes: Sequence[bytes], held: int, tiers: Sequence[Tier]) -> list[Reach]:
+        """Returns the depth up to which a chain can be loaded from the first tier, from the first
+        two of them and so on, as far as they are in `tiers`, and the price of one of its blocks
+        after `held`; 0 before a load was measured."""
+        if not self._layout.has_windows:
+            return [
+                Reach(tier.depth(block_hashes) if tier in tiers else 0, tier.rate.block_s)
+                for tier in self._tiers
+            ]
+        usable: list[Tier] = []
+        found = []
+        for tier in self._tiers:
+            if tier in tiers and tier.is_ready:
+                usable.append(tier)
+            depth = self.depth(block_hashes, usable)
+            seconds = self._seconds(block_hashes, depth, usable) if depth > held else 0.0
+            found.append(Reach(depth, seconds / max(1, depth - held)))
+        return found
+
+    def find_parts(
+        self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock]
+    ) -> tuple[list[Part], Tables]:
+        """Returns where blocks of a chain come from, the fastest tier's first, and the slots that
+        are referenced now. Each of them is in a tier."""
+        parts: list[Part] = []
+        tables: Tables = {}
+        for number, group in enumerate(self._layout.groups):
+            rest = [block for block in wanted if block.group == number]
+            for tier in self._tiers:
+                slots = tier.groups[number].pool
+                depth = 0 if group.window else slots.depth(block_hashes)
+                here = [
+                    block
+                    for block in rest
+                    if block.chain_index < depth
+                    or (group.window and slots.has(block_hashes[block.chain_index]))
+                ]
+                if not here:
+                    continue
+                chain = [block_hashes[block.chain_index] for block in here]
+                if group.window is None:
+                    chain = list(block_hashes[: here[-1].chain_index + 1])
+                held = slots.reserve(chain, len(chain))
+                assert held is not None
+                table = tables[tier.number, number] = held.block_table
+                storage = tier.groups[number].storage
+                parts += [
+                    Part(tier.number, storage, slot, block_hashes[index], block_id, index, number)
+                    for slot, (_, index, block_id) in zip(table[-len(here) :], here, strict=True)
+                ]
+                taken = {block.chain_index for block in here}
+                rest = [block for block in rest if block.chain_index not in taken]
+            assert not rest, "no tier has these blocks"
+        parts.sort(key=lambda part: part.tier)
+        return parts, tables
+
+    def depth(self, block_hashes: Sequence[bytes], among: Sequence[Tier] | None = None) -> int:
+        """Returns how many first blocks of a chain come from the pools or from tiers, by default
+        from any that is ready."""
+        tiers = [tier for tier in self._tiers if tier.is_ready] if among is None else among
+        has_full = self._layout.groups[0].window is None
+        depth = self.known_depth(block_hashes, tiers) if has_full else len(block_hashes)
+        return self._layout.deepest_hit(
+            block_hashes,
+            depth,
+            lambda number, block_hash: (
+                self._pools[number].find(block_hash) is not None
+                or any(tier.groups[number].pool.has(block_hash) for tier in tiers)
+            ),
+        )
+
+    def known_depth(
+        self, block_hashes: Sequence[bytes], among: Sequence[Tier] | None = None
+    ) -> int:
+        """Returns how many first blocks of a chain the group without a window has in its pool or in
+        tiers, by default in any; 0 if all groups have a window."""
+        if self._layout.groups[0].window is not None:
+            return 0
+        tiers = self._tiers if among is None else among
+        reached = [tier.pool.depth(block_hashes) for tier in tiers]
+        return max(len(self._pools[0].match(block_hashes)), *reached, 0)
+
+    def _seconds(self, block_hashes: Sequence[bytes], depth: int, tiers: Sequence[Tier]) -> float:
+        """Returns the time to load what the pools lack of a chain's first `depth` blocks."""
+        seconds = 0.0
+        for number, group in enumerate(self._layout.groups):
+            first = group.first_seen(depth * self._layout.block_size)
+            for block_hash in block_hashes[first:depth]:
+                if self._pools[number].find(block_hash) is None:
+                    tier = next(t for t in tiers if t.groups[number].pool.has(block_hash))
+                    seconds += self.shares[number] * tier.rate.block_s
+        return seconds
