@@ -289,6 +289,25 @@ def up(*arguments: str) -> int:
     return launch(options)
 
 
+def join(*arguments: str) -> int:
+    from tandem.cluster.launch.joined_host import JoinOptions
+    from tandem.options import read
+
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ("--address", *arguments)
+    options = read(JoinOptions, "tandem join", arguments)
+    from tandem.cluster.launch.joined_host import join as run_host
+
+    return run_host(options)
+
+
+def controller(*arguments: str) -> int:
+    from tandem.cluster.launch.controller import ControllerOptions, run
+    from tandem.options import read
+
+    return run(read(ControllerOptions, "tandem controller", arguments))
+
+
 def program(module: str) -> Callable[..., NoReturn]:
     """A command that replaces this process: signals reach the program, and nothing is loaded twice.
 
@@ -308,6 +327,8 @@ def program(module: str) -> Callable[..., NoReturn]:
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, run, text in (
     ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    ("join", join, "Make this machine a host of a cluster; Ctrl-C ends what runs here"),
+    ("controller", controller, "Run the pool controller on a Ray cluster that is there"),
     ("doctor", program("tandem.doctor"), "Check this host, and say what each lack costs"),
     ("simulate", program("tandem.simulator"), "Replay a trace on simulated workers"),
     ("kv-size", program("tandem.kv_size"), "Compute the memory of KV, and the workers of a load"),
@@ -318,6 +339,7 @@ for words, run, text in (
     ("bench index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
     ("bench engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
     ("bench perplexity", program("tandem_bench.perplexity"), "Compare the quality of KV formats"),
+    ("bench serve", program("tandem_bench.serve"), "Measure a cluster with AIPerf or GuideLLM"),
     ("bench stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
 ):
     *group, name = words.split()

@@ -1,6 +1,8 @@
 """A KV budget of one sequence, as a request asks for it: plain data that travels by msgspec.
 
-With `sinks_window` the token at position i sees the keys at positions j with
+With `heavy_hitters` a sequence keeps the blocks that attracted most attention
+(engine/cache/heavy_hitters.py). With `sinks_window` the token at position i sees the keys at
+positions j with
 
     j < sinks  or  i - (tokens - sinks) < j <= i
 
@@ -15,6 +17,7 @@ import msgspec
 from tandem.errors import BadRequest
 
 SINKS_WINDOW = "sinks_window"
+HEAVY_HITTERS = "heavy_hitters"
 SINKS_DEFAULT = 4
 BUDGET_TOKENS_MAX = 2**31 - 1
 
@@ -32,7 +35,12 @@ class KvBudget(msgspec.Struct, frozen=True):
     policy: str = SINKS_WINDOW
 
     @property
+    def keeps_hitters(self) -> bool:
+        return self.policy == HEAVY_HITTERS
+
+    @property
     def visible(self) -> VisibleKeys:
+        """The keys that a token sees with `sinks_window`."""
         return VisibleKeys(self.sinks, self.tokens - self.sinks)
 
 
@@ -43,10 +51,9 @@ def check_budget(budget: KvBudget) -> None:
 
 
 def _what_is_wrong(budget: KvBudget) -> str:
-    if budget.policy == "heavy_hitters":
-        return f"policy is 'heavy_hitters', which is not supported; it must be {SINKS_WINDOW!r}"
-    if budget.policy != SINKS_WINDOW:
-        return f"policy is {budget.policy[:40]!r}; it must be {SINKS_WINDOW!r}"
+    if budget.policy not in (SINKS_WINDOW, HEAVY_HITTERS):
+        allowed = f"{SINKS_WINDOW!r} or {HEAVY_HITTERS!r}"
+        return f"policy is {budget.policy[:40]!r}; it must be {allowed}"
     if not 1 <= budget.tokens <= BUDGET_TOKENS_MAX:
         return f"tokens is {budget.tokens}; it must be from 1 to {BUDGET_TOKENS_MAX}"
     if not 0 <= budget.sinks < budget.tokens:

@@ -96,14 +96,16 @@ def worker_need(
         return Need(option, pool_bytes, 0)
     is_stored = not (model.is_gguf or model.config.quantization or model.config.is_mxfp4)
     num_weights = model.num_weights if is_stored or model.is_gguf else num_parameters(model.config)
-    if (kernels or config.kernels) in ("torch", "triton"):
-        return Need(option, pool_bytes, num_weights * DTYPE_BYTES[dtype])
-    if keeps_quantized(config, model, kernels or config.kernels):
+    shape, kernels = model.config, kernels or config.kernels
+    if keeps_quantized(config, model, kernels):
         stored_bytes = sum(file.stat().st_size for file in model.weight_files)
-        scheme = model.config.quantization
-        growth = 1.0 if scheme is None else scheme.growth_max
-        return Need(option, pool_bytes, int(stored_bytes * growth))
-    shape = model.config
+        weights_bytes = int(stored_bytes * _growth_max(model, kernels))
+        if shape.is_fp8 and DTYPE_BYTES[dtype] > DTYPE_BYTES[shape.torch_dtype]:
+            # The embedding and the output matrix, which are rarely in fp8.
+            weights_bytes += 2 * shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
+        return Need(option, pool_bytes, weights_bytes)
+    if kernels in ("torch", "triton"):
+        return Need(option, pool_bytes, num_weights * DTYPE_BYTES[dtype])
     packed_bytes = num_weights * (1 if config.weights == "int8" else DTYPE_BYTES[dtype])
     num_converted = 0
     if dtype != shape.torch_dtype or not is_stored:
@@ -112,15 +114,25 @@ def worker_need(
 
 
 def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:
-    """Returns whether the quantized weights of a file are computed with as they are.
+    """Returns whether the quantized weights of a file stay quantized.
 
-    Any setting that asks for other weights has them converted instead.
+    Any setting that asks for other weights has them converted instead. Native kernels round
+    activations for them, but for fp8, which they expand as other kernels expand all of them.
     """
-    is_auto = config.dtype == "auto" and config.weights == "auto"
-    is_fast = config.numerics == "fast" and kernels in ("auto", "native")
+    is_quantized = model.is_gguf or model.config.is_mxfp4 or model.config.quantization is not None
+    if config.weights != "auto" or not is_quantized:
+        return False
+    if kernels in ("torch", "triton"):
+        return config.dtype == "auto"
+    return model.config.is_fp8 or (config.dtype == "auto" and config.numerics == "fast")
+
+
+def _growth_max(model: ModelFolder, kernels: str) -> float:
+    """Returns how many times the bytes of their files quantized weights may take."""
     scheme = model.config.quantization
-    is_whole = model.is_gguf or model.config.is_mxfp4
-    return is_auto and is_fast and (is_whole or (scheme is not None and not scheme.is_float))
+    if kernels in ("torch", "triton"):
+        return 1.06  # zeros of a byte for each 32 inputs
+    return 1.0 if scheme is None else scheme.growth_max
 
 
 def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:

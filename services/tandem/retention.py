@@ -15,6 +15,7 @@ class Retention(msgspec.Struct, frozen=True):
     returns: bool = False  # the prompt is likely to come again: tiers take it at its first use
     pin_s: float = 0.0  # its blocks are evicted last for so many seconds after its end; 0: not so
     weight: int = WEIGHT_DEFAULT  # of its tenant, by which tenants share what may be pinned
+    num_tokens: int = 0  # first ones of the prompt that are pinned; 0: all, and the answer
 
 
 class Kept(msgspec.Struct, frozen=True):

@@ -51,6 +51,8 @@ class AutoscaleConfig(Options):
     """Seconds from asking for a worker to its first request."""
     interval_s: PositiveSeconds = 10.0
     """Seconds between two decisions."""
+    idle_s: Seconds = 40.0
+    """Seconds without a request, after which pools get their smallest size at once. 0: off."""
     history_s: Constant[float] = 600.0  # of load, that forecasts are drawn from
     load_quantile: Constant[float] = 0.7  # of ten seconds, to be carried: bursts may queue
     slo_quantile: Constant[float] = 0.95  # of times, that is to be within the limits

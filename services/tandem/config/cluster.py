@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,9 @@ REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
+# Tells a router that it will have to end: it serves on, and is not ready any more.
+LEAVE_SIGNAL = signal.SIGUSR1
+RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # by which Ray's agents find the settings of their host
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ class EngineOptions(Options):
     device: Device = "auto"
     """Device that computes the model. auto: CUDA where there is a GPU."""
     dtype: Dtype = "auto"
-    """Data type of the computation. auto: bfloat16 where the hardware has it, else float32; a GGUF
-    file's quantized weights stay quantized where native kernels compute."""
+    """Data type of the computation. auto: bfloat16 where the hardware has it, else float32;
+    quantized weights stay quantized. Any other converts them, but for fp8 on native kernels."""
     kv_dtype: KvDtype = "auto"
     """Data type of the KV pool. auto: that of the computation. With a scale for each token and
     head: int8 and fp8_e4m3, about half of bfloat16's memory; not with Triton kernels k8v4, keys of
@@ -130,6 +130,8 @@ class EngineOptions(Options):
     """Seconds to each next token, to which chunks of prompts in the same step are cut. 0: off."""
     itl_limit_s: Seconds = 0.0
     """Seconds to each next token; a sequence that would make them longer waits. 0: off."""
+    shared_wait_s: Seconds = 10.0
+    """Longest wait for blocks that another request computes, in seconds. 0: none waits."""
     lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
     """LoRA adapters in PEFT's format: name in the API and folder. May be given several times."""
     max_loras: Count = 8

@@ -14,6 +14,7 @@ from tandem.config.admin import AdminOptions
 from tandem.config.answers import AnswerConfig
 from tandem.config.autoscale import AutoscaleConfig
 from tandem.config.cluster import ClusterConfig, Pool
+from tandem.config.gateway import GatewayOptions
 from tandem.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
 from tandem.config.tls import PublicTls, TlsDir
 from tandem.errors import ConfigError
@@ -147,6 +148,7 @@ class RouterOptions(AdmissionOptions):
     admin: AdminOptions = field(default_factory=AdminOptions)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
     hold_requests_max: Constant[Positive] = 256  # while a pool is empty; as many for tenants' turns
     request_deadline_s: Constant[float] = 600.0

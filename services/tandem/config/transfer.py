@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from tandem.config.groups import MEASUREMENT, TRANSFER
-from tandem.options import Constant, Count, Options, Positive, PositiveSeconds, Seconds
+from tandem.options import (
+    Constant,
+    Count,
+    NotNegative,
+    Options,
+    Positive,
+    PositiveSeconds,
+    Seconds,
+)
 
 Transport = Literal["auto", "nixl", "grpc"]
 NixlTcp = Literal["off", "insecure"]
@@ -33,6 +41,10 @@ class TransferConfig(Options):
     """Pulled blocks whose checksums are compared."""
     delay_s: Annotated[Seconds, Parameter(group=MEASUREMENT, name="--transfer-delay")] = 0.0
     """Seconds that are added to each pull, for tests."""
+    bytes_per_s: Annotated[
+        NotNegative, Parameter(group=MEASUREMENT, name="--transfer-bandwidth")
+    ] = 0.0
+    """Most bytes per second of all pulls together, for tests. 0: no limit."""
     overlap: Annotated[bool, Parameter(group=MEASUREMENT)] = True
     """Pull blocks while the next ones are computed. Without it, pulls start after the last one."""
     heartbeat_timeout_s: PositiveSeconds = 30.0

@@ -3,12 +3,13 @@
 TANDEM_LOG_LEVEL chooses the level, TANDEM_LOG_FORMAT `text` or `json`: then a line is one object,
 with `request_id` where it is about a request, and whatever else was given as `extra`; of a
 callable what it returns, which costs nothing where lines are text. Processes that a process starts,
-its engine for one, inherit both.
+its engine for one, inherit both. SIGUSR2 has a process write the stack of each of its threads.
 """
 
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from tandem.observability.log_file import FILE_VARIABLE, LogFileHandler
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
+STACKS_SIGNAL = signal.SIGUSR2  # a process writes where each of its threads is
 _JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
 
 
@@ -33,6 +35,7 @@ def configure_logging(process: str) -> None:
         raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
     logging.basicConfig(handlers=[handler], level=level, force=True)
     faulthandler.enable(file=2)  # a crash in native code says where each thread was
+    faulthandler.register(STACKS_SIGNAL, file=2)  # so does a process that hangs, when asked
     for noisy in ("httpx", "httpcore", "asyncio", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tandem.backoff import Backoff, doubling_at_random
+from tandem.cancellation import cancel
 from tandem.errors import TandemError
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.store.client import UNREACHABLE
@@ -129,8 +130,7 @@ class Publisher:
     async def aclose(self) -> None:
         """Ends the log; the tree forgets the worker at once if Redis answers in time."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel(self._task)
             self._task = None
         try:
             async with asyncio.timeout(self._config.deadline_s):

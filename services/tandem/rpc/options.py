@@ -5,6 +5,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 _PINGS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # A process that is stopped answers no ping, but its kernel acknowledges what is sent to it.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

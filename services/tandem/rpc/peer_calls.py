@@ -36,7 +36,7 @@ class PeerCalls:
 
 
 class RenewedChannel:
-    """A channel whose new calls use the current certificate. It has what stubs need of one."""
+    """A channel whose new calls use the current certificate. It has what Tandem needs of one."""
 
     def __init__(self, address: str, files: CertificateFiles, peer_name: str) -> None:
         self._address = address
@@ -57,6 +57,9 @@ class RenewedChannel:
 
     async def channel_ready(self) -> None:
         await self._current().channel.channel_ready()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.channel.get_state(try_to_connect)
 
     def unary_unary(self, method: str, *args: Any, **more: Any) -> Callable[..., Any]:
         return self._callable("unary_unary", method, *args, **more)

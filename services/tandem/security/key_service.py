@@ -91,11 +91,13 @@ class KeyService:
                 log.info("Redis is away: this router's entry there stays for an hour")
 
     async def refresh(self, own_url: str) -> None:
-        """Reads what changed. Raises ConfigError for a file of keys that cannot be read."""
+        """Reads what changed. A router without a URL is not told of changes: it reads them only.
+        Raises ConfigError for a file of keys that cannot be read."""
         now = time.time()
         self._read_file(now)
         try:
-            self._routers = await self._registry.announce(self._router_id, own_url)
+            if own_url:
+                self._routers = await self._registry.announce(self._router_id, own_url)
             changes = await self._store.num_changes()
             is_lost = not changes and bool(self.ring.records)
             is_due = is_lost or now - self._read_at > REREAD_S

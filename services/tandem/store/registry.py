@@ -6,6 +6,7 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
     {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
     {tandem:CLUSTER}:contract:GENERATION  that of a generation with a name
+    {tandem:CLUSTER}:loading              HASH, msgpack Loading of workers without a record
     {tandem:CLUSTER}:mark                 drawn by who first asked `data_set`; lost with the data
 
 A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -29,6 +31,7 @@ import msgspec
 from tandem.adapter import NO_ADAPTER, Adapter
 from tandem.block_hash import Chain, chain_root
 from tandem.config.cluster import ClusterConfig
+from tandem.engine_counts import EngineCounts
 from tandem.errors import Incompatible
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import PairRate, WorkerRates
@@ -124,6 +127,16 @@ class AdapterState(msgspec.Struct, frozen=True):
     rank_max: int = 0  # that it loads; 0: it loads none
 
 
+class Loading(msgspec.Struct, frozen=True):
+    """A worker that loads its model. It is alive while `num_writes` grows."""
+
+    pool: str
+    num_bytes: int = 0  # of its weights that are loaded
+    num_bytes_all: int = 0  # 0: not known yet
+    num_writes: int = 0
+    failed: str = ""  # why it has ended before it could serve
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
     worker_id: str
     epoch: str  # new at each start of the process and each time its log is published again
@@ -137,6 +150,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     max_model_len: int
     compatibility: KvCompatibility
     load: Load = Load()
+    counts: EngineCounts = EngineCounts()
     rates: WorkerRates = WorkerRates()
     pairs: dict[str, PairRate] = {}  # peer worker id -> how its blocks come here
     started_at: float = 0.0  # seconds since the Unix epoch
@@ -146,6 +160,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     memory_total_bytes: int = 0  # 0: it does not say
     adapters: AdapterState = AdapterState()
     num_writes: int = 0  # of this record by its process; 0: it does not say
+    written_at: float = 0.0  # by the clock of its process, as `started_at`; 0: it does not say
+    disk_free_bytes: int = 0  # where it keeps its log or copies of blocks; the fuller one
+    disk_total_bytes: int = 0  # 0: it does not say, or writes to no disk
+    unreachable: dict[str, str] = {}  # peer worker id -> why no blocks can be read from it
 
     @property
     def transports(self) -> dict[str, str]:
@@ -195,6 +213,7 @@ class Registry:
         self._compatibility_key = f"{prefix}:contract"
         self._record_prefix = f"{prefix}:worker:"
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
+        self._loading_key = f"{prefix}:loading"
         self._mark_key = f"{prefix}:mark"
         self._left_out: set[str] = set()  # workers whose record `read` has complained about
 
@@ -257,6 +276,24 @@ class Registry:
             {r.generation for r in records}, compatibility
         )
         return [r for r in records if self._agrees(r, compatibilities[r.generation])]
+
+    async def tell_loading(self, worker_id: str, loading: Loading) -> None:
+        """Tells how far a worker is that has no record yet."""
+        await self._redis.hset(self._loading_key, worker_id, msgspec.msgpack.encode(loading))
+
+    async def end_loading(self, *worker_ids: str) -> None:
+        """Takes notices of loading away."""
+        await self._redis.hdel(self._loading_key, *worker_ids)
+
+    async def read_loading(self) -> dict[str, Loading]:
+        """Returns the notices of loading, by worker id; also those of workers that have died. One
+        that this version cannot read is left out."""
+        found = {}
+        for worker_id, value in (await self._redis.hgetall(self._loading_key)).items():
+            with suppress(*UNREADABLE):
+                notice = msgspec.msgpack.decode(_bytes(value), type=Loading)
+                found[_bytes(worker_id).decode(errors="replace")] = notice
+        return found
 
     async def _compatibilities(
         self, generations: set[str], unnamed: bytes | None

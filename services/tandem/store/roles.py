@@ -2,7 +2,7 @@
 
 router      all keys of its cluster: it reads records, and writes API keys, sizes and usage
 worker      the registry and the prefix tree, so neither API keys nor sizes
-controller  the sizes of the pools
+controller  the sizes of the pools, and the lease of Ray's head
 """
 
 from tandem.config.tls import Kind
@@ -27,8 +27,19 @@ _RECORDS = (
 
 _KEYS: dict[Kind, tuple[str, ...]] = {
     "router": ("{%s}:*", "{%s:*"),
-    "worker": ("{%s}:workers", "{%s}:worker:*", "{%s}:contract*", "{%s}:mark", "{%s:*}:prefix*"),
-    "controller": ("{%s}:scale", "{%s}:pools"),
+    "worker": (
+        *("{%s}:workers", "{%s}:worker:*", "{%s}:loading"),
+        *("{%s}:contract*", "{%s}:mark", "{%s:*}:prefix*"),
+    ),
+    "controller": (
+        "{%s}:scale",
+        "{%s}:pools",
+        "{%s}:controller",
+        "{%s}:owned",
+        "{%s}:head",
+        "{%s}:head-number",
+        "{%s}:leaving",
+    ),
 }
 _COMMANDS: dict[Kind, tuple[str, ...]] = {
     # Not a list: what a router counts and keeps grows. It may not administrate the server.
@@ -42,7 +53,11 @@ _COMMANDS: dict[Kind, tuple[str, ...]] = {
     ),
     "worker": tuple(f"+{c}" for c in (*_CONNECT, *_CLUSTER, *_SCRIPTS, *_HASHES, *_RECORDS)),
     "controller": tuple(
-        f"+{c}" for c in (*_CONNECT, *_CLUSTER, "brpop", "rpop", "lpush", "get", "set")
+        f"+{c}"
+        for c in (
+            *(*_CONNECT, *_CLUSTER, "brpop", "rpop", "lpush", "rpush", "get", "set", "incr"),
+            *("eval", "sadd", "srem", "smembers"),
+        )
     ),
 }
 

@@ -90,14 +90,16 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., added_at: _Optional[float] = ...) -> None: ...
 
 class Retention(_message.Message):
-    __slots__ = ("returns", "pin_s", "weight")
+    __slots__ = ("returns", "pin_s", "weight", "num_tokens")
     RETURNS_FIELD_NUMBER: _ClassVar[int]
     PIN_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     returns: bool
     pin_s: float
     weight: int
-    def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceInput(_message.Message):
     __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget")
@@ -424,7 +426,7 @@ class BlockChecksum(_message.Message):
     def __init__(self, index: _Optional[int] = ..., xxh3: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("first_token_id", "cached_tokens", "queue_ms", "logprobs", "prompt_logprobs", "embedding", "cached_by_tier", "shared_wait_ms")
+    __slots__ = ("first_token_id", "cached_tokens", "queue_ms", "logprobs", "prompt_logprobs", "embedding", "cached_by_tier", "shared_wait_ms", "block_sums")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +435,7 @@ class Prefilled(_message.Message):
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     SHARED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SUMS_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     cached_tokens: int
     queue_ms: float
@@ -441,7 +444,8 @@ class Prefilled(_message.Message):
     embedding: _containers.RepeatedScalarFieldContainer[float]
     cached_by_tier: CachedTokens
     shared_wait_ms: float
-    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[LogprobEntry, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ...) -> None: ...
+    block_sums: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[LogprobEntry, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., block_sums: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("num_blocks",)

@@ -1,0 +1,84 @@
+"""Tells how a process ended that is nobody's child, and whether one that lives is stopped.
+
+Linux 6.15 and later tell the exit status of any process that a pidfd names, once its parent has
+taken notice of it. Until then /proc has it. An older system tells it to nobody but the parent.
+"""
+
+import fcntl
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+
+# linux/pidfd.h: PIDFD_GET_INFO with PIDFD_INFO_EXIT, of the first size of `struct pidfd_info`.
+_GET_INFO = 0xC040FF0B
+_INFO_EXIT = 1 << 3
+_INFO = struct.Struct("QQ11Ii")
+_REAPED_S = 0.5
+
+
+def ending(pid: int, pidfd: int, oom_kills_before: int | None) -> str:
+    """Says how a process ended, such as `exit status 1` or `ended by SIGKILL`; empty if the system
+    does not tell. `oom_kills_before` is what `oom_kills` said while the process ran."""
+    give_up_at = time.monotonic() + _REAPED_S
+    while (status := _zombie_status(pid, pidfd)) is None:
+        if (status := _exit_status(pidfd)) is not None:
+            break
+        if time.monotonic() > give_up_at:
+            return ""
+        time.sleep(0.01)
+    return told_status(os.waitstatus_to_exitcode(status), oom_kills_before)
+
+
+def told_status(exit_code: int, oom_kills_before: int | None) -> str:
+    """Says what an exit code means: a negative one is that of a signal."""
+    if exit_code >= 0:
+        return f"exit status {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    if -exit_code == signal.SIGKILL and oom_kills_before is not None:
+        now = oom_kills()
+        if now is not None and now > oom_kills_before:
+            return "ended by SIGKILL of Linux, for memory ran out (OOM killer)"
+    return f"ended by {name}"
+
+
+def oom_kills() -> int | None:
+    """Returns the number of processes that Linux has ended for want of memory since boot."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(x.split()[1]) for x in lines if x.startswith("oom_kill ")), None)
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, as SIGSTOP and debuggers do."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def _zombie_status(pid: int, pidfd: int) -> int | None:
+    """Returns the same of a process whose parent has not taken notice of its end."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        signal.pidfd_send_signal(pidfd, 0)  # the pid is not another process's
+    except (OSError, ProcessLookupError):
+        return None
+    return int(fields[-1]) if fields[0] == "Z" else None
+
+
+def _exit_status(pidfd: int) -> int | None:
+    """Returns the status as wait(2) gives it."""
+    info = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, info)
+    except OSError:
+        return None
+    mask, *_, status = _INFO.unpack(info)
+    return status if mask & _INFO_EXIT else None
