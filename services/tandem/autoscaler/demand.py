@@ -96,6 +96,12 @@ class PoolSeen(msgspec.Struct, frozen=True):
     queued_s: float = 0.0  # of one worker's prefill, that waits there
     num_waiting: int = 0  # sequences in the workers' queues
     kv_use: float = 0.0  # of the worker that is in the middle, 0 to 1
+    num_running: int = 0  # sequences that have blocks, leases and pulls
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether no worker of the pool has anything to do."""
+        return not (self.num_running or self.num_waiting or self.queued_s)
 
 
 class Observation(msgspec.Struct, frozen=True):

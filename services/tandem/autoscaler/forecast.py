@@ -34,7 +34,10 @@ def forecast(
     if count > 2 and spread > 0:
         slope = sum((t - mean_t) * (load - mean) for t, load in samples) / spread
     now = max(0.0, mean + slope * (now_s - mean_t))
-    # A line over few minutes may be steep by chance: never more than twice what was seen.
+    # A line over few minutes may be steep by chance: it rises no longer than it was seen to, and
+    # never to more than twice what was seen.
+    if slope > 0:
+        horizon_s = min(horizon_s, now_s - samples[0][0])
     ahead = min(max(0.0, now + slope * horizon_s), 2 * max(load for _, load in samples))
     above = sorted(load - (mean + slope * (t - mean_t)) for t, load in samples)
     return Forecast(now, ahead, ahead + max(0.0, above[min(count - 1, int(quantile * count))]))

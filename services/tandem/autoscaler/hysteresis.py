@@ -6,7 +6,9 @@
           the edge of two sizes has the larger one
     a change of direction waits until the last one is `reversal_s` ago: one in that time at most
 
-Only a pool of size 0 that somebody waits for is woken at once, whatever was before.
+Whatever was before, a pool grows at once if the load made a step, or if the pool is empty and
+somebody waits for it. A pool without any request rests at its smallest size, and what was before
+does not count any more.
 """
 
 from collections import deque
@@ -30,12 +32,20 @@ class Stabilizer:
         self._changed_s = now_s  # what was before is not known: no size falls at once
         self._reversed_s = -float("inf")
 
-    def step(self, now_s: float, size: int, wanted: int, keep: int) -> Step:
+    def rest(self, now_s: float) -> None:
+        """Forgets what was before, because nobody uses the pool."""
+        self._kept.clear()
+        self._direction, self._changed_s = 0, now_s
+
+    def step(
+        self, now_s: float, size: int, wanted: int, keep: int, *, is_urgent: bool = False
+    ) -> Step:
         """Returns the next size of a pool of `size` that needs `wanted` workers. It never shrinks
-        below the largest `keep` and `wanted` of the last `down_window_s`."""
+        below the largest `keep` and `wanted` of the last `down_window_s`. If `is_urgent`, it grows
+        though it has just turned."""
         config, most = self._config, self._most_kept(now_s, max(wanted, keep))
         if wanted > size:
-            if self._may_turn(1, now_s) or size == 0:
+            if self._may_turn(1, now_s) or size == 0 or is_urgent:
                 self._turn(1, now_s)
                 return Step(wanted, "")
             wait_s = self._reversed_s + config.reversal_s - now_s

@@ -1,13 +1,15 @@
 """Decides how many workers each pool should have, from observations. Pure.
 
     load   the bound of the forecast a cold start ahead, over what a worker carries
+    step   the same, just after a step of the load: the forecast of what came since, if it is more
     queue  what will still wait when a new worker comes, to be gone a minute later
     ttft   the quantile of first tokens is over the limit: a quarter more, where it waits
     itl    the quantile of next tokens is: a quarter more decode workers
     kv     the decode workers' memory
     held   an empty pool that somebody waits for
 
-A pool wants the largest of these, within its bounds; `hysteresis.py` says when it gets that.
+A pool wants the largest of these, within its bounds; `hysteresis.py` says when it gets that. When
+no request came or ran for a while (idle), it gets its smallest size at once.
 Prefill is counted in seconds of one worker for each second, decode in tokens a second, and what
 carries them are the workers' own measured rates: the two pools differ in size as their work does.
 Where there is no prefill pool (its bounds are 0) decode workers carry both.
@@ -26,6 +28,7 @@ import msgspec
 from tandem.autoscaler.demand import Demand, Observation, PoolSeen, quantile
 from tandem.autoscaler.forecast import Forecast, forecast
 from tandem.autoscaler.hysteresis import Stabilizer
+from tandem.autoscaler.load_step import step_start
 from tandem.config.autoscale import AutoscaleConfig
 from tandem.perf_model.rates import DecodeRate
 
@@ -36,6 +39,8 @@ _RECENT_S = 60.0  # of times: a breach that is older was answered
 _COUNT_MIN = 10  # of times: a quantile of fewer is one request's luck
 _DRAIN_S = 60.0  # in which a queue is to be gone once new workers are there
 _MORE = 0.25  # of the pool, when the SLO is missed
+_PAUSES = 8  # times the usual pause: chance makes one in 3,000 as long
+_STEP_S = 60.0  # after a step, in which pools grow though they have just shrunk
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -58,6 +63,8 @@ class _Load(NamedTuple):
     at_s: float
     prefill: float  # seconds of one worker for each second
     decode: float  # what one worker carries is 1
+    span_s: float
+    num_requests: int
 
 
 class Autoscaler:
@@ -68,10 +75,14 @@ class Autoscaler:
         self._seen: deque[Observation] = deque()
         self._loads: deque[_Load] = deque()
         self._stabilizers = {role: Stabilizer(config, now_s) for role in get_args(Role)}
+        self._stepped_s = self._step_from_s = -float("inf")  # seen then; the first load after it
+        self._busy_s = now_s  # when a request was seen last
 
     def decide(self, seen: Observation) -> tuple[Decision, Decision]:
         """Decides the sizes of the prefill pool and of the decode pool."""
         self._remember(seen)
+        if self._is_idle(seen):
+            return self._rest("prefill", seen), self._rest("decode", seen)
         before = next(s for s in self._seen if s.now_s >= seen.now_s - _RECENT_S)
         recent = seen.demand.since(before.demand)
         prefill = self._forecast([(load.at_s, load.prefill) for load in self._loads], seen)
@@ -90,13 +101,39 @@ class Autoscaler:
             decode = tokens_per_s / decode_tokens_per_s(seen.decode_rate, config.itl_s)
             if config.prefill_max == 0:
                 prefill, decode = 0.0, prefill + decode
-            self._loads.append(_Load(seen.now_s, prefill, decode))
+            if came.num_requests:
+                self._busy_s = seen.now_s
+            self._loads.append(_Load(seen.now_s, prefill, decode, span_s, came.num_requests))
+            since = [load for load in self._loads if load.at_s >= self._step_from_s]
+            start = step_start([(load.span_s, load.num_requests) for load in since])
+            if start is not None:
+                self._stepped_s, self._step_from_s = seen.now_s, since[start].at_s
         self._seen.append(seen)
         oldest_s = seen.now_s - config.history_s
         while len(self._seen) > 1 and self._seen[0].now_s < oldest_s:
             self._seen.popleft()
         while self._loads and self._loads[0].at_s < oldest_s:
             self._loads.popleft()
+
+    def _is_idle(self, seen: Observation) -> bool:
+        """Returns whether no request came, waited or ran for `idle_s`, and for far longer than is
+        usual between two requests: a pause of sparse requests is no end."""
+        if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
+            self._busy_s = seen.now_s
+        first, idle_s = self._seen[0], self._config.idle_s
+        num_requests = seen.demand.since(first.demand).num_requests
+        usual_s = (self._busy_s - first.now_s) / num_requests if num_requests else 0.0
+        return idle_s > 0 and seen.now_s - self._busy_s >= max(idle_s, _PAUSES * usual_s)
+
+    def _rest(self, role: Role, seen: Observation) -> Decision:
+        """Gives a pool that is idle its smallest size; a load that comes back starts anew."""
+        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+        least = config.prefill_min if role == "prefill" else config.decode_min
+        self._loads.clear()
+        self._stabilizers[role].rest(seen.now_s)
+        idle_s = seen.now_s - self._busy_s
+        line = f"{role} {pool.wanted} -> {least}: no request for {idle_s:.0f} s"
+        return Decision(role, pool.wanted, least, least, "idle", line)
 
     def _output_tokens(self, seen: Observation) -> float:
         """Mean output tokens of recent requests; a guess before one has ended."""
@@ -105,18 +142,28 @@ class Autoscaler:
         return ended.output_tokens / ended.num_ended if ended.num_ended else OUTPUT_TOKENS_GUESS
 
     def _forecast(self, loads: Sequence[tuple[float, float]], seen: Observation) -> Forecast:
+        """Forecasts from all loads, and from those since the last step: whichever is more."""
         if not loads:
             return Forecast(0.0, 0.0, 0.0)
         config = self._config
-        horizon_s = config.cold_start_s + config.interval_s
-        return forecast(loads, now_s=seen.now_s, horizon_s=horizon_s, quantile=config.load_quantile)
+        made = [
+            forecast(
+                some,
+                now_s=seen.now_s,
+                horizon_s=config.cold_start_s + config.interval_s,
+                quantile=config.load_quantile,
+            )
+            for some in (loads, [load for load in loads if load[0] >= self._step_from_s])
+            if some
+        ]
+        return Forecast(*(max(each) for each in zip(*made, strict=True)))
 
     def _prefill(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
         config, pool = self._config, seen.prefill
         if config.prefill_max == 0:
             return []
         wishes = [
-            _Wish(load.bound / config.utilization, "load"),
+            _Wish(load.bound / config.utilization, self._load_name(seen)),
             _Wish(load.now + self._left_s(pool, load) / _DRAIN_S, "queue"),
         ]
         if self._misses(recent.ttft) and not _waits(seen.decode):
@@ -126,7 +173,7 @@ class Autoscaler:
     def _decode(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
         config, pool = self._config, seen.decode
         wishes = [
-            _Wish(load.bound / config.utilization, "load"),
+            _Wish(load.bound / config.utilization, self._load_name(seen)),
             _Wish(pool.num_ready * pool.kv_use / config.kv_use_max, "kv"),
         ]
         if config.prefill_max == 0:
@@ -138,6 +185,9 @@ class Autoscaler:
         if seen.num_held:
             wishes.append(_Wish(max(1, pool.num_ready), "held"))
         return wishes
+
+    def _load_name(self, seen: Observation) -> str:
+        return "step" if seen.now_s - self._stepped_s <= _STEP_S else "load"
 
     def _left_s(self, pool: PoolSeen, load: Forecast) -> float:
         """Seconds of one worker's work, queued now, that still wait when a new worker comes."""
@@ -167,7 +217,11 @@ class Autoscaler:
         bounded = min(most, max(least, wanted))
         why = why if bounded == wanted else "bounds"
         to, held = self._stabilizers[role].step(
-            seen.now_s, pool.wanted, bounded, min(most, max(least, keep))
+            seen.now_s,
+            pool.wanted,
+            bounded,
+            min(most, max(least, keep)),
+            is_urgent=most_wanted.why == "step",
         )
         horizon_s = config.cold_start_s + config.interval_s
         line = (

@@ -15,7 +15,7 @@ from tandem.options import read
 from tandem.simulator.autoscaled import run_autoscaled
 from tandem.simulator.options import SimulateOptions, UsageError
 from tandem.simulator.output.report import Report, summarize
-from tandem.simulator.output.table import make_table
+from tandem.simulator.output.table import make_table, make_tier_table
 from tandem.simulator.policies import make_policy
 from tandem.simulator.scenario import Scenario, full_load_factor
 from tandem.simulator.simulation import Simulation
@@ -41,6 +41,8 @@ def simulate(options: SimulateOptions) -> None:
     workers = f"{options.prefill} prefill + {options.decode} decode workers"
     title = f"{options.trace.name} on {workers} of {options.kv_tokens:,} tokens"
     console.print(make_table(reports, title))
+    if scenario.rates.tiers:
+        console.print(make_tier_table(reports))
     console.print(f"{time.perf_counter() - started:.0f} s")
     if options.out:
         _write(Path(options.out), reports, scenario, title, console)

@@ -1,5 +1,6 @@
 """The options of `tandem simulate`, and what is read for them: scenario, arrivals, loads."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -8,12 +9,21 @@ import msgspec
 from cyclopts import Parameter
 
 from tandem.config.autoscale import AutoscaleConfig
+from tandem.config.engine import KvTierPolicy
 from tandem.options import Count, NotNegative, Options, Positive, Seconds, Switch, Text
-from tandem.perf_model.rates import WorkerRates
+from tandem.perf_model.rates import TierRate, WorkerRates
+from tandem.prefix_index.holders import STORE
 from tandem.router.admission.predict import TtftLimit
 from tandem.simulator.policies import POLICIES
-from tandem.simulator.scenario import DEFAULT_RATES, Fault, Scenario, Slo
-from tandem.simulator.traces import Arrival, lay_on_day, read_trace, rename_prefixes, shift_time
+from tandem.simulator.scenario import DEFAULT_RATES, KNOWN_IN_STORE, Fault, Scenario, Slo
+from tandem.simulator.traces import (
+    BLOCK_SIZE,
+    Arrival,
+    lay_on_day,
+    read_trace,
+    rename_prefixes,
+    shift_time,
+)
 
 
 class UsageError(ValueError):
@@ -33,6 +43,22 @@ class SimulateOptions(Options):
     """Number of prefill workers. 0: decode workers prefill themselves."""
     kv_tokens: Positive = 3_000_000
     """Number of tokens in each worker's KV cache."""
+    block_size: Positive = BLOCK_SIZE
+    """Number of tokens in a block of the trace. Mooncake's have 512."""
+    kv_host_memory: Count = 0
+    """Host memory of each worker for copies of KV blocks, in bytes. 0: none."""
+    kv_disk_size: Count = 0
+    """Disk of each worker for copies of KV blocks, in bytes. 0: none."""
+    kv_store: Switch = False
+    """All workers share an object store for copies of KV blocks."""
+    kv_tier_policy: KvTierPolicy = "lru"
+    """Copies that are made and kept: see `tandem worker`."""
+    kv_host_rate: NotNegative = 0.0
+    """Bytes a second that are loaded from host memory. 0: that of --rates, or a guess."""
+    kv_disk_rate: NotNegative = 0.0
+    """Bytes a second that are loaded from disk. 0: that of --rates, or a guess."""
+    kv_store_rate: NotNegative = 0.0
+    """Bytes a second that are loaded from the object store. 0: that of --rates, or a guess."""
     policies: str = "all"
     """Names of placement policies, with commas between them, or all."""
     loads: str = "10,20,30,40,50,60,70,80,90,100,110,120"
@@ -87,11 +113,19 @@ class SimulateOptions(Options):
 
     def scenario(self) -> Scenario:
         """Raises UsageError, OSError, MsgspecError."""
+        rates = read_rates(self.rates, self.block_size)
+        sizes = self._tier_blocks(rates.block_bytes)
+        if sizes and rates.windows:
+            raise UsageError("--rates: tiers of a model with sliding windows are not simulated")
+        rates = msgspec.structs.replace(rates, tiers=self._tier_rates(rates, sizes))
         scenario = Scenario(
             num_decode=self.decode,
             num_prefill=self.prefill,
             kv_tokens=self.kv_tokens,
-            rates=read_rates(self.rates),
+            rates=rates,
+            tier_blocks=tuple(sizes.values()),
+            tier_policy=self.kv_tier_policy,
+            block_size=self.block_size,
             rate_error=self.rate_error,
             cores=self.cores,
             report_age_s=self.report_age / 1000,
@@ -108,6 +142,25 @@ class SimulateOptions(Options):
                     f"--fault: no worker {fault.worker_id}: there are {scenario.roles}"
                 )
         return scenario
+
+    def _tier_blocks(self, block_bytes: int) -> dict[str, int]:
+        """Returns how many blocks each tier of a worker has, the fastest one first."""
+        sizes = {"host": self.kv_host_memory, "disk": self.kv_disk_size}
+        if not block_bytes and (self.kv_store or any(sizes.values())):
+            raise UsageError("--rates: tiers need block_bytes")
+        for name, size in sizes.items():
+            if 0 < size < block_bytes:
+                raise UsageError(f"the {name} tier's {size} bytes hold no block of {block_bytes}")
+        blocks = {name: size // block_bytes for name, size in sizes.items() if size}
+        return blocks | ({STORE: KNOWN_IN_STORE} if self.kv_store else {})
+
+    def _tier_rates(self, rates: WorkerRates, names: Iterable[str]) -> tuple[TierRate, ...]:
+        told = {tier.name: tier.block_s for tier in rates.tiers}
+        asked = {"host": self.kv_host_rate, "disk": self.kv_disk_rate, STORE: self.kv_store_rate}
+        return tuple(
+            TierRate(name, rates.block_bytes / asked[name] if asked[name] else told.get(name, 0.0))
+            for name in names
+        )
 
     def arrivals(self) -> list[Arrival]:
         """Raises TraceError, OSError."""
@@ -132,10 +185,11 @@ class SimulateOptions(Options):
         )
 
 
-def read_rates(path: str) -> WorkerRates:
+def read_rates(path: str, block_size: int = BLOCK_SIZE) -> WorkerRates:
     """Reads a JSON file of rates; the guess if there is none. Raises OSError, MsgspecError."""
     if not path:
-        return DEFAULT_RATES
+        block_bytes = DEFAULT_RATES.block_bytes * block_size // BLOCK_SIZE
+        return msgspec.structs.replace(DEFAULT_RATES, block_bytes=block_bytes)
     rates = msgspec.json.decode(Path(path).read_bytes(), type=WorkerRates)
     return msgspec.structs.replace(rates, measured=True)
 

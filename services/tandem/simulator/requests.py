@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from tandem.router.admission.calibration import Promise
 from tandem.simulator.pace import Sent
 from tandem.simulator.traces import Arrival
-from tandem.simulator.workers.worker import Task, Worker
+from tandem.simulator.workers.task import Task
+from tandem.simulator.workers.worker import Worker
 
 MIGRATIONS_MAX = 2  # as services/tandem/router/request/migration_budget.py
 
@@ -31,7 +32,8 @@ class Request:
     promise: Promise | None = None
     num_submissions: int = 0
     sent: Sent | None = None  # until it is prefilled
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # where it was prefilled, also in tiers there
+    loaded_tokens: dict[str, int] = field(default_factory=dict)  # those of tiers, by name
     num_pulled_tokens: int = 0
     first_token_s: float = 0.0  # 0: none yet
     ended_s: float = 0.0
@@ -56,3 +58,8 @@ class Request:
         """Mean seconds of each token after the first."""
         count = self.arrival.output_tokens - 1
         return (self.ended_s - self.first_token_s) / count if count else 0.0
+
+    def make_task(self, output_tokens: int) -> Task:
+        """Returns the task to make so many tokens of it on a worker; of none, it is a lease."""
+        returns = self.arrival.in_session
+        return Task(self, self.num_tokens, self.hashes, output_tokens, returns=returns)

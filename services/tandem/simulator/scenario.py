@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from tandem.perf_model.predict import prefill_seconds
-from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, TierRate, WorkerRates
 from tandem.router.admission.predict import TtftLimit
 from tandem.simulator.traces import BLOCK_SIZE, Arrival, span_s
 
@@ -21,6 +21,7 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
+KNOWN_IN_STORE = 65_536  # blocks; as services/tandem/engine/tiers/object_storage.py
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
 
@@ -46,6 +47,8 @@ class Scenario:
     num_decode: int = 8
     num_prefill: int = 0  # none: decode workers prefill themselves
     kv_tokens: int = 3_000_000  # of each worker
+    tier_blocks: tuple[int, ...] = ()  # of each worker's tiers, those of `rates`
+    tier_policy: str = "lru"
     rates: WorkerRates = DEFAULT_RATES  # what the policy is told
     pair: PairRate = DEFAULT_PAIR
     rate_error: float = 0.3  # true rates differ from these by up to this share
@@ -69,12 +72,16 @@ class Scenario:
     def true_rates(self, worker_id: str) -> WorkerRates:
         """Returns the true rates: a seed and a name give the same error, whatever the policy."""
         rng = Random(f"{self.seed} {worker_id}")
-        prefill, decode = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(2))
+        prefill, decode, load = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(3))
         return msgspec.structs.replace(
             self.rates,
             prefill=self.rates.prefill.stretched(prefill),
             decode=DecodeRate(
                 self.rates.decode.step_s * decode, self.rates.decode.sequence_s * decode
+            ),
+            tiers=tuple(
+                TierRate(tier.name, load * tier.seconds(1, self.rates.block_bytes))
+                for tier in self.rates.tiers
             ),
         )
 

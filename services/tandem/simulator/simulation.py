@@ -12,20 +12,22 @@ from random import Random
 from typing import Any, TypeVar
 
 from tandem.autoscaler.demand import DemandMeter
-from tandem.perf_model.predict import ASK_S, Expected, Holder, expect, prefill_seconds
+from tandem.prefix_index.holders import holder_of, with_store
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.router.admission.admit import admit
 from tandem.router.admission.calibration import Calibration
 from tandem.router.placement.choose import Placement, Work
 from tandem.simulator.clock import Clock
 from tandem.simulator.policies import Policy
+from tandem.simulator.prefill_ways import expect_pull, exposed_pull_s, worth_asking
 from tandem.simulator.requests import MIGRATIONS_MAX, Request
 from tandem.simulator.scenario import Fault, Scenario
 from tandem.simulator.traces import Arrival
 from tandem.simulator.view import View
 from tandem.simulator.workers.host import Host
-from tandem.simulator.workers.worker import Task, Worker
-from tandem.worker.decode.prefill_choice import Candidate, Here, Prompt, plan_prefill
+from tandem.simulator.workers.make_tiers import make_tiers
+from tandem.simulator.workers.task import Task
+from tandem.simulator.workers.worker import Worker
 
 T = TypeVar("T")
 
@@ -41,10 +43,14 @@ class Simulation:
         self._rng = Random(scenario.seed)
         self.clock = Clock()
         self._index = MemoryIndex()
-        self._logs: dict[str, int] = {}  # next sequence number
+        self._logs: dict[str, int] = {}  # next sequence number of each holder
         host = Host(scenario.cores) if scenario.cores else None
+        self._has_tiers = bool(scenario.rates.tiers)
+        tiers = make_tiers(scenario, arrivals) if self._has_tiers else {}
         self.workers = {
-            worker_id: Worker(worker_id, role, scenario, self.clock, self, host)
+            worker_id: Worker(
+                worker_id, role, scenario, self.clock, self, host, tiers.get(worker_id)
+            )
             for worker_id, role in scenario.roles.items()
         }
         self.meter = DemandMeter()  # what a router would count for the autoscaler
@@ -75,14 +81,25 @@ class Simulation:
             if request.promise is not None and request.num_submissions == 1:
                 self._calibration = self._calibration.kept(request.promise, self.clock.now_s)
         request.num_output_tokens_here = 1
-        request.cached_tokens = task.cached_tokens
+        size = self.scenario.block_size
+        request.loaded_tokens = {name: n * size for name, n in task.loaded_blocks.items()}
+        request.cached_tokens = task.cached_tokens + sum(request.loaded_tokens.values())
         if request.sent is not None:
             self.view.note_first_token(request.sent, worker.worker_id)
             request.sent = None
-        pulled = task.pulled_blocks * self.scenario.block_size - task.cached_tokens
+        pulled = task.pulled_blocks * size - task.cached_tokens
         request.num_pulled_tokens = max(0, pulled)
         if task is request.lease:
-            self.clock.after(self._exposed_s(request, worker), self._finish_pull, request, task)
+            assert request.decode is not None
+            assert request.decode_task is not None
+            exposed_s = exposed_pull_s(
+                self.scenario,
+                self._pairs[request.decode.worker_id],
+                worker,
+                request.decode_task,
+                request.cached_tokens,
+            )
+            self.clock.after(exposed_s, self._finish_pull, request, task)
 
     def decoded(self, worker: Worker, task: Task) -> None:
         request = _request(task)
@@ -90,14 +107,13 @@ class Simulation:
         request.hashes = ()  # a million requests are kept to the end
 
     def blocks_changed(
-        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes]
+        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""
     ) -> None:
-        number = self._logs[worker.worker_id]
-        applied = _now(
-            self._index.publish(worker.worker_id, str(worker.epoch), number, stored, removed)
-        )
+        holder = holder_of(worker.worker_id, tier)
+        number = self._logs[holder]
+        applied = _now(self._index.publish(holder, str(worker.epoch), number, stored, removed))
         assert applied
-        self._logs[worker.worker_id] = number + 1
+        self._logs[holder] = number + 1
 
     def load_changed(self, worker: Worker) -> None:
         self.view.note_load(worker)
@@ -111,7 +127,8 @@ class Simulation:
     def _arrive(self, at: int) -> None:
         arrival = self._arrivals[at]
         num_full = arrival.num_tokens // self.scenario.block_size
-        request = Request(arrival, arrival.block_hashes()[:num_full])
+        hashes = arrival.block_digests() if self._has_tiers else arrival.block_hashes()
+        request = Request(arrival, hashes[:num_full])
         self.requests.append(request)
         self._plan_arrival(at + 1)
         self._place(request)
@@ -120,6 +137,8 @@ class Simulation:
         num_tokens = request.num_tokens
         work = Work(num_tokens, self.scenario.block_size)
         matches = _now(self._index.match(request.hashes))
+        if self._has_tiers:
+            matches = with_store(matches)
         self.view.tick()
         while True:
             placement = self._policy(
@@ -162,9 +181,11 @@ class Simulation:
         if self.scenario.pull_prefixes:
             holders = [w.worker_id for w in placement.prefix_holders]
             request.holders = [(w, matches[w] * size) for w in holders]
-        task = Task(request, request.num_tokens, request.hashes, request.tokens_left)
+        task = request.make_task(request.tokens_left)
         request.decode_task, request.lease = task, None
-        request.candidates = self._worth_asking(request, placement, matches)
+        request.candidates = worth_asking(
+            self.scenario, worker, task, placement.prefill_candidates, matches
+        )
         noted = request.candidates[0] if request.candidates else worker.worker_id
         if request.candidates:
             accepted = worker.reserve(task)
@@ -180,36 +201,13 @@ class Simulation:
             )
         return accepted
 
-    def _worth_asking(
-        self, request: Request, placement: Placement, matches: dict[str, int]
-    ) -> list[str]:
-        """Returns the peers that the decode worker asks; none if it prefills the prompt itself."""
-        if not placement.prefill_candidates:
-            return []
-        worker, rates = self.workers[placement.decode.worker_id], self.scenario.rates
-        load, size = worker.load(), self.scenario.block_size
-        prompt = Prompt(request.num_tokens, size)
-        cached = worker.cache.num_cached(request.hashes) * size
-        here = Here(rates, load.queued_tokens, cached, num_running=load.num_running)
-        candidates = [
-            Candidate(
-                rates,
-                w.queued_tokens,
-                matches.get(w.worker_id, 0) * size,
-                worker_id=w.worker_id,
-                pair=self.scenario.pair,
-            )
-            for w in placement.prefill_candidates
-        ]
-        return list(plan_prefill(prompt, here, candidates).candidates)
-
     def _ask_candidate(self, request: Request) -> None:
         """Opens a lease on the next candidate; without any, the decode worker computes."""
         assert request.decode is not None
         assert request.decode_task is not None
         while request.candidates:
             peer = self.workers[request.candidates.pop(0)]
-            lease = Task(request, request.num_tokens, request.hashes, 0)
+            lease = request.make_task(0)
             request.lease, request.prefill = lease, peer
             if peer.is_up and not peer.is_draining and self._prefill(request, peer, lease):
                 return
@@ -220,8 +218,12 @@ class Simulation:
 
     def _prefill(self, request: Request, worker: Worker, task: Task) -> bool:
         """Submits a task that is computed, after its prefix was pulled if that is faster."""
-        expected = self._expect(request, worker, task) if request.holders else None
-        if expected is None or not expected.pull_s:
+        holders = [(w, tokens) for w, tokens in request.holders if self.workers[w].is_up]
+        expected = None
+        if holders:
+            pair = self._pairs[worker.worker_id]
+            expected = expect_pull(self.scenario, worker, task, holders, pair)
+        if expected is None:
             return worker.submit(task)
         task.pulled_blocks = expected.start // self.scenario.block_size
         arrives = (request, worker, task, worker.epoch)
@@ -239,28 +241,6 @@ class Simulation:
                 self._ask_candidate(request)
             else:
                 request.failure = "refused"
-
-    def _expect(self, request: Request, worker: Worker, task: Task) -> Expected:
-        rates, size = self.scenario.rates, self.scenario.block_size
-        cached = worker.cache.num_cached(task.hashes) * size
-        holders = [
-            Holder(num_tokens, self._pairs[worker.worker_id])
-            for worker_id, num_tokens in request.holders
-            if self.workers[worker_id].is_up and worker_id != worker.worker_id
-        ]
-        return expect(rates, task.num_tokens, cached, holders=holders, block_size=size)
-
-    def _exposed_s(self, request: Request, source: Worker) -> float:
-        """Seconds of the pull left when the prompt is computed: the last chunk, or more."""
-        assert request.decode is not None
-        assert request.decode_task is not None
-        rates, pair = self.scenario.rates, self._pairs[request.decode.worker_id]
-        missing = request.num_tokens - request.decode_task.cached_tokens
-        size = self.scenario.block_size
-        pull_s = pair.seconds(rates.moved_bytes(missing / size))
-        compute_s = prefill_seconds(source.rates, request.num_tokens, request.cached_tokens)
-        last = min(missing, rates.step_tokens)
-        return ASK_S + max(pair.seconds(rates.moved_bytes(last / size)), pull_s - compute_s)
 
     def _finish_pull(self, request: Request, lease: Task) -> None:
         if lease is not request.lease:
@@ -290,9 +270,12 @@ class Simulation:
         return len(self.requests) < len(self._arrivals)
 
     def start_worker(self, worker: Worker) -> None:
-        """Starts a worker that is off, with nothing in its cache."""
+        """Starts a worker that is off, with nothing in its cache, and what its disk had."""
         worker.restart()
         self._start_log(worker)
+        if worker.tiers is not None:
+            for tier, held in worker.tiers.held().items():
+                self.blocks_changed(worker, held, (), tier)
         self.view.note_state(worker)
 
     def drain_worker(self, worker: Worker) -> None:
@@ -303,7 +286,8 @@ class Simulation:
     def stop_worker(self, worker: Worker) -> None:
         """Stops a worker, and forgets its blocks."""
         worker.fail()
-        _now(self._index.forget(worker.worker_id))
+        for holder in _holders(worker):
+            _now(self._index.forget(holder))
         self.view.note_state(worker)
 
     # Faults.
@@ -348,8 +332,14 @@ class Simulation:
             self._end(request)
 
     def _start_log(self, worker: Worker) -> None:
-        self._logs[worker.worker_id] = 0
-        _now(self._index.reset(worker.worker_id, str(worker.epoch)))
+        for holder in _holders(worker):
+            self._logs[holder] = 0
+            _now(self._index.reset(holder, str(worker.epoch)))
+
+
+def _holders(worker: Worker) -> list[str]:
+    tiers = [] if worker.tiers is None else worker.tiers.names
+    return [holder_of(worker.worker_id, tier) for tier in ("", *tiers)]
 
 
 def _request(task: Task) -> Request:

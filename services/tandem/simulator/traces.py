@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from hashlib import blake2b
 from itertools import accumulate, count, groupby, islice, pairwise
 from pathlib import Path
 from random import Random
@@ -37,9 +38,14 @@ class Arrival:
     output_tokens: int
     block_ids: tuple[int, ...] = ()  # chained: the same id, the same prompt up to there
     salt: bytes = b""
+    in_session: bool = False  # its prompt is likely to return
 
     def block_hashes(self) -> list[bytes]:
         return [self.salt + block_id.to_bytes(8, "big") for block_id in self.block_ids]
+
+    def block_digests(self) -> list[bytes]:
+        """Returns hashes of 16 bytes, all parts of which differ: those that policies sketch."""
+        return [blake2b(name, digest_size=16).digest() for name in self.block_hashes()]
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -166,6 +172,7 @@ def _read_mooncake(row: dict[str, Any]) -> Arrival:
         num_tokens=_positive(row["input_length"]),
         output_tokens=_positive(row["output_length"]),
         block_ids=tuple(map(int, row["hash_ids"])),
+        in_session=bool(row.get("session_id")),
     )
 
 

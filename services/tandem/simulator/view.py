@@ -8,6 +8,8 @@ tokens are seen when they come: from them the workers' shares and real speed are
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem.perf_model.predict import beside_decode, prefill_seconds
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.router.placement.choose import Roster, WorkerSnapshot
@@ -24,6 +26,7 @@ class _Known:
     worker: Worker
     load: Load
     rates: WorkerRates  # that it told, at the pace that was seen
+    load_queue_s: float = 0.0  # of its tiers, when the load was taken
     sent: deque[tuple[float, int]] = field(default_factory=deque)  # when, prompt tokens missing
     reporting: bool = False
     changed: bool = False
@@ -76,6 +79,7 @@ class View:
         known = self._known[worker.worker_id]
         known.sent.clear()
         known.load, known.rates = worker.load(), self._scenario.rates
+        known.load_queue_s = 0.0
         self._join(worker.worker_id, self.roster.mean_placed(worker.role))
         self._refresh(known)
 
@@ -95,14 +99,17 @@ class View:
 
     def _report(self, known: _Known) -> None:
         known.reporting, known.changed = True, False
-        load = known.worker.load()
-        arrives = (known, load, self._clock.now_s, known.worker.epoch)
+        load, now_s, tiers = known.worker.load(), self._clock.now_s, known.worker.tiers
+        load_queue_s = 0.0 if tiers is None else tiers.queue_s(now_s)
+        arrives = (known, load, load_queue_s, now_s, known.worker.epoch)
         self._clock.after(self._scenario.report_age_s, self._take, *arrives)
 
-    def _take(self, known: _Known, load: Load, taken_s: float, epoch: int) -> None:
+    def _take(
+        self, known: _Known, load: Load, load_queue_s: float, taken_s: float, epoch: int
+    ) -> None:
         known.reporting = False
         if epoch == known.worker.epoch and known.worker.is_up:
-            known.load = load
+            known.load, known.load_queue_s = load, load_queue_s
             while known.sent and known.sent[0][0] < taken_s:
                 known.sent.popleft()
             self._refresh(known)
@@ -114,7 +121,9 @@ class View:
 
     def _snapshot(self, known: _Known) -> WorkerSnapshot:
         worker, load, count = known.worker, known.load, len(known.sent)
-        is_decode = worker.role == "decode"
+        is_decode, rates = worker.role == "decode", known.rates
+        if known.load_queue_s:
+            rates = msgspec.structs.replace(rates, load_queue_s=known.load_queue_s)
         return WorkerSnapshot(
             worker_id=worker.worker_id,
             epoch=f"{worker.worker_id}/{worker.epoch}",
@@ -128,7 +137,7 @@ class View:
             num_leases=load.num_leases + (0 if is_decode else count),
             blocks_total=load.blocks_total,
             blocks_used=load.blocks_used,
-            rates=known.rates,
+            rates=rates,
             pairs=self._pairs,
             placed=self._shares.placed(worker.worker_id),
         )

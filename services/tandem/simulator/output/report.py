@@ -24,7 +24,9 @@ class Report(msgspec.Struct, frozen=True):
     num_moved: int
     num_good: int  # served within the SLO
     goodput: float  # their share of all
-    hit_rate: float  # prompt tokens that were cached where they were prefilled
+    hit_rate: float  # prompt tokens that were cached where they were prefilled, also in tiers
+    tier_hit_rates: dict[str, float]  # those that came from a tier, by its name
+    loaded_bytes: dict[str, float]  # from each tier, by all workers
     pulled_rate: float  # prompt tokens that came from a holder instead of being computed
     load_tokens: float  # by prompt tokens placed there
     load_requests: float
@@ -57,6 +59,11 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
         num_good=len(good),
         goodput=len(good) / max(1, len(requests)),
         hit_rate=sum(r.cached_tokens for r in served) / prompt_tokens,
+        tier_hit_rates={
+            tier.name: sum(r.loaded_tokens.get(tier.name, 0) for r in served) / prompt_tokens
+            for tier in simulation.scenario.rates.tiers
+        },
+        loaded_bytes=_loaded_bytes(simulation),
         pulled_rate=sum(r.num_pulled_tokens for r in served) / prompt_tokens,
         load_tokens=_imbalance([tokens[w.worker_id] for w in pool]),
         load_requests=_imbalance([counts[w.worker_id] for w in pool]),
@@ -69,6 +76,15 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
 def is_good(request: Request, slo: Slo) -> bool:
     ttft_max_s = slo.ttft.seconds(request.arrival.num_tokens)
     return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
+
+
+def _loaded_bytes(simulation: Simulation) -> dict[str, float]:
+    num_blocks = Counter[str]()
+    for worker in simulation.workers.values():
+        if worker.tiers is not None:
+            num_blocks.update(worker.tiers.num_loaded())
+    block_bytes = simulation.scenario.rates.block_bytes
+    return {name: float(count * block_bytes) for name, count in num_blocks.items()}
 
 
 def _imbalance(shares: Sequence[float]) -> float:

@@ -25,18 +25,38 @@ COLUMNS = (
 
 def rows(reports: Sequence[Report]) -> list[tuple[str, ...]]:
     """Returns a row for each load and policy, averaged over their seeds."""
-    groups: dict[tuple[float, str], list[Report]] = {}
-    for report in reports:
-        groups.setdefault((report.load, report.policy), []).append(report)
-    return [_row(load, policy, group) for (load, policy), group in groups.items()]
+    return [_row(*key, group) for key, group in _groups(reports).items()]
 
 
 def make_table(reports: Sequence[Report], title: str) -> Table:
-    table = Table(title=title, caption="load and goodput in %; TTFT in s, TPOT in ms")
-    for name in COLUMNS:
+    return _table(COLUMNS, rows(reports), title, "load and goodput in %; TTFT in s, TPOT in ms")
+
+
+def tier_columns(reports: Sequence[Report]) -> tuple[str, ...]:
+    """Returns the columns of `tier_rows`: hits in the pool and in each tier, what was loaded."""
+    tiers = reports[0].tier_hit_rates
+    return ("load", "policy", "device", *tiers, *(f"{name} GB" for name in tiers))
+
+
+def tier_rows(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+    """Returns a row for each load and policy, averaged over their seeds."""
+    return [_tier_row(*key, group) for key, group in _groups(reports).items()]
+
+
+def make_tier_table(reports: Sequence[Report]) -> Table:
+    """Returns a table of reports whose workers have tiers."""
+    caption = "prompt tokens in % by where their KV was; GB that all workers loaded"
+    return _table(tier_columns(reports), tier_rows(reports), "tiers", caption)
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[tuple[str, ...]], title: str, caption: str
+) -> Table:
+    table = Table(title=title, caption=caption)
+    for name in columns:
         table.add_column(name, justify="left" if name == "policy" else "right")
     load = ""
-    for row in rows(reports):
+    for row in rows:
         if load and row[0] != load:
             table.add_section()
         load = row[0]
@@ -46,6 +66,25 @@ def make_table(reports: Sequence[Report], title: str) -> Table:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _groups(reports: Sequence[Report]) -> dict[tuple[float, str], list[Report]]:
+    groups: dict[tuple[float, str], list[Report]] = {}
+    for report in reports:
+        groups.setdefault((report.load, report.policy), []).append(report)
+    return groups
+
+
+def _tier_row(load: float, policy: str, group: Sequence[Report]) -> tuple[str, ...]:
+    hits = {name: mean([r.tier_hit_rates[name] for r in group]) for name in group[0].tier_hit_rates}
+    device = mean([r.hit_rate for r in group]) - sum(hits.values())
+    loaded = [mean([r.loaded_bytes[name] for r in group]) / 1e9 for name in hits]
+    return (
+        f"{load * 100:.0f}",
+        policy,
+        *(f"{share * 100:.1f}" for share in (device, *hits.values())),
+        *(f"{num_gb:.1f}" for num_gb in loaded),
+    )
 
 
 def _row(load: float, policy: str, group: Sequence[Report]) -> tuple[str, ...]:

@@ -1,55 +1,31 @@
 """A simulated worker: an engine, a KV cache and two queues. It knows tasks, not requests.
 
     submitted   --memory and the engine are free--> prefilling --> prefilled [--> decoding --> over]
+                --a tier has more of it--> loading --> prefilling, as soon as the engine is free
     reserving   --memory is free--> reserved --adopted: its blocks were pulled--> decoding --> over
 
 A task is either computed here (`submit`), for itself or for a peer (a lease: no tokens to make), or
 comes with its prompt's blocks (`reserve`, then `adopt`). Blocks are held until the task is over or
 `release`d. Blocks that are stored and evicted go to the prefix index as events, at once.
+
+Loads need no engine: they begin while another prompt is prefilled. A task that computes its first
+blocks while the others are loaded has the engine twice: until `load.first`, and after the load.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+from tandem.perf_model.soonest import Choice, Offer, Producer, Prompt
 from tandem.simulator.clock import Clock
 from tandem.simulator.scenario import Scenario
 from tandem.simulator.workers.engine import Engine
 from tandem.simulator.workers.host import Host
 from tandem.simulator.workers.kv_cache import KvCache
+from tandem.simulator.workers.task import Listener, Task
+from tandem.simulator.workers.tiers import Load as TierLoad
+from tandem.simulator.workers.tiers import WorkerTiers
 from tandem.store.registry import Load
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """Part of a request on one worker."""
-
-    owner: object
-    num_tokens: int
-    hashes: Sequence[bytes]  # of the prompt's full blocks
-    output_tokens: int  # 0: a lease
-    cached_tokens: int = 0  # that were here when it started
-    queued_tokens: int = 0  # it counts as so many while it waits
-    pulled_blocks: int = 0  # leading blocks that came from a holder before it was submitted
-    num_held: int = 0  # leading blocks of `hashes` that it holds by name
-    num_private: int = 0
-    epoch: int = 0  # of the worker when it got its blocks
-    tokens_left: int | None = None  # to make, when its worker died under it in the batch
-
-
-class Listener(Protocol):
-    """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
-
-    def reserved(self, worker: Worker, task: Task) -> None: ...
-    def prefilled(self, worker: Worker, task: Task) -> None: ...
-    def decoded(self, worker: Worker, task: Task) -> None: ...
-    def blocks_changed(
-        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes]
-    ) -> None: ...
-    def load_changed(self, worker: Worker) -> None: ...
 
 
 class Worker:
@@ -61,6 +37,7 @@ class Worker:
         clock: Clock,
         listener: Listener,
         host: Host | None = None,
+        tiers: WorkerTiers | None = None,
     ) -> None:
         """Without a `host` it has cores of its own."""
         self.worker_id = worker_id
@@ -80,6 +57,9 @@ class Worker:
         self._reserving: deque[Task] = deque()
         self._queued_tokens = 0
         self._wakes = 0
+        self.tiers = tiers
+        self._loads: dict[Task, TierLoad] = {}  # under way
+        self._ready: deque[Task] = deque()  # have their memory, and wait for the engine
         self._host = host
         if host is not None:
             host.join(self)
@@ -122,9 +102,10 @@ class Worker:
 
     def cancel(self, task: Task) -> None:
         """Cancels a task, wherever it is; does nothing when it is over."""
+        self._drop_load(task)
         if task in self._queue:
             self._queue.remove(task)
-            self._queued_tokens -= task.queued_tokens
+            self._set_queued(task, 0)
             self.num_leases -= task.output_tokens == 0
         elif self.engine.prefilling is task:
             self.engine.advance(self._clock.now_s)
@@ -138,7 +119,10 @@ class Worker:
         self.engine.advance(self._clock.now_s)
         for task, tokens_left in self.engine.tokens_left():
             task.tokens_left = tokens_left
-        tasks = [*self._queue, *self._reserving, *self.engine.drop_all()]
+        tasks = [*self._queue, *self._reserving, *self._loads, *self._ready]
+        tasks = list(dict.fromkeys((*tasks, *self.engine.drop_all())))
+        for task in tasks:
+            self._drop_load(task)
         self._queue.clear()
         self._reserving.clear()
         self.cache = KvCache(self.cache.num_blocks)
@@ -148,9 +132,11 @@ class Worker:
         return tasks
 
     def restart(self) -> None:
-        """Comes back empty."""
+        """Comes back empty, but for its disk."""
         self.is_up = True
         self.epoch += 1
+        if self.tiers is not None:
+            self.tiers.restart()
         self.engine.advance(self._clock.now_s)
         self._listener.load_changed(self)
 
@@ -166,7 +152,7 @@ class Worker:
         prefills_for_itself = task is not None and task.output_tokens > 0
         return Load(
             num_running=self.engine.num_decoding + prefills_for_itself,
-            num_waiting=len(self._queue) + len(self._reserving),
+            num_waiting=len(self._queue) + len(self._reserving) + self._num_loading(),
             queued_tokens=self._queued_tokens + self.engine.prefill_tokens_left(),
             num_leases=self.num_leases,
             blocks_total=self.cache.num_blocks,
@@ -177,7 +163,7 @@ class Worker:
     def is_idle(self) -> bool:
         """True if nothing is held here, and nothing waits."""
         engine = self.engine
-        waits = self._queue or self._reserving or engine.prefilling is not None
+        waits = self._queue or self._reserving or engine.prefilling is not None or self._loads
         return not (waits or engine.num_decoding or self.num_leases or self.cache.num_used)
 
     def _fits(self, task: Task) -> bool:
@@ -199,6 +185,10 @@ class Worker:
         self._settle()
 
     def _finish_prefill(self, task: Task) -> None:
+        if task.load is not None and task.lacks_first:
+            self._name(task, task.load.first)
+            self._resume(task)
+            return
         self._store(task)
         if task.output_tokens > 1:
             self.engine.decode(task, task.output_tokens - 1)
@@ -211,12 +201,30 @@ class Worker:
         self._listener.decoded(self, task)
 
     def _store(self, task: Task) -> None:
-        hashes = task.hashes[task.num_held :]
+        self._name(task, len(task.hashes))
+        if self.tiers is not None:
+            self.tiers.use(task.hashes, keep=task.returns)
+            self.tiers.write(task.hashes, task.new_hashes)
+            self._tell_tiers()
+
+    def _name(self, task: Task, end: int) -> None:
+        """Lets the blocks before `end` be found."""
+        hashes = task.hashes[task.num_held : end]
         stored = self.cache.store(hashes)
         task.num_private -= len(hashes)
-        task.num_held = len(task.hashes)
+        task.num_held += len(hashes)
         if stored:
             self._listener.blocks_changed(self, stored, ())
+            if self.tiers is not None:
+                task.new_hashes += stored
+
+    def _tell_tiers(self) -> None:
+        assert self.tiers is not None
+        for tier, stored, removed in (
+            (event.tier, [block.block_hash for block in event.stored], event.removed)
+            for event in self.tiers.take_events()
+        ):
+            self._listener.blocks_changed(self, stored, removed, tier)
 
     def _settle(self) -> None:
         """Starts what can start, plans the next event, tells that the load changed."""
@@ -224,17 +232,127 @@ class Worker:
         engine.advance(self._clock.now_s)
         while self._reserving and self._hold(self._reserving[0]):
             self._listener.reserved(self, self._reserving.popleft())
-        has_room = engine.num_decoding < self._scenario.sequences_max
-        if self._queue and engine.prefilling is None and has_room:
-            task = self._queue[0]
-            if self._hold(task):
-                self._queue.popleft()
-                self._queued_tokens -= task.queued_tokens
-                known = max(task.num_held, task.pulled_blocks) * self._block_size
-                start = min(known, task.num_tokens - 1)
-                engine.prefill(task, task.num_tokens - start, start)
+        while self._start_next():
+            pass
         self._plan()
         self._listener.load_changed(self)
+
+    def _start_next(self) -> bool:
+        """Starts a prompt's prefill or its load; returns False if none can start."""
+        engine, tiers = self.engine, self.tiers
+        is_free = engine.prefilling is None
+        if self._ready and is_free:
+            self._compute(self._ready.popleft())
+            return True
+        task = self._next_waiting()
+        num_live = engine.num_decoding + self._num_loading()
+        if task is None or num_live >= self._scenario.sequences_max:
+            return False
+        if not is_free and (tiers is None or task.is_weighed):
+            return False
+        choice = self.plan_load(task)
+        task.is_weighed = choice is None
+        if (choice is None and not is_free) or not self._hold(task):
+            return False
+        self._queue.remove(task)
+        if choice is not None:
+            self._begin_load(task, choice)
+            return True
+        if tiers is not None and tiers.has_more(
+            task.reusable_hashes(self._block_size), task.num_there
+        ):
+            tiers.decline()
+        self._compute(task)
+        return True
+
+    def _next_waiting(self) -> Task | None:
+        """Returns the oldest task whose next block is not being loaded for another."""
+        return next((task for task in self._queue if not self._is_awaited(task)), None)
+
+    def _is_awaited(self, task: Task) -> bool:
+        if not self._loads:
+            return False
+        at = self.cache.num_cached(task.hashes)
+        return at < len(task.hashes) and any(
+            at < load.end and other.hashes[at] == task.hashes[at]
+            for other, load in self._loads.items()
+        )
+
+    def _compute(self, task: Task) -> None:
+        """Has the engine compute what is missing, or first what comes before loaded blocks."""
+        size, end = self._block_size, task.num_tokens
+        if task.load is not None and task.lacks_first:
+            end = task.load.first * size
+        start = min(task.num_there * size, end - 1)
+        self._set_queued(task, task.queued_tokens - (end - start) if task.lacks_first else 0)
+        self.engine.prefill(task, end - start, start)
+
+    def _set_queued(self, task: Task, num_tokens: int) -> None:
+        self._queued_tokens += num_tokens - task.queued_tokens
+        task.queued_tokens = num_tokens
+
+    def plan_load(
+        self, task: Task, *, offer: Offer | None = None, producer: Producer | None = None
+    ) -> Choice | None:
+        """Returns what the worker would load of a prompt now, if that is the soonest."""
+        if self.tiers is None:
+            return None
+        engine, rates = self.engine, self.rates
+        engine.advance(self._clock.now_s)
+        hashes = task.reusable_hashes(self._block_size)
+        queue_s = rates.prefill.seconds(engine.prefill_tokens_left(), 0, rates.step_tokens)
+        prompt = Prompt(
+            task.num_tokens,
+            self._block_size,
+            max(self.cache.num_cached(hashes), task.pulled_blocks),
+            rates.prefill,
+            rates.step_tokens,
+            queue_s,
+            engine.num_decoding + max(0, len(self._queue) - 1),
+        )
+        choice = self.tiers.plan(prompt, hashes, self._clock.now_s, offer=offer, producer=producer)
+        self._tell_tiers()
+        return choice
+
+    def _begin_load(self, task: Task, choice: Choice) -> None:
+        assert self.tiers is not None
+        load = self.tiers.begin_load(task.hashes, choice, self._clock.now_s)
+        task.load = self._loads[task] = load
+        num_known = task.num_there + load.end - load.first
+        self._set_queued(task, task.num_tokens - num_known * self._block_size)
+        self._clock.at(load.ends_s, self._end_load, task, load)
+        if task.lacks_first:
+            self._ready.append(task)
+
+    def _end_load(self, task: Task, load: TierLoad) -> None:
+        if self._loads.get(task) is not load:
+            return
+        assert self.tiers is not None
+        del self._loads[task]
+        task.loaded_blocks = self.tiers.end_load(load)
+        load.is_done = True
+        self._resume(task)
+        self._settle()
+
+    def _resume(self, task: Task) -> None:
+        """Goes on with a task once its load has ended and all before that is computed."""
+        assert task.load is not None
+        if task.load.is_done and not task.lacks_first:
+            self._name(task, task.load.end)
+            self._ready.append(task)
+
+    def _drop_load(self, task: Task) -> None:
+        load = self._loads.pop(task, None)
+        if load is not None and self.tiers is not None:
+            self.tiers.give_up(load)
+        if task in self._ready:
+            self._ready.remove(task)
+        if task.load is not None:
+            self._set_queued(task, 0)
+
+    def _num_loading(self) -> int:
+        """Returns how many tasks have memory and are neither in the engine nor over."""
+        return len({*self._loads, *self._ready} - {self.engine.prefilling})
 
     def _plan(self) -> None:
         """Plans the next event, and tells the host whether the worker computes at all now."""
