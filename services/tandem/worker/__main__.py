@@ -1,20 +1,28 @@
 """`tandem worker --role decode ...`: one worker, with or without Ray around it."""
 
-import asyncio
-import logging
 import signal
-import uuid
+from typing import TYPE_CHECKING
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import WorkerConfig, WorkerOptions
-from tandem.errors import ConfigError, Incompatible, TandemError
-from tandem.observability.logs import configure_logging
-from tandem.options import extended, read
+from tandem.early_end import end_on_sigterm
 
-log = logging.getLogger("tandem.worker")
+if TYPE_CHECKING:
+    from tandem.config.worker import WorkerConfig
+
+_CLOSE_MAX_S = 12.0  # after the drain's deadline; the chart's grace period is 15 s longer than that
 
 
 def main() -> None:
+    # Imported late: SIGTERM ends the program meanwhile.
+    import asyncio
+    import logging
+    import uuid
+
+    from tandem.config.cluster import ClusterConfig
+    from tandem.config.worker import WorkerConfig, WorkerOptions
+    from tandem.errors import ConfigError, Incompatible, TandemError
+    from tandem.observability.logs import configure_logging
+    from tandem.options import extended, read
+
     options = read(WorkerOptions, "tandem worker")
     worker_id = options.worker_id or f"{options.role}-{uuid.uuid4().hex[:8]}"
     try:
@@ -22,20 +30,37 @@ def main() -> None:
         cluster = ClusterConfig.from_environment()
         asyncio.run(_run(extended(options, WorkerConfig, cluster=cluster, worker_id=worker_id)))
     except TandemError as error:
-        log.error("%s", error.message)
+        logging.getLogger("tandem.worker").error("%s", error.message)
         raise SystemExit(2 if isinstance(error, ConfigError | Incompatible) else 1) from None
 
 
-async def _run(config: WorkerConfig) -> None:
+async def _run(config: "WorkerConfig") -> None:
+    import asyncio
+    import faulthandler
+
     # Imported late: --help and wrong settings answer at once.
+    from tandem.errors import ConfigError, Incompatible, TandemError
+    from tandem.worker.lifecycle.loading import tell_failed
     from tandem.worker.lifecycle.worker import Worker
 
     worker = Worker(config)
+
+    def stop() -> None:
+        worker.stop(config.drain_deadline_s)
+        # One that does not come to its end says where it stands before kubelet kills it.
+        faulthandler.dump_traceback_later(config.drain_deadline_s + _CLOSE_MAX_S, exit=True)
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop, config.drain_deadline_s)
-    await worker.run()
+        loop.add_signal_handler(number, stop)
+    try:
+        await worker.run()
+    except TandemError as error:
+        if worker.state == "starting" or isinstance(error, ConfigError | Incompatible):
+            await tell_failed(config, error.message)
+        raise
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     main()

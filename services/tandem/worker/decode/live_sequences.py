@@ -129,7 +129,7 @@ class LiveSequences:
 
     def finish(self, sequence: DecodeSequence, reason: str, num_preemptions: int = 0) -> None:
         """Ends a sequence after its last token; `reason` is "stop" or "length"."""
-        self._metrics.preemptions.inc(num_preemptions)
+        self._metrics.on_preemptions(num_preemptions)
         now = time.monotonic()
         self._rates.on_end(now)
         self._metrics.requests.on_end(sequence, now)

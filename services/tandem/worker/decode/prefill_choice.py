@@ -9,6 +9,9 @@ Both ways are predicted, until the sequence can decode:
 
 Either may pull the prompt's first blocks from a holder instead of computing them. Here is chosen
 only if it is clearly faster: the worker is there to decode, and who comes next finds it free.
+
+A worker with tiers below its pool decides first whether it loads blocks: its engine compares that
+with both ways (perf_model/soonest.py). What is missing after a load is planned here.
 """
 
 from collections.abc import Sequence
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 
 from tandem.perf_model.predict import ASK_S, Expected, Holder, expect, is_faster_here
 from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
+from tandem.perf_model.soonest import Producer
 
 NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
 _UNMEASURED = default_pair("nixl")
@@ -48,6 +52,7 @@ class Candidate(Place):
     pair: PairRate = _UNMEASURED  # from it to here
     wait_s: float = 0.0  # that it named when it refused
     load_s: float = 0.0  # until some of its cached tokens have come from a tier of its own
+    given: PairRate = _UNMEASURED  # from here to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,25 @@ def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float
     latency_s = ASK_S + 2 * candidate.pair.latency_s
     made_s = candidate.load_s + expected.pull_s + expected.compute_s
     return expected.queue_s + latency_s + max(made_s, pull_s)
+
+
+def soonest_producer(prompt: Prompt, candidates: Sequence[Candidate]) -> Producer | None:
+    """Returns the candidate that would have the prompt's KV here soonest, with nothing of it here,
+    for an engine that may load some of it instead."""
+    if not candidates:
+        return None
+    best = min(candidates, key=lambda c: seconds_at(prompt, c, prompt.num_tokens))
+    expected, rates = _expect(prompt, best, after_s=best.wait_s), best.rates
+    block_bytes = rates.moved_bytes(1)
+    return Producer(
+        rates.prefill,
+        rates.step_tokens,
+        wait_s=expected.queue_s + ASK_S + 2 * best.pair.latency_s,
+        num_blocks=expected.start // prompt.block_size,
+        there_s=best.load_s + expected.pull_s,
+        block_s=block_bytes / best.pair.bytes_per_s,
+        given_block_s=block_bytes / best.given.bytes_per_s,
+    )
 
 
 def _expect(prompt: Prompt, place: Place, *, after_s: float = 0.0) -> Expected:

@@ -11,11 +11,22 @@ from contextlib import contextmanager
 from tandem.config.worker import WorkerConfig
 from tandem.perf_model.predict import Holder, believed, beside_decode, likely_rates
 from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
+from tandem.perf_model.soonest import Producer
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import WorkerRecord
 from tandem.store.silence import Silences
-from tandem.worker.decode.prefill_choice import Candidate, Here, PrefillPlan, Prompt, plan_prefill
+from tandem.worker.decode.prefill_choice import (
+    Candidate,
+    Here,
+    PrefillPlan,
+    Prompt,
+    plan_prefill,
+    soonest_producer,
+)
 from tandem.worker.peers.rates import Rates
+
+_FAILED_TOLD_S = 30.0
+_WHY_MAX = 300  # characters
 
 
 class PrefillPlanner:
@@ -28,6 +39,7 @@ class PrefillPlanner:
         self._records: dict[str, WorkerRecord] = {}
         self._silences = Silences(config.cluster)
         self._tokens_sent: dict[str, int] = {}  # worker id -> tokens asked for and not there yet
+        self._failed: dict[str, tuple[str, str, float]] = {}  # epoch, why, and when
         self.load = pb.WorkerLoad()
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
@@ -37,6 +49,25 @@ class PrefillPlanner:
     def note_lost(self, worker_id: str) -> None:
         """Notes that a lease of this worker was lost: others do not wait for it, too."""
         self._silences.note_lost(worker_id, time.monotonic())
+
+    def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
+        """Notes that a lease of this process was lost, for operators."""
+        self._failed[worker_id] = (epoch, why[:_WHY_MAX], time.monotonic())
+
+    def note_whole(self, worker_id: str) -> None:
+        """Notes that a lease of this worker was whole."""
+        self._failed.pop(worker_id, None)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Workers that live and whose last lease was lost of late, and why."""
+        since = time.monotonic() - _FAILED_TOLD_S
+        self._failed = {
+            worker_id: (epoch, why, at)
+            for worker_id, (epoch, why, at) in self._failed.items()
+            if at > since and (record := self._records.get(worker_id)) and record.epoch == epoch
+        }
+        return {worker_id: why for worker_id, (_, why, _) in self._failed.items()}
 
     def alive(self, candidates: Iterable[pb.PrefillCandidate]) -> list[pb.PrefillCandidate]:
         """Returns the candidates that are worth waiting for."""
@@ -85,6 +116,19 @@ class PrefillPlanner:
         ]
         return plan_prefill(prompt, here, places)
 
+    def producer(
+        self,
+        candidates: Sequence[pb.PrefillCandidate],
+        holders: Sequence[pb.PrefixHolder],
+        num_tokens: int,
+    ) -> Producer | None:
+        """Returns the candidate that would have the prompt's KV here soonest; None if it is asked
+        whatever else there is."""
+        if self._config.transfer.prefill_at == "remote":
+            return None
+        places = [self._candidate(c, holders, 0.0) for c in candidates]
+        return soonest_producer(Prompt(num_tokens, self._block_size), places)
+
     def _candidate(
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float
     ) -> Candidate:
@@ -101,6 +145,7 @@ class PrefillPlanner:
             pair=self._pair(name, self._config.worker_id),
             wait_s=wait_s,
             load_s=candidate.load_s,
+            given=self._pair(self._config.worker_id, name),
         )
 
     def _holders(self, holders: Iterable[pb.PrefixHolder], consumer: str) -> Iterator[Holder]:

@@ -66,6 +66,23 @@ class PromptPrefill:
         self._sequences = sequences
         self._identity = identity
         self._block_size = parts.config.engine.block_size
+        self._has_tiers = parts.config.engine.has_tiers
+
+    def compared(
+        self,
+        spec: SequenceSpec,
+        candidates: list[pb.PrefillCandidate],
+        holders: list[pb.PrefixHolder],
+    ) -> SequenceSpec:
+        """Returns a spec that may await its KV with what peers would give: the engine compares it
+        with its tiers, if it has some."""
+        producer, offer = None, None
+        if self._has_tiers and candidates:
+            producer = self._planner.producer(candidates, holders, len(spec.token_ids))
+        if producer is not None:
+            plan = self._producers.prefixes.plan(spec, holders)
+            offer = None if plan is None else plan.spec.offer
+        return msgspec.structs.replace(spec, offer=offer, producer=producer)
 
     async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Commits the first whole lease, else starts prefill here."""
@@ -95,6 +112,8 @@ class PromptPrefill:
             except Exception as error:
                 # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
                 self._note_failure(sequence, error)
+                if isinstance(error, LeaseLost) and not sequence.is_over:
+                    self._planner.note_failed(name, candidate.epoch, str(error))
                 if isinstance(error, ProducerSilent):
                     self._planner.note_lost(name)
                 left = self._planner.alive(left)
@@ -115,6 +134,7 @@ class PromptPrefill:
                 spec = msgspec.structs.replace(
                     sequence.spec, mode=mode, remote_prefill_min_tokens=0
                 )
+                spec = self.compared(spec, left, sequence.submission.holders)
                 self._restart(sequence, spec, is_awaited=bool(left))
                 if sequence.reserved is None:
                     return
@@ -122,9 +142,11 @@ class PromptPrefill:
                 continue
             if sequence.is_over:
                 return
+            self._planner.note_whole(name)
             self._record(sequence, lease)
             sequence.to(SequenceState.RUNNING)
-            self._link.send(messages.Commit(sequence.sequence_id, first_token_id))
+            sums = lease.block_sums
+            self._link.send(messages.Commit(sequence.sequence_id, first_token_id, sums))
             self._sequences.tell_committed(sequence)
             return
         self._metrics.local_prefills.inc()
@@ -140,7 +162,13 @@ class PromptPrefill:
 
     def _prefill_here(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Prefills here; if a holder is sooner with the first blocks, reserves once more."""
-        here = msgspec.structs.replace(sequence.spec, mode=Mode.LOCAL, remote_prefill_min_tokens=0)
+        here = msgspec.structs.replace(
+            sequence.spec,
+            mode=Mode.LOCAL,
+            remote_prefill_min_tokens=0,
+            offer=None,
+            producer=None,
+        )
         num_cached = reserved.num_cached_tokens // self._block_size
         holders = sequence.submission.holders
         sequence.prefix = self._producers.prefixes.plan(here, holders, num_cached_blocks=num_cached)

@@ -7,7 +7,7 @@ out as soon as the producer names it, every other token when a step report has i
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from tandem.engine.types import Mode, NewTokens, Reserved
 from tandem.observability.logs import about
@@ -47,6 +47,11 @@ class DecodeService:
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
+
+    @property
+    def sequences(self) -> Iterable[DecodeSequence]:
+        """All that are here."""
+        return self._sequences
 
     async def serve(
         self, commands: AsyncIterator[pb.DecodeCommand], load: pb.WorkerLoad
@@ -159,7 +164,9 @@ class DecodeService:
             submit.request_id, submit.attempt, candidates, holders, submit.losses_max
         )
         sequence = DecodeSequence(asked, spec, stream, span)
-        if not candidates and (prefix := self._prefixes.plan(spec, holders)) is not None:
+        if candidates:
+            sequence.spec = self._prompts.compared(spec, candidates, holders)
+        elif (prefix := self._prefixes.plan(spec, holders)) is not None:
             sequence.prefix, sequence.spec = prefix, prefix.spec
         self._sequences.add(sequence)
         if self._draining:

@@ -21,8 +21,10 @@ import msgspec
 import zmq.asyncio
 
 from tandem.config.worker import WorkerConfig
+from tandem.endings import oom_kills, told_status
 from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
+from tandem.observability.logs import STACKS_SIGNAL
 from tandem.retention import Kept, Retention
 from tandem.transfer.grpc.reservations import PoolView, Reservations
 from tandem.transfer.nixl import messages as transfer
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 ANSWER_DEADLINE_S = 30.0  # of a question that the engine answers between two steps
 _STOP_DEADLINE_S = 5.0
+_LOOK_S = 2.0
 _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(messages.Reply)
 
 
@@ -57,6 +60,7 @@ class EngineLink:
         self._on_event = on_event
         self.num_reports = 0
         self.num_sent = 0  # commands; a report tells how many of them it comes after
+        self.loading = (0, 0)  # bytes of the weights that are loaded, and all; until `start` ends
         self.is_awaited = False  # a command was sent since the last report
         self.reservations = Reservations()
         self._pulls: dict[str, asyncio.Future[transfer.PullResult]] = {}
@@ -111,6 +115,7 @@ class EngineLink:
         deadline_s = self._config.start_deadline_s
         await asyncio.wait([ready], timeout=deadline_s)
         if not ready.done():  # an engine that ended has answered with its WorkerLost
+            self.tell_stacks()
             raise WorkerLost(
                 f"the engine did not start: its model is not loaded after {deadline_s:g} s; "
                 "--start-deadline is how long it may take"
@@ -132,7 +137,10 @@ class EngineLink:
         self.pool = PoolThroughEngine(self, ready.spans)
 
     def send(self, command: messages.Command, data: bytes | memoryview | None = None) -> None:
-        """Queues a command; commands are applied in the order they were sent."""
+        """Queues a command; commands are applied in the order they were sent. An engine that was
+        stopped gets none: what tidies up after a stop may send all the same."""
+        if self._commands.closed:
+            return
         frames: list[Any] = [msgspec.msgpack.encode(command)]
         if data is not None:
             frames.append(data)
@@ -159,7 +167,8 @@ class EngineLink:
         """Bytes and seconds of a few reads. Raises Incompatible when the pool cannot be read."""
         answer = self._question(("peer", peer_id))
         self.send(messages.ConnectPeer(peer_id, metadata, pool))
-        reply: transfer.PeerConnected = await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        async with asyncio.timeout(ANSWER_DEADLINE_S):
+            reply: transfer.PeerConnected = await answer
         if reply.error:
             raise Incompatible(reply.error)
         return list(reply.reads)
@@ -214,12 +223,18 @@ class EngineLink:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
+    def tell_stacks(self) -> None:
+        """Has an engine that hangs write to the log where each of its threads is."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(STACKS_SIGNAL)
+
     async def stop(self) -> None:
         """Asks the engine to end, and ends it after a bound."""
         if self._process is not None and self._process.returncode is None:
             self.send(messages.Shutdown())
             try:
-                await asyncio.wait_for(self._process.wait(), _STOP_DEADLINE_S)
+                async with asyncio.timeout(_STOP_DEADLINE_S):
+                    await self._process.wait()
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
@@ -235,7 +250,8 @@ class EngineLink:
         request_id = next(self._request_ids)
         answer = self._question(request_id)
         self.send(command(request_id, *arguments))
-        return await asyncio.wait_for(answer, ANSWER_DEADLINE_S)
+        async with asyncio.timeout(ANSWER_DEADLINE_S):
+            return await answer
 
     def _question(self, key: object) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -269,6 +285,8 @@ class EngineLink:
                 self._on_event(reply)
             case messages.BlocksFinal() | transfer.Renewed() | transfer.Broken():
                 self._on_event(reply)
+            case messages.Loading(num_bytes, num_bytes_all):
+                self.loading = num_bytes, num_bytes_all
             case messages.Ready():
                 self._answer("ready", reply)
             case transfer.PeerConnected():
@@ -287,9 +305,16 @@ class EngineLink:
             self._end(f"reading from the engine broke: {task.exception()!r}")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        status = await process.wait()
+        kills = oom_kills()
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    status = await process.wait()
+                break
+            except TimeoutError:
+                kills = oom_kills()
         await asyncio.sleep(0)  # a last word may still be in the socket
-        self._end(f"the engine process ended with status {status}")
+        self._end(f"the engine process ended: {told_status(status, kills)}")
 
     def _end(self, reason: str, error: ConfigError | None = None) -> None:
         if not self._ended.done():

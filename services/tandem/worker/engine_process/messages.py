@@ -52,6 +52,7 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
     sequence_id: str
     first_token_id: int
+    block_sums: list[float] = []  # as `Prefilled` had them
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
@@ -267,6 +268,13 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     code: str = ""  # of services/tandem/errors.py, where it is one of its errors
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """The progress of the load; comes before `Ready`."""
+
+    num_bytes: int  # of the files of its weights
+    num_bytes_all: int
+
+
 TransferReply = PullsSettled | transfer.Renewed | transfer.Broken
 Event = Report | BlocksFinal | TransferReply  # that nobody asked for
 Answer = (
@@ -279,4 +287,4 @@ Answer = (
     | transfer.ProducerReady
     | Integrity
 )
-Reply = Ready | Event | Answer | Fatal
+Reply = Loading | Ready | Event | Answer | Fatal

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -96,7 +97,8 @@ class EngineProcess:
         folder = resolve(settings.engine.model, revision=settings.engine.model_revision)
         load_ms["resolve"] = _ms_since(started)
         started = time.perf_counter()
-        runner = ModelRunner(folder, settings.engine, pool_fd=settings.pool_fd)
+        with _telling(settings.transfers_address) as tell:
+            runner = ModelRunner(folder, settings.engine, pool_fd=settings.pool_fd, tell=tell)
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
         compiler = GrammarCompiler.of(folder)
@@ -170,8 +172,8 @@ class EngineProcess:
                 self._engine.start_local_prefill(sequence_id)
             case messages.Restart(spec):
                 self._engine.restart(spec, self._give_up(spec.sequence_id))
-            case messages.Commit(sequence_id, first_token_id):
-                self._engine.commit(sequence_id, first_token_id)
+            case messages.Commit(sequence_id, first_token_id, block_sums):
+                self._engine.commit(sequence_id, first_token_id, block_sums)
             case messages.ContinuePrefill(sequence_id, num_blocks):
                 unsafe = self._give_up(sequence_id)
                 self._engine.continue_prefill(sequence_id, num_blocks, unsafe)
@@ -346,6 +348,18 @@ def _tie_to_parent(parent_pid: int) -> None:
         raise SystemExit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
+    """Opens a socket for the progress of a load, whose sockets are not there yet."""
+    context: zmq.Context[Any] = zmq.Context.instance()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(address)
+    try:
+        yield lambda *loaded: socket.send(msgspec.msgpack.encode(messages.Loading(*loaded)))
+    finally:
+        socket.close(linger=0)
 
 
 def _report_fatal(address: str, fatal: messages.Fatal) -> None:

@@ -1,6 +1,6 @@
 """Sees an engine that hangs, and one that cannot pull any more: from joining to the drain's end.
 
-    silent   somebody waits, and the engine makes no turn: it is ended
+    silent   somebody waits, and the engine makes no turn: it writes its stacks, and is ended
     stuck    its quarantine stays past the budget: the worker is to give up, in order
 
 Knows no request; the worker says whether anybody waits.
@@ -58,5 +58,7 @@ class EngineWatch:
             return
         # By turns, not by the clock: who was stopped with its engine must not blame it.
         self._silent_s += TURN_S
+        if self._timeout_s - TURN_S < self._silent_s <= self._timeout_s:
+            self._link.tell_stacks()
         if self._silent_s > self._timeout_s:
             self._link.kill(f"the engine made no turn for {self._silent_s:.0f} s")

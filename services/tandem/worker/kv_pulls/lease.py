@@ -70,6 +70,7 @@ class ConsumerLease:
         if config.transfer.overlap:
             self._may_pull.set()
         self.stats = PullStats()
+        self.block_sums: list[float] = []  # of the prompt's blocks, if its KV budget counts them
         self.pulled_anything = False
 
     async def run(
@@ -113,6 +114,7 @@ class ConsumerLease:
             self.stats.cached = cached_of(event.prefilled)
             self.stats.queue_s = event.prefilled.queue_ms / 1000
             self.stats.shared_wait_s = event.prefilled.shared_wait_ms / 1000
+            self.block_sums = list(event.prefilled.block_sums)
             first_token_id = int(event.prefilled.first_token_id)
             on_first_token(event.prefilled, self.stats)
 

@@ -12,6 +12,7 @@ One Puller serves a whole worker. It knows no lease protocol: who may read what 
 counts is lease.py's.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,7 @@ from tandem.worker.kv_pulls.bytes_in_flight import BytesInFlight
 from tandem.worker.kv_pulls.checksums import verify
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
+from tandem.worker.peers.slow_link import SlowLink
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class Puller:
             bytes_max=config.pull_bytes_in_flight_max,
             peer_bytes_max=config.pull_bytes_in_flight_max // 2,
         )
+        self._slow_link = SlowLink(config.bytes_per_s)
 
     async def pull(
         self,
@@ -65,7 +68,8 @@ class Puller:
         assert len(targets) == len(run.block_ids)
         num_bytes = self._spans.num_bytes(targets)
         async with self._bounds.taken(peer.peer_id, num_bytes):
-            transport = peer.in_use
+            transport, loop = peer.in_use, asyncio.get_running_loop()
+            began_at = loop.time()
             try:
                 seconds = await transport.pull(
                     BlockPull(
@@ -76,6 +80,9 @@ class Puller:
                         deadline_s=self._deadline_s(peer, num_bytes),
                     )
                 )
+                if self._config.bytes_per_s:
+                    await self._slow_link.carry(num_bytes, began_at)
+                    seconds = loop.time() - began_at
                 await self._verify(peer, sequence_id, run, targets)
             except Exception:
                 if self._rates is not None:

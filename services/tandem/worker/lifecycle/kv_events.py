@@ -24,6 +24,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.adapter import Adapter
+from tandem.cancellation import cancel
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import StepReport, StoredBlock
 from tandem.errors import ConfigError
@@ -108,8 +109,7 @@ class KvEvents:
     async def aclose(self) -> None:
         """Closes the sockets; what was sent still goes out for a second at most."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel(self._task)
         await asyncio.to_thread(self._close, 1000)
 
     def _open(self, endpoint: str, replay: str) -> None:

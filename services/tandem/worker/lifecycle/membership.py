@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.cancellation import cancel
 from tandem.config.cluster import ClusterConfig
 from tandem.engine.types import StepReport
 from tandem.prefix_index.holders import holder_of
@@ -92,7 +93,7 @@ class Membership:
     async def leave(self) -> None:
         """Takes the worker out of placement and out of the tree."""
         if self._task is not None:
-            self._task.cancel()
+            await cancel(self._task)  # it would write the record again
         try:
             await asyncio.gather(*(publisher.aclose() for publisher in self._publishers))
             await self._registry.remove(self._worker_id)
@@ -104,7 +105,10 @@ class Membership:
     async def _refresh_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._cluster.record_interval_s)
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:  # a worker without a record is taken for gone
+                log.exception("the record was not written")
 
     def _note_unreachable(self, error: Any) -> None:
         if self._reachable:

@@ -8,8 +8,6 @@ starting --> ready --> draining --> gone
 import asyncio
 import logging
 import math
-import os
-import socket
 import time
 import uuid
 from collections.abc import Coroutine
@@ -22,7 +20,6 @@ from tandem.block_hash import HASH_VERSION
 from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.garbage import exempt_loaded
-from tandem.memory import read_memory
 from tandem.observability.traces import make_tracing
 from tandem.rpc.auth import KindInterceptor, TokenInterceptor
 from tandem.rpc.block_bytes import EncodedByHandler
@@ -43,7 +40,10 @@ from tandem.worker.engine_process.watch import EngineWatch
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.lifecycle.adapters import NamedAdapters
+from tandem.worker.lifecycle.drain import drain
+from tandem.worker.lifecycle.host_state import HostState
 from tandem.worker.lifecycle.kv_events import KvEvents
+from tandem.worker.lifecycle.loading import start_and_tell
 from tandem.worker.lifecycle.membership import Membership
 from tandem.worker.lifecycle.role import RoleChange
 from tandem.worker.lifecycle.servicer import Servicer
@@ -59,7 +59,7 @@ from tandem.worker.prefill.service import PrefillService
 
 log = logging.getLogger(__name__)
 
-_DRAIN_POLL_S = 0.05
+_KILL_POLL_S = 0.05
 _CLOSE_S = 1.0
 
 
@@ -85,9 +85,9 @@ class Worker:
         self.adapters = NamedAdapters(config.engine)
         self._address = ""
         self._metrics_address = ""
-        self._model = ""
-        self._max_model_len = 0
+        self._model, self._max_model_len = "", 0
         self._started_at = time.time()
+        self._host = HostState(config)
         self._events: KvEvents | None = None
         self._early: list[messages.Event] = []  # that came before it was ready
         self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
@@ -128,7 +128,7 @@ class Worker:
 
     async def _start_engine(self) -> messages.Ready | None:
         """Starts the engine; returns None when `stop` came before the model was loaded."""
-        starting = asyncio.create_task(self.link.start())
+        starting = asyncio.create_task(start_and_tell(self.config, self.link))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -138,7 +138,7 @@ class Worker:
             while not starting.done():
                 # Not asked: one that loads reads no command. Again: it may have had no process yet.
                 self.link.kill("stopped before the model was loaded")
-                await asyncio.wait([starting], timeout=_DRAIN_POLL_S)
+                await asyncio.wait([starting], timeout=_KILL_POLL_S)
             starting.exception()  # what `kill` said
             return None
         finally:
@@ -181,7 +181,8 @@ class Worker:
                     warming.cancel()
             self._leave_placement()
             await membership.refresh()
-            await self._unless(self._drain(), watch.turn_for_ever())
+            draining = drain(self.decode, self.prefill, lambda: self._drain_until)
+            await self._unless(draining, watch.turn_for_ever())
         except WorkerLost:
             await server.stop(None)  # at once: no stream may wait for an engine that is gone
             raise
@@ -331,7 +332,6 @@ class Worker:
             self.stop(self.config.drain_deadline_s)
 
     def _record(self) -> WorkerRecord:
-        memory = read_memory()
         return WorkerRecord(
             worker_id=self.config.worker_id,
             epoch=self.epoch,
@@ -341,18 +341,17 @@ class Worker:
             state=self.state,
             address=self._address,
             metrics_address=self._metrics_address,
-            host=socket.gethostname(),
-            pid=os.getpid(),
             model=self._model,
             max_model_len=self._max_model_len,
             compatibility=self.compatibility,
             load=self._load,
+            counts=self._metrics.tally.counts,
             rates=self.rates.worker,
             pairs=self.rates.pairs,
             started_at=self._started_at,
-            memory_free_bytes=memory.free_bytes,
-            memory_total_bytes=memory.total_bytes,
             adapters=self.adapters.state,
+            unreachable={**self.decode.planner.failed, **self.peers.unreachable},
+            **self._host.told(),
         )
 
     async def _unless(
@@ -380,20 +379,8 @@ class Worker:
     def _leave_placement(self) -> None:
         """Nothing new is taken. Routers move what they can; its blocks can be had meanwhile."""
         self.state = "draining"
-        self.prefill.draining = True
+        self.prefill.leave(lambda: self.decode.num_sequences > 0)
         self.decode.leave_pool()
 
     def _is_used(self) -> bool:
         return bool(self.decode.num_sequences or self.prefill.num_leases)
-
-    async def _drain(self) -> None:
-        """Waits until nobody holds anything here any more, at most until the deadline."""
-        while self._is_used():
-            if time.monotonic() > self._drain_until:
-                log.warning(
-                    "drain deadline: %d sequences and %d leases are cut off",
-                    self.decode.num_sequences,
-                    self.prefill.num_leases,
-                )
-                return
-            await asyncio.sleep(_DRAIN_POLL_S)

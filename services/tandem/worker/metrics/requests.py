@@ -6,8 +6,12 @@ time. A request that was moved counts at each worker for what it did there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
+
+from tandem.engine_counts import EngineTally
 from tandem.observability.metrics import E2E_S, ITL_S, TTFT_S, MetricSet, counter, histogram
 
 if TYPE_CHECKING:
@@ -53,6 +57,12 @@ class RequestMetrics(MetricSet):
         "tandem_prefix_cache_hits", "Of those, the ones whose KV was cached here or at a peer"
     )
 
+    def __init__(
+        self, registry: CollectorRegistry, common: Mapping[str, str], tally: EngineTally
+    ) -> None:
+        super().__init__(registry, common)
+        self._tally = tally
+
     def on_first_token(self, sequence: DecodeSequence) -> None:
         self._ttft.observe(sequence.first_token_at - sequence.submitted_at)
         self._queue.observe(sequence.timings.queue_ms / 1000)
@@ -61,6 +71,7 @@ class RequestMetrics(MetricSet):
         self._prefill.observe(sequence.timings.prefill_ms / 1000)
         self._queries.inc(sequence.spec.num_prompt_tokens)
         self._hits.inc(sequence.cached.total)
+        self._tally.add_prompt(sequence.spec.num_prompt_tokens, sequence.cached)
 
     def on_end(self, sequence: DecodeSequence, now: float) -> None:
         if not sequence.num_sent:

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.engine.types import EngineLoad, StepReport
+from tandem.engine_counts import EngineTally
 from tandem.memory import read_memory
 from tandem.observability.metrics import MetricSet, counter, gauge, gauges, histogram
 from tandem.perf_model.kv_load import kv_use
@@ -65,7 +66,7 @@ class WorkerMetrics(MetricSet):
     step_s = histogram("tandem_engine_step_seconds", "Of such a step", _SECONDS)
     prefill_tokens = counter("tandem_prefill_tokens", "Tokens computed in prefill")
     decode_tokens = counter("tandem_decode_tokens", "Tokens computed in decode")
-    preemptions = counter("tandem_preemptions", "Sequences preempted by recomputation")
+    _preemptions = counter("tandem_preemptions", "Sequences preempted by recomputation")
     local_prefills = counter(
         "tandem_local_prefills", "Prompts prefilled here though blocks were reserved to be pulled"
     )
@@ -129,7 +130,8 @@ class WorkerMetrics(MetricSet):
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)  # of the I/O process
-        self.requests = RequestMetrics(self._registry, self._labels)
+        self.tally = EngineTally()
+        self.requests = RequestMetrics(self._registry, self._labels, self.tally)
         super().__init__(self._registry, self._labels)
         self._memory.set_function(lambda: read_memory().free_bytes)
 
@@ -138,6 +140,7 @@ class WorkerMetrics(MetricSet):
         if step.num_prefill_tokens or step.num_decode_tokens:
             self.steps.inc()
             self.step_s.observe(step.step_ms / 1000)
+            self.tally.add_step(step.num_prefill_tokens + step.num_decode_tokens)
             self.prefill_tokens.inc(step.num_prefill_tokens)
             self.decode_tokens.inc(step.num_decode_tokens)
 
@@ -151,6 +154,10 @@ class WorkerMetrics(MetricSet):
                         self._blocks_fenced.inc(result.num_fenced)
             case Renewed(num_times):
                 self._renewals.inc(num_times)
+
+    def on_preemptions(self, num_preemptions: int) -> None:
+        self._preemptions.inc(num_preemptions)
+        self.tally.add_preemptions(num_preemptions)
 
     def on_choice(self, choice: str, turn: str) -> None:
         self._prefill_choices.labels(**self._labels, choice=choice, turn=turn).inc()

@@ -32,6 +32,7 @@ from tandem.worker.peers.transport_choice import Choice, Way, choose_transport, 
 log = logging.getLogger(__name__)
 
 _OF_THE_NETWORK = {"tcp", "unreachable"}
+_REASON_MAX = 300  # characters
 FAILURES_MAX = 3  # NIXL reads in a row, until the pair goes on over gRPC
 
 
@@ -98,7 +99,7 @@ class Pairing:
         """Uses the chosen transport from now on; `again` may bring another one back."""
         told = (peer.transport, peer.reason)
         peer.transport, peer.reason = choice.transport, choice.reason
-        self._rates.use(peer.worker_id, choice.transport)
+        self._rates.use(peer.worker_id, choice.transport, choice.warning[:_REASON_MAX])
         if told == (choice.transport, choice.reason):
             return
         rate = figures(Way(self._rates.pair(peer.worker_id)))

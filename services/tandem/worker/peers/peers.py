@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import grpc
+
 from tandem.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
 from tandem.rpc.channels import foreign_cancellation_raises
@@ -54,6 +56,7 @@ class Peers:
         self._config = config
         self._rates = rates
         self._pairing = pairing
+        self._epochs: dict[str, str] = {}  # of the workers in the registry
         self._entries: dict[str, _Entry] = {}  # by peer id: a worker id and an epoch
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
@@ -97,6 +100,7 @@ class Peers:
         """
         now = time.monotonic()
         records = [r for r in records if r.worker_id != self._config.worker_id]
+        self._epochs = {r.worker_id: r.epoch for r in records}
         num_decode = sum(r.state == "ready" and r.role == "decode" for r in records)
         eager = num_decode <= EAGER_DECODE_PEERS_MAX
         for record in records:
@@ -111,6 +115,15 @@ class Peers:
                 self._close(key)
             elif _succeeded(entry.connecting):
                 self._look_after(entry, now)
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """The peers that cannot be read from, by worker id, and why."""
+        return {
+            entry.record[0]: why
+            for entry in self._entries.values()
+            if self._epochs.get(entry.record[0]) == entry.record[1] and (why := _why_not(entry))
+        }
 
     async def aclose(self) -> None:
         for key in list(self._entries):
@@ -171,6 +184,16 @@ class Peers:
             entry.connecting.result().close()
         else:
             entry.connecting.cancel()
+
+
+def _why_not(entry: _Entry) -> str:
+    """Returns why a peer cannot be read from; empty if it can, or is connected for the first
+    time."""
+    if not _succeeded(entry.connecting):
+        return entry.failure
+    state = entry.connecting.result().channel.get_state()
+    is_broken = state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    return f"the connection to {entry.record[2]} is broken" if is_broken else ""
 
 
 def _succeeded(task: asyncio.Task[Peer]) -> bool:

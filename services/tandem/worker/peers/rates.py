@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import StepReport
 from tandem.perf_model.meters import PairMeter
 from tandem.perf_model.predict import queue_seconds
 from tandem.perf_model.rates import PairRate, TierRate, WorkerRates, default_pair
+from tandem.worker.peers.slow_link import SlowLink
 
 HANG_FLOOR_S = 5.0  # no engine counts as hung sooner
 _HANG_TURNS = 4
@@ -33,9 +35,11 @@ class Rates:
         self.worker = unmeasured  # as the record tells it
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
+        self._slow_link = SlowLink(config.transfer.bytes_per_s)
         self._meters: dict[tuple[str, str], PairMeter] = {}  # by peer's worker id and transport
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._in_use: dict[str, str] = {}  # peer's worker id -> transport
+        # Peer's worker id -> transport, and why it is not the best one.
+        self._in_use: dict[str, tuple[str, str]] = {}
         self._ended_at = 0.0
         self._end_interval_s = 1.0
         self._longest_turn_s = 0.0  # of a step, lately
@@ -75,8 +79,8 @@ class Rates:
     def pairs(self) -> dict[str, PairRate]:
         """Peer's worker id -> the rate of what is in use, a first guess where nothing came yet."""
         return {
-            worker_id: self.rate(worker_id, transport)
-            for worker_id, transport in self._in_use.items()
+            worker_id: replace(self.rate(worker_id, transport), reason=reason)
+            for worker_id, (transport, reason) in self._in_use.items()
         }
 
     def on_pull(self, worker_id: str, transport: str, num_bytes: int, seconds: float) -> None:
@@ -98,11 +102,13 @@ class Rates:
         if reads:
             self._meters.pop((worker_id, transport), None)
         for num_bytes, seconds in reads:
-            self.on_pull(worker_id, transport, num_bytes, seconds)
+            slow_s = self._slow_link.seconds(num_bytes, seconds)
+            self.on_pull(worker_id, transport, num_bytes, slow_s)
 
-    def use(self, worker_id: str, transport: str) -> None:
-        """Sets the transport that the peer's blocks come over from now on."""
-        self._in_use[worker_id] = transport
+    def use(self, worker_id: str, transport: str, reason: str = "") -> None:
+        """Sets the transport that the peer's blocks come over from now on, and why it is not the
+        best one."""
+        self._in_use[worker_id] = transport, reason
 
     def forget(self, worker_id: str) -> None:
         self._in_use.pop(worker_id, None)
@@ -112,7 +118,7 @@ class Rates:
 
     def pair(self, worker_id: str, transport: str | None = None) -> PairRate | None:
         """Returns the measured rate, by default of the transport in use; None: nothing came."""
-        transport = transport or self._in_use.get(worker_id, "")
+        transport = transport or self._in_use.get(worker_id, ("", ""))[0]
         meter = self._meters.get((worker_id, transport))
         return meter.rate if meter is not None and meter.num_observations else None
 

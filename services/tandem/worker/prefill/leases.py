@@ -23,6 +23,7 @@ class Lease:
     lease_id: str
     consumer_id: str
     verify_every: int = 0
+    is_hold: bool = False  # of a chain that is here: nothing is computed for it
     span: RequestSpan = NO_SPAN
     # Times are `time.monotonic()` seconds; 0: not yet.
     opened_at: float = field(default_factory=time.monotonic)
@@ -35,6 +36,13 @@ class Lease:
     is_ahead: bool = False
     plan: PrefixPlan | None = None  # whom to pull its first blocks from, once it is admitted
     prefix: asyncio.Task[None] | None = None  # that pull
+
+    @property
+    def stage(self) -> str:
+        """The step that the lease waits for."""
+        if self.is_ahead:
+            return "read by its consumer"
+        return "computed" if self.admitted_at else "queued"
 
     @property
     def queue_s(self) -> float:

@@ -14,13 +14,13 @@ block was held until then. A hold waits for nothing and allocates nothing.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
 
 from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
-from tandem.errors import BadRequest, QueueFull
+from tandem.errors import BadRequest, NoWorkers, QueueFull
 from tandem.observability.logs import about
 from tandem.observability.traces import NO_SPAN
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -36,6 +36,7 @@ from tandem.worker.prefill.prefix_pull import PrefixPuller
 log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 5.0
+_DRAINS = "this worker is draining"
 
 
 class PrefillService:
@@ -60,12 +61,30 @@ class PrefillService:
             block_bytes=parts.rates.worker.block_bytes,
         )
         self._tick = 0
-        self.draining = False
+        self._draining = False
+        self._serves_holds: Callable[[], bool] = lambda: True
         self.takes_prompts = True  # False in the decode pool, after a change of role
 
     @property
     def num_leases(self) -> int:
         return len(self._leases)
+
+    @property
+    def leases(self) -> Iterable[Lease]:
+        """All that are open."""
+        return self._leases
+
+    def leave(self, serves_holds: Callable[[], bool]) -> None:
+        """Takes no prompt any more, and refuses those that its engine has not begun: their
+        consumers then ask another worker.
+
+        Holds go on while `serves_holds`: a worker that takes over a sequence pulls its blocks from
+        here. Without an end to them, prefixes that many requests share would keep a drain going.
+        """
+        self._draining, self._serves_holds = True, serves_holds
+        for lease in self._leases:
+            if lease.stage == "queued" and not lease.is_hold:
+                lease.events.put_nowait(Failed(lease.lease_id, NoWorkers.code, _DRAINS))
 
     def on_report(self, report: messages.Report) -> None:
         """Hands each lease what a step brought for it."""
@@ -111,9 +130,8 @@ class PrefillService:
         if opening.lease_id in self._leases:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is open")
         consumer_id = opening.consumer_worker_id
-        if self.draining and not holds:
-            # Holds go on: who takes its sequences over pulls their blocks from here.
-            yield _refused("this worker is draining")
+        if self._draining and not (holds and self._serves_holds()):
+            yield _refused(_DRAINS)
             return
         if not holds and not self.takes_prompts:
             yield _refused("this worker is in the decode pool now")
@@ -129,7 +147,7 @@ class PrefillService:
             }
             headers = trace_headers(first.start.trace)
             span = self._tracing.begin("prefill_worker", headers, attributes)
-        lease = Lease(opening.lease_id, consumer_id, opening.verify_every, span=span)
+        lease = Lease(opening.lease_id, consumer_id, opening.verify_every, is_hold=holds, span=span)
         self._leases.open(lease)
         outcome = "cancelled"
         reading = asyncio.create_task(self._read_commands(lease, commands))
@@ -207,6 +225,7 @@ class PrefillService:
                         shared_wait_ms=lease.shared_wait_s * 1000,
                         prompt_logprobs=map(logprobs_message, event.prompt_logprobs),
                         embedding=event.embedding,
+                        block_sums=event.block_sums,
                     )
                     if self._config.engine.has_tiers:
                         prefilled.cached_by_tier.CopyFrom(cached_message(event.cached))

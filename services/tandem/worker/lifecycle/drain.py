@@ -1,0 +1,60 @@
+"""The drain of a worker: it waits until nobody holds anything here, and says what it waits for."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from tandem.worker.decode.service import DecodeService
+from tandem.worker.prefill.service import PrefillService
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_TELL_S = 5.0  # between two lines of a drain that goes on
+
+
+async def drain(
+    decode: DecodeService, prefill: PrefillService, ends_at: Callable[[], float]
+) -> None:
+    """Returns when no sequence and no lease is left, at the latest at `ends_at`.
+
+    `ends_at` answers by time.monotonic(). A second request to stop may have it answer sooner.
+    """
+    began = told = time.monotonic()
+    while decode.num_sequences or prefill.num_leases:
+        now = time.monotonic()
+        if now > ends_at():
+            log.warning(
+                "drain deadline: %d sequences and %d leases are cut off after %.1f s: %s",
+                decode.num_sequences,
+                prefill.num_leases,
+                now - began,
+                describe(decode, prefill, now),
+            )
+            return
+        if now - told > _TELL_S:
+            told = now
+            log.info(
+                "draining for %.0f s: waits for %s", now - began, describe(decode, prefill, now)
+            )
+        await asyncio.sleep(_POLL_S)
+    log.info("drained in %.1f s: nobody holds anything here", time.monotonic() - began)
+
+
+def describe(decode: DecodeService, prefill: PrefillService, now: float) -> str:
+    """Describes what a drain waits for, by what each of it waits for itself, and the oldest age."""
+    waits = Counter(_waits(decode, prefill))
+    begun = [s.submitted_at for s in decode.sequences] + [x.opened_at for x in prefill.leases]
+    oldest_s = now - min(begun, default=now)
+    kinds = [f"{text}: {count}" for text, count in sorted(waits.items())]
+    return f"{', '.join(kinds)}; the oldest is {oldest_s:.1f} s old"
+
+
+def _waits(decode: DecodeService, prefill: PrefillService) -> Iterator[str]:
+    for sequence in decode.sequences:
+        yield f"sequences {sequence.state.value}"
+    for lease in prefill.leases:
+        kind = "holds" if lease.is_hold else "leases"
+        yield f"{kind} of {lease.consumer_id} {lease.stage}"

@@ -1,0 +1,69 @@
+"""The host in a worker's record: name, process, clock, memory and disks.
+
+A thread of its own asks for the room on disks, since a file system on a network may not answer.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.config.worker import WorkerConfig
+from tandem.memory import read_memory
+from tandem.observability.log_file import FILE_VARIABLE
+
+_LOOK_S = 2.0
+
+
+class HostState:
+    """The host as of now; disks as of `_LOOK_S` ago."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._folders = written_folders(config.engine.kv_disk_path)
+        self._disk = (0, 0)
+        if self._folders:
+            threading.Thread(target=self._look_for_ever, name="disks", daemon=True).start()
+
+    def told(self) -> dict[str, Any]:
+        """Returns the record's fields of these names."""
+        memory, (disk_free_bytes, disk_total_bytes) = read_memory(), self._disk
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "written_at": time.time(),
+            "memory_free_bytes": memory.free_bytes,
+            "memory_total_bytes": memory.total_bytes,
+            "disk_free_bytes": disk_free_bytes,
+            "disk_total_bytes": disk_total_bytes,
+        }
+
+    def _look_for_ever(self) -> None:
+        while True:
+            self._disk = fullest_disk(self._folders)
+            time.sleep(_LOOK_S)
+
+
+def written_folders(kv_disk_path: str) -> list[Path]:
+    """Returns the folders that a worker writes to: its log's, if it has one, and that of the copies
+    of blocks."""
+    log = os.environ.get(FILE_VARIABLE, "")
+    return [
+        *([Path(log).parent] if log else []),
+        *([Path(kv_disk_path)] if kv_disk_path else []),
+    ]
+
+
+def fullest_disk(folders: Sequence[Path]) -> tuple[int, int]:
+    """Returns free and all bytes of the file system with the smallest free share; zeros if none of
+    the folders is there."""
+    found = []
+    for folder in folders:
+        try:
+            disk = os.statvfs(folder)
+        except OSError:
+            continue
+        found.append((disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize))
+    return min((f for f in found if f[1]), key=lambda disk: disk[0] / disk[1], default=(0, 0))

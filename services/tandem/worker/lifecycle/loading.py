@@ -1,0 +1,74 @@
+"""A worker's notice that it loads, for operators: it has no record before its model is known."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+from redis.exceptions import RedisError
+
+from tandem.cancellation import cancel
+from tandem.config.worker import WorkerConfig
+from tandem.store.client import UNREACHABLE, connect
+from tandem.store.registry import Loading, Registry
+from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.messages import Ready
+
+log = logging.getLogger(__name__)
+
+_END_DEADLINE_S = 1.0
+_FAILED_MAX = 500  # characters
+
+
+async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
+    """Starts the engine, and tells of its progress meanwhile. Raises what `EngineLink.start`
+    does."""
+    telling = asyncio.create_task(tell_loading(config, lambda: link.loading))
+    try:
+        return await link.start()
+    finally:
+        await cancel(telling)
+
+
+async def tell_failed(config: WorkerConfig, why: str) -> None:
+    """Leaves a notice that says why this worker ends before it could serve, if Redis takes it."""
+    redis = connect(config.cluster.redis_url)
+    told = Loading(config.role, failed=why[:_FAILED_MAX])
+    try:
+        async with asyncio.timeout(_END_DEADLINE_S):
+            await Registry(redis, config.cluster).tell_loading(config.worker_id, told)
+    except (*UNREACHABLE, RedisError, TimeoutError) as error:
+        log.debug("nobody is told that this worker failed: %r", error)
+    await redis.aclose()
+
+
+async def tell_loading(config: WorkerConfig, progress: Callable[[], tuple[int, int]]) -> None:
+    """Writes the notice every `record_interval_s`, until it is cancelled; then takes it away.
+    `progress` tells bytes of weights that are loaded, and all bytes.
+
+    A Redis that does not answer, or does not let this worker write a notice, stops no start.
+    """
+    redis = connect(config.cluster.redis_url)
+    registry = Registry(redis, config.cluster)
+    told = Loading(config.role)
+    try:
+        while True:
+            num_bytes, num_bytes_all = progress()
+            told = msgspec.structs.replace(
+                told,
+                num_bytes=num_bytes,
+                num_bytes_all=num_bytes_all,
+                num_writes=told.num_writes + 1,
+            )
+            try:
+                await registry.tell_loading(config.worker_id, told)
+            except (*UNREACHABLE, RedisError) as error:
+                log.debug("the notice of loading is not written: %r", error)
+            await asyncio.sleep(config.cluster.record_interval_s)
+    finally:
+        try:
+            async with asyncio.timeout(_END_DEADLINE_S):
+                await registry.end_loading(config.worker_id)
+        except (*UNREACHABLE, RedisError, TimeoutError) as error:
+            log.debug("the notice of loading is not taken away: %r", error)
+        await redis.aclose()
