@@ -2,6 +2,8 @@
 
 import sys
 
+from tandem.early_end import end_on_sigterm
+
 
 def main() -> int:
     """Exit status 2 for wrong settings, 1 for a taken port or a model that cannot be loaded; one
@@ -30,4 +32,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

@@ -1,7 +1,10 @@
 """Runs one router from start to end: binds, loads the model, serves, drains.
 
     binding -> listening (503 at /ready) -> ready -> draining (on SIGTERM or SIGINT) -> closed
+                                                |         ^
+                                                '-> leaving (on `LEAVE_SIGNAL`)
 
+A router that leaves serves as before, but says 503 at /ready: clients go elsewhere meanwhile.
 Listening comes first, so that probes and people see what it waits for.
 """
 
@@ -9,8 +12,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from tandem.cancellation import cancel
+from tandem.config.cluster import LEAVE_SIGNAL
 from tandem.config.router import RouterConfig
 from tandem.errors import TandemError
 from tandem.garbage import exempt_loaded
@@ -28,13 +31,16 @@ from tandem.prefix_index.audit import TreeInspector
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.api.admin.app import make_admin_app
 from tandem.router.api.admin.listener import AdminListener
+from tandem.router.api.admin.page_feed import PageFeed
+from tandem.router.api.gateway.ext_proc import ExternalProcessor
+from tandem.router.api.gateway.fronts import FrontTable, announce
+from tandem.router.api.gateway.listener import PickerListener
+from tandem.router.api.gateway.picker import EndpointPicker
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.cluster import GrpcCluster
-from tandem.router.api.grpc.inference import SERVICE as INFERENCE_SERVICE
 from tandem.router.api.grpc.inference import GrpcApi
-from tandem.router.api.grpc.server import Address, GrpcServer
 from tandem.router.api.http.app import make_app
-from tandem.router.api.http.server import HttpServer, bind
+from tandem.router.api.listener import PublicListener
 from tandem.router.index.audit import IndexAudit
 from tandem.router.index.metrics import IndexMetrics, counted_match
 from tandem.router.index.trust import IndexTrust
@@ -57,13 +63,12 @@ from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
 from tandem.security.key_service import KeyService
 from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
-from tandem.store.url import parse
+from tandem.store.fronts import Fronts
 
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
 _SERVICE = "tandem-router"  # in traces and metrics over OTLP
-_CANCEL_AGAIN_S = 1.0
 
 
 class Router:
@@ -94,7 +99,7 @@ class Router:
             file=config.keys_file,
             tls=self._tls,
         )
-        dispatcher = Dispatcher(
+        self._dispatcher = dispatcher = Dispatcher(
             config,
             self.view,
             match,
@@ -125,21 +130,45 @@ class Router:
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
         self._control = ClusterControl(config, self.view, self._trail)
-        self._make_listeners()
-        self.http_port = 0
-        self.grpc_port = 0
+        self.page = PageFeed(config, self.generator, self._control, self._metrics, self._trail)
+        self.picker: EndpointPicker | None = None
+        self._fronts = Fronts(self._redis, config.cluster.cluster_id)
+        picks = bool(config.gateway.endpoint_picker)
+        self._public = self._make_picker() if picks else self._make_public()
+        self._make_admin()
         self.listening = asyncio.Event()
 
-    def _make_listeners(self) -> None:
-        config = self._config
-        inference = GrpcApi(config, self.generator, CallGuard(self._access, self._trail))
-        self._grpc = GrpcServer(
-            config,
-            {INFERENCE_SERVICE: inference.handlers()},
-            Address(config.host, config.grpc_port, "--grpc-port"),
-            self._access.clients,
-            self._tls,
+    @property
+    def http_port(self) -> int:
+        """Port of the public HTTP API, once it is bound."""
+        return self._public.http_port
+
+    @property
+    def grpc_port(self) -> int:
+        """Port of the public gRPC API, or of the endpoint picker, once it is bound."""
+        return self._public.grpc_port
+
+    def _make_public(self) -> PublicListener:
+        inference = GrpcApi(self._config, self.generator, CallGuard(self._access, self._trail))
+        handlers = inference.handlers()
+        return PublicListener(self._config, handlers, self._access.clients, self._tls)
+
+    def _make_picker(self) -> PickerListener:
+        table = FrontTable(self._fronts, self.view)
+        self.picker = EndpointPicker(
+            self._config,
+            self.view,
+            self.generator,
+            self._dispatcher,
+            table,
+            self._access,
+            self._metrics,
         )
+        handlers = ExternalProcessor(self._config, self.picker).handlers()
+        return PickerListener(self._config, handlers, table, self._access.clients, self._tls)
+
+    def _make_admin(self) -> None:
+        config = self._config
         adapters = AdapterControl(self._control, self.generator, self._trail)
         cluster = GrpcCluster(self._control, adapters, CallGuard(self._admin_access, self._trail))
         self.admin = AdminListener(
@@ -150,32 +179,28 @@ class Router:
         """Ends `run`: nothing new is accepted, live requests get the drain deadline to end."""
         self._stopping.set()
 
+    def announce_end(self) -> None:
+        """Says that this router is not ready, and serves on; `stop` is to follow."""
+        log.info("leaving: requests are still served")
+        self.generator.end_reason = "this router will leave"
+        self.view.tell_change()
+
     async def run(self) -> None:
         """Serves until `stop`. Raises ConfigError for a taken port or a model that cannot load."""
-        config = self._config
-        sock = bind(
-            config.host,
-            config.http_port,
-            port_option="--http-port",
-            send_deadline_s=config.send_deadline_s,
-        )
-        self.http_port = sock.getsockname()[1]
         # All are bound before one is started: a router that cannot start has served nothing.
-        self.grpc_port = self._grpc.bind()
+        self._public.bind()
         self.admin.bind()
-        scheme = "http" if self._tls is None else "https"
-        own_url = f"{scheme}://{_own_host(config)}:{self.http_port}"
+        own_url = self._public.own_url
         await self._keys.refresh(own_url)
         for access in (self._access, self._admin_access):
             access.check_start()
-        await self._grpc.start()
+        await self._public.start()
         app, admin_app = self._make_apps()
-        http = HttpServer(app, config, self._access.clients, self._tls)
         admin = await self.admin.start(admin_app)
         self._log_listening()
         self.listening.set()
         work: set[asyncio.Task[Any]] = {
-            asyncio.create_task(http.serve(sockets=[sock]), name="http"),
+            self._public.serve(app),
             admin,
             asyncio.create_task(self._trail.run(), name="audit-trail"),
             asyncio.create_task(self.view.events.run(), name="events"),
@@ -183,9 +208,9 @@ class Router:
             asyncio.create_task(self._load_and_watch(), name="model"),
             asyncio.create_task(self._audit.run(), name="index-audit"),
             asyncio.create_task(self._keys.run(own_url), name="api-keys"),
-            asyncio.create_task(self.tenants.limiter.run(), name="limits"),
-            asyncio.create_task(self.tenants.usage.run(), name="usage"),
+            asyncio.create_task(self.page.run(), name="page"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
+            *self._work_of_kind(),
         }
         if self._config.autoscale.mode != "off":
             work.add(asyncio.create_task(self.autoscale.run(), name="autoscale"))
@@ -194,13 +219,30 @@ class Router:
             for task in done:
                 task.result()
         finally:
-            await self._drain(http, work)
+            await self._drain(work)
+
+    def _work_of_kind(self) -> set[asyncio.Task[Any]]:
+        """Starts what an endpoint picker does not do, for it serves no request itself."""
+        if not isinstance(self._public, PublicListener):
+            return set()
+        work = {
+            asyncio.create_task(self.tenants.limiter.run(), name="limits"),
+            asyncio.create_task(self.tenants.usage.run(), name="usage"),
+        }
+        if worker_id := self._config.gateway.front_of:
+            front = announce(self._fronts, worker_id, self._public.endpoint, self._is_ready)
+            work.add(asyncio.create_task(front, name="front"))
+        return work
+
+    def _is_ready(self) -> bool:
+        return not self.generator.not_ready_reason()
 
     def _make_apps(self) -> tuple[FastAPI, FastAPI]:
         """Makes the public HTTP API and the operators'."""
         # Messages name the port that the system chose.
         own = replace(self._config.admin, port=self.admin.http_port)
-        config = replace(self._config, admin=own)
+        config = replace(self._config, admin=own, http_port=self.http_port)
+        self.page.config = config
         public = make_app(config, self.generator, self._access, self._keys, self._trail)
         admin = make_admin_app(
             config,
@@ -211,24 +253,26 @@ class Router:
             self._admin_access,
             self._keys,
             self._trail,
+            self.page,
         )
         return public, admin
 
     def _log_listening(self) -> None:
-        host, admin_host = self._config.host, self._config.admin.host
-        log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
+        admin_host = self._config.admin.host
         ports = (admin_host, self.admin.http_port, admin_host, self.admin.grpc_port)
         log.info("listening for operators: HTTP %s:%d, gRPC %s:%d", *ports)
 
-    async def _drain(self, http: HttpServer, work: set[asyncio.Task[Any]]) -> None:
+    async def _drain(self, work: set[asyncio.Task[Any]]) -> None:
         deadline_s = self._config.drain_deadline_s
         log.info("draining: at most %g s", deadline_s)
-        self.generator.draining = True
-        http.begin_stop()
+        self.generator.end_reason = "this router is draining"
         named = {task.get_name(): task for task in work}
-        await asyncio.gather(self._grpc.stop(deadline_s), named.pop("http"), return_exceptions=True)
+        if (front := named.pop("front", None)) is not None:
+            await cancel(front)  # first of all: no gateway sends more here
+        await self._public.stop(deadline_s, named.pop("public"))
+        self.page.close()
         await self.admin.stop(named.pop("admin-http"))
-        await _cancel(named.values())
+        await cancel(*named.values())
         if self.generator.model is not None:
             self.generator.model.preparer.close()
         await self._redis.aclose()
@@ -247,9 +291,9 @@ class Router:
         log.info("model %s is loaded", self.generator.served_name)
         said: str | None = None
         while True:
-            reason = self.generator.not_ready_reason()
+            reason = self.generator.not_ready_reason() or self._public.not_ready_reason()
             if reason != said:
-                for server in (self._grpc, self.admin.grpc):
+                for server in (self._public.grpc, self.admin.grpc):
                     await server.set_ready(ready=not reason)
                 (log.warning if reason else log.info)("%s", reason or "ready")
                 self.view.events.add(
@@ -279,6 +323,7 @@ def serve(config: RouterConfig) -> TandemError | None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, router.stop)
+        loop.add_signal_handler(LEAVE_SIGNAL, router.announce_end)
         try:
             await router.run()
         except TandemError as error:
@@ -286,17 +331,6 @@ def serve(config: RouterConfig) -> TandemError | None:
         return None
 
     return asyncio.run(main())
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Returns when the tasks are over. One that went on after its cancellation gets another."""
-    left = {task for task in tasks if not task.done()}
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
-        for task in left:
-            log.warning("%s goes on after its cancellation; once more", task.get_name())
 
 
 def _public_certificate(config: RouterConfig) -> CertificateFiles | None:
@@ -314,18 +348,6 @@ def _access(config: RouterConfig, ring: KeyRing, host: str) -> Access:
             config.addresses.trusted_proxies, requests_max=config.requests_per_address_max
         ),
     )
-
-
-def _own_host(config: RouterConfig) -> str:
-    """Returns the address at which other routers reach this one, as it stands in a URL."""
-    host = config.host
-    if host in ("0.0.0.0", "::"):
-        nodes = parse(config.cluster.redis_url).nodes or (("127.0.0.1", 1),)
-        family, _, _, _, address = socket.getaddrinfo(*nodes[0], type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; it only chooses the route
-            host = probe.getsockname()[0]
-    return f"[{host}]" if ":" in host else host
 
 
 def _load(config: RouterConfig) -> LoadedModel:

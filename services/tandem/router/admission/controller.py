@@ -42,7 +42,7 @@ class AdmissionController:
         self._calibration = Calibration()
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
         waiting_max = config.hold_requests_max
-        self._tenant_queues = TenantQueues(self._has_capacity, waiting_max=waiting_max)
+        self._tenant_queues = TenantQueues(self.has_capacity, waiting_max=waiting_max)
         view.listen(self._tenant_queues.let_go)
 
     def must_wait(self) -> bool:
@@ -93,7 +93,8 @@ class AdmissionController:
                 pending.close()
                 yield
 
-    def _has_capacity(self) -> bool:
+    def has_capacity(self) -> bool:
+        """Returns whether workers would begin one more request soon."""
         if self._view.redis_state != "ok":
             return True
         return has_capacity(self._view.snapshots(), queued_max_s=self._queued_max_s())

@@ -61,7 +61,7 @@ def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) ->
     # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued is
     # of prompts that have all of theirs.
     queued = decode.queued_tokens if decode.num_waiting else 0
-    num_blocks = (queued + work.num_tokens) / work.block_size
+    num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
     if lacking_blocks(decode, num_blocks, decode.num_waiting + 1) > 0:
         num_to_end = max(num_to_end, decode.num_waiting + 1)
     if num_to_end <= 0:

@@ -73,6 +73,8 @@ class IndexTrust:
                 del self._alarmed_at[gone]
         self._metrics.alarms.labels(worker=holder, kind=kind).inc()
         log.error("%s: %s; it must publish its blocks anew", holder, what)
+        text = f"{what}; it publishes its blocks anew"
+        self._view.events.add("prefix tree", holder, text, once=f"{holder}:{int(time.time())}")
         task = asyncio.create_task(self._forget(holder))
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)

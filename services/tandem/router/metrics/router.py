@@ -26,6 +26,7 @@ from tandem.observability.metrics import (
     gauges,
     histogram,
 )
+from tandem.router.metrics.flows import Flows
 from tandem.router.metrics.gen_ai import NO_GEN_AI_METRICS, GenAiMetrics
 from tandem.router.metrics.timeline import STAGES
 from tandem.router.placement.costs import WorkerSnapshot
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tandem.router.workers.cluster_view import ClusterView
 
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
+_HTTP_S = (0.1, 0.5, 1, 10, 60)
 _OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
     ("worker_up", "1 when it may be placed on", lambda w: w.usable),
     ("worker_num_requests_running", "Sequences in its batch", lambda w: w.num_running),
@@ -87,11 +89,28 @@ class Metrics(MetricSet):
         "Of those, the ones at workers with KV tiers, by where the KV was",
         "tier",
     )
+    pulled_bytes = counter(
+        "tandem_kv_pulled_bytes", "KV that decode workers pulled for requests that ended well"
+    )
     requests = counter(
         "tandem_requests",
         "Requests by outcome: stop, length, cancelled, or an error's code",
         "kind",
         "outcome",
+    )
+    http_requests = counter(
+        "tandem_http_requests",
+        "Calls of the public HTTP API, without probes",
+        "method",
+        "handler",
+        "status",
+    )
+    http_request_duration_s = histogram(
+        "tandem_http_request_duration_seconds",
+        "From the head of a call to the last byte of its answer",
+        _HTTP_S,
+        "method",
+        "handler",
     )
     requests_running = gauge("tandem_num_requests_running", "Requests inside this router")
     requests_pending = gauge(
@@ -105,6 +124,16 @@ class Metrics(MetricSet):
     placements = counter(
         "tandem_placements", "Submissions to workers, by why they went there", "reason"
     )
+    picks = counter(
+        "tandem_endpoint_picks",
+        "Requests at an endpoint picker, by why they went there, or the code of a refusal",
+        "reason",
+    )
+    hints = counter(
+        "tandem_placement_hints",
+        "Requests with a picker's hint at a front: followed, other_worker or invalid",
+        "outcome",
+    )
     refusals = counter("tandem_worker_refusals", "Submissions that a worker did not take", "code")
     migrations = counter(
         "tandem_request_migrations",
@@ -116,6 +145,7 @@ class Metrics(MetricSet):
         self.gen_ai = gen_ai
         self.registry = CollectorRegistry()
         self.demand = DemandMeter()  # for the autoscaler: what was asked for, and how well it went
+        self.flows = Flows()  # for the operators' page
         ProcessCollector(registry=self.registry)
         super().__init__(self.registry)
         self._stages = {stage: self.stage_s.labels(stage=stage) for stage in STAGES}
@@ -137,6 +167,7 @@ class Metrics(MetricSet):
         usage = record.facts["usage"]
         self.prompt_tokens.inc(usage["prompt_tokens"])
         self.cached_tokens.inc(usage["cached_tokens"])
+        self.pulled_bytes.inc(record.facts["bytes_pulled"])
         for tier, num_tokens in usage.get("cached_tokens_by_tier", {}).items():
             self.cached_by_tier.labels(tier=tier).inc(num_tokens)
         self.request_prompt_tokens.observe(usage["prompt_tokens"])
@@ -165,5 +196,17 @@ class WorkerGauges(Collector):
         usable = Counted(w.role for w in workers if w.usable)
         roles = [((role,), usable[role]) for role in get_args(Role)]  # also of an empty pool
         yield gauges("tandem_workers_usable", "Workers that may be placed on", ["role"], roles)
+        problems = self._view.problems
+        ill = [((r.worker_id, r.pool, r.problem), 1.0) for r in problems.rows if r.problem]
+        labels = ["worker", "pool", "problem"]
+        yield gauges("tandem_worker_problem", "1 for what is wrong with a worker", labels, ill)
+        starts = [((name,), float(num)) for name, num in problems.num_starts.items()]
+        text = "Starts of its process by its agent, which are restarts after the first"
+        yield gauges("tandem_worker_starts", text, ["worker"], starts)
+        control = self._view.control
+        parts = (("head", control.head_is_gone), ("controller", control.controller_silent_s > 0))
+        up = [((part,), float(not is_gone)) for part, is_gone in parts if control.is_kept]
+        text = "1 when Ray's head and the pool controller show signs of life"
+        yield gauges("tandem_control_up", text, ["part"], up)
         redis_up = float(self._view.redis_state == "ok")
         yield gauges("tandem_redis_up", "1 when Redis answers this router", (), [((), redis_up)])

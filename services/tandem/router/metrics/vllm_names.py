@@ -1,14 +1,19 @@
 """The router's metrics under vLLM's names, for dashboards and tools that were made for vLLM.
 
-All have the label `model_name`, those of a worker `engine` as well. Source of names and labels:
-vLLM's documentation, "Production Metrics". What only one of the two tells is left out.
+All have the label `model_name`, but those of the HTTP server, which have none there either. Those
+of a worker have the label `engine`, too. Source of names and labels: vLLM's documentation,
+"Production Metrics", and its dashboards.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+
+from tandem.errors import from_code
+from tandem.router.metrics.vllm_engines import engine_metrics
+from tandem.store.registry import WorkerRecord
 
 Labels = dict[str, str]
 
@@ -17,24 +22,47 @@ def _none(_: Labels) -> Labels:
     return {}
 
 
+@dataclass(frozen=True)
+class _Name:
+    """One of vLLM's metrics.
+
+    `labels` makes its labels from those of a sample of ours, or None for a sample that it lacks.
+    Samples that get the same labels are added. `always` are labels that it has before anything was
+    counted.
+    """
+
+    name: str
+    labels: Callable[[Labels], Labels | None] = _none
+    always: Sequence[Labels] = ()
+
+    @property
+    def is_of_a_model(self) -> bool:
+        """Returns whether it has the label `model_name`."""
+        return self.name.startswith("vllm:")
+
+
+_REASONS = ("stop", "length", "abort", "error")
+
+
 def _engine(labels: Labels) -> Labels:
     return {"engine": labels["worker"]}
 
 
-@dataclass(frozen=True)
-class _Name:
-    """One of vLLM's, its labels from those of ours, and which of our samples it has."""
-
-    vllm: str
-    labels: Callable[[Labels], Labels] = _none
-    only: Mapping[str, tuple[str, ...]] | None = None  # label -> values
-
-    def has(self, labels: Labels) -> bool:
-        return all(labels[name] in values for name, values in (self.only or {}).items())
-
-
 def _stage(stage: str, vllm: str) -> _Name:
-    return _Name(vllm, only={"stage": (stage,)})
+    return _Name(f"vllm:{vllm}", lambda labels: {} if labels["stage"] == stage else None)
+
+
+def _finished(labels: Labels) -> Labels | None:
+    """Returns why a request ended, as vLLM says it. A request that was refused did not begin."""
+    outcome = labels["outcome"]
+    reason = {"stop": "stop", "length": "length", "cancelled": "abort"}.get(outcome, "error")
+    if reason == "error" and from_code(outcome, "").http_status < 500:
+        return None
+    return {"finished_reason": reason, "kind": labels["kind"]}
+
+
+def _same(labels: Labels) -> Labels:
+    return {name: value for name, value in labels.items() if name != "le"}
 
 
 _SAME = (
@@ -47,47 +75,76 @@ _SAME = (
     "prompt_tokens_cached",
     "generation_tokens",
 )
-_NAMES: dict[str, tuple[_Name, ...]] = {  # by ours, without `tandem_`
-    **{name: (_Name(name),) for name in _SAME},
+_NAMES: dict[str, Sequence[_Name]] = {  # by ours, without `tandem_`
+    **{name: (_Name(f"vllm:{name}"),) for name in _SAME},
     # vLLM's second is of the longest choice, which is of all choices here.
     "request_generation_tokens": (
-        _Name("request_generation_tokens"),
-        _Name("request_max_num_generation_tokens"),
+        _Name("vllm:request_generation_tokens"),
+        _Name("vllm:request_max_num_generation_tokens"),
     ),
-    "request_decode_seconds": (_Name("request_decode_time_seconds"),),
+    "request_decode_seconds": (_Name("vllm:request_decode_time_seconds"),),
     "request_stage_seconds": (
         _stage("queue", "request_queue_time_seconds"),
         _stage("prefill", "request_prefill_time_seconds"),
     ),
     "requests": (
         _Name(
-            "request_success",
-            lambda labels: {"finished_reason": labels["outcome"], "kind": labels["kind"]},
-            {"outcome": ("stop", "length")},
+            "vllm:request_success",
+            _finished,
+            [{"finished_reason": reason, "kind": "chat"} for reason in _REASONS],
         ),
     ),
-    "worker_num_requests_running": (_Name("num_requests_running", _engine),),
-    "worker_num_requests_waiting": (_Name("num_requests_waiting", _engine),),
-    "worker_kv_cache_usage_perc": (_Name("kv_cache_usage_perc", _engine),),
+    "worker_num_requests_running": (_Name("vllm:num_requests_running", _engine),),
+    "worker_num_requests_waiting": (_Name("vllm:num_requests_waiting", _engine),),
+    "worker_kv_cache_usage_perc": (_Name("vllm:kv_cache_usage_perc", _engine),),
+    "http_requests": (_Name("http_requests", _same),),
+    "http_request_duration_seconds": (_Name("http_request_duration_seconds", _same),),
 }
 
 
-class VllmNames:
-    """A registry's metrics that vLLM has, too, as they are at a scrape."""
+class VllmMetrics:
+    """The metrics of a router and of the engines of `workers` that vLLM has, too."""
+
+    def __init__(
+        self, registry: CollectorRegistry, workers: Sequence[WorkerRecord], model_name: str
+    ) -> None:
+        self._of_router = _Renamed(registry, model_name)
+        self._workers = workers
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics as they are now."""
+        yield from self._of_router.collect()
+        yield from engine_metrics(self._workers, self._model_name)
+
+
+class _Renamed:
+    """The metrics of a registry that vLLM has, too, as they are at a scrape."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
         self._model = {"model_name": model_name}
 
     def collect(self) -> Iterator[Metric]:
+        """Yields one family for each of vLLM's names."""
         for metric in self._registry.collect():
             for name in _NAMES.get(metric.name.removeprefix("tandem_"), ()):
-                renamed = Metric(f"vllm:{name.vllm}", metric.documentation, metric.type)
-                for sample in metric.samples:
-                    if name.has(sample.labels):
-                        labels = {**self._model, **name.labels(sample.labels)}
-                        if "le" in sample.labels:
-                            labels["le"] = sample.labels["le"]
-                        suffix = sample.name.removeprefix(metric.name)
-                        renamed.add_sample(f"{renamed.name}{suffix}", labels, sample.value)
-                yield renamed
+                yield _renamed(metric, name, self._model if name.is_of_a_model else {})
+
+
+def _renamed(metric: Metric, name: _Name, common: Labels) -> Metric:
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for labels in name.always:
+        values["_total", (*common.items(), *labels.items())] = 0.0
+    for sample in metric.samples:
+        suffix = sample.name.removeprefix(metric.name)
+        own = name.labels(sample.labels)
+        if own is None or suffix == "_created":
+            continue
+        bound = {"le": sample.labels["le"]} if "le" in sample.labels else {}
+        key = suffix, (*common.items(), *own.items(), *bound.items())
+        values[key] = values.get(key, 0.0) + sample.value
+    made = Metric(name.name, metric.documentation, metric.type)
+    for (suffix, pairs), value in values.items():
+        made.add_sample(f"{name.name}{suffix}", dict(pairs), value)
+    return made

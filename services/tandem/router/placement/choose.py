@@ -74,16 +74,17 @@ def choose(
     *,
     refused: frozenset[str] = frozenset(),
     near: str = "",
+    first: str = "",
 ) -> Placement | None:
     """Places a request; None if no decode worker is usable. `matches` is its blocks by holder: a
     worker, or a tier of it.
 
     Workers whose epoch is in `refused` said no to this request already. The decode worker `near` is
-    chosen whatever it costs, if it is usable.
+    chosen whatever it costs, if it is usable; so is `first` the first prefill candidate.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
-        return _choose_one_generation(work, roster, matches, rng, refused, near)
+        return _choose_one_generation(work, roster, matches, rng, refused, near, first)
     pools, reach = _by_worker(matches) if roster.num_with_tiers else (matches, matches)
     holders = _deepest(roster, pools, rng)
     likely_to_reuse = _deepest(roster, reach, rng) if reach is not pools else holders
@@ -91,13 +92,15 @@ def choose(
     usable = usable or _shortlist("decode", work, roster, likely_to_reuse, refused, rng)
     if not usable:
         return None
-    peers = _shortlist("prefill", work, roster, likely_to_reuse, frozenset(), rng)
+    wanted = roster.by_id.get(first)
+    known = likely_to_reuse if wanted is None or not wanted.usable else [wanted, *likely_to_reuse]
+    peers = _shortlist("prefill", work, roster, known, frozenset(), rng)
     likely = with_likely_rates(usable + peers)
     decode, prefill = likely[: len(usable)], likely[len(usable) :]
     candidates: list[WorkerSnapshot] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
-        candidates = _order_prefill(work, prefill, matches, producers, roster, rng)
+        candidates = _order_prefill(work, prefill, matches, producers, roster, rng, first)
     else:
         decode = _within_share(work, decode, matches, roster)
     costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
@@ -133,6 +136,7 @@ def _choose_one_generation(
     rng: Random,
     refused: frozenset[str],
     near: str,
+    first: str,
 ) -> Placement | None:
     """Places by one KV compatibility in an upgrade, drawn by how many of its workers decode."""
     groups: dict[bytes, Roster] = {}
@@ -145,7 +149,7 @@ def _choose_one_generation(
         return None
     (group,) = rng.choices(list(groups.values()), counts)
     group.second = roster.second
-    return choose(work, group, matches, rng, refused=refused, near=near)
+    return choose(work, group, matches, rng, refused=refused, near=near, first=first)
 
 
 def _only(name: str, roster: Roster, refused: frozenset[str]) -> list[WorkerSnapshot]:
@@ -208,11 +212,15 @@ def _order_prefill(
     holders: Sequence[WorkerSnapshot],
     roster: Roster,
     rng: Random,
+    wanted: str,
 ) -> list[WorkerSnapshot]:
-    """Puts a random near-best worker that may take more first, then all others by cost."""
+    """Puts the wanted worker first, or a random near-best one that may take more; then all others
+    by cost."""
     held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
     costs = {w.worker_id: prefill_cost(work, w, matches, held=held) for w in workers}
-    first = _pick(near_best(_within_share(work, workers, matches, roster), costs), rng)
+    first = next((w for w in workers if w.worker_id == wanted), None)
+    if first is None:
+        first = _pick(near_best(_within_share(work, workers, matches, roster), costs), rng)
     rest = [w for w in workers if w is not first]
     rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
     return [first, *rest[: PREFILL_CANDIDATES_MAX - 1]]

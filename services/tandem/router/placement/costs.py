@@ -32,7 +32,7 @@ from tandem.perf_model.predict import (
     queue_seconds,
     token_seconds,
 )
-from tandem.perf_model.rates import PairRate, WorkerRates
+from tandem.perf_model.rates import PairRate, TierRate, WorkerRates
 from tandem.perf_model.soonest import Prompt, Reach, choose_soonest
 from tandem.prefix_index.holders import source_of
 
@@ -98,6 +98,11 @@ class Work:
     num_tokens: int  # of the model's input
     block_size: int = 16
     adapter: Adapter | None = None  # that computes it
+    budget_tokens: int | None = None  # whose KV a worker keeps of it at most; None: all
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Returns of how many of its tokens a worker keeps the KV."""
+        return num_tokens if self.budget_tokens is None else min(num_tokens, self.budget_tokens)
 
 
 def decode_cost(
@@ -123,7 +128,7 @@ def decode_cost(
     )
     if worker.num_waiting:
         cost_s += TOKENS_PER_WAITING * token_seconds(rates) * worker.num_waiting
-    shortfall = work.block_size * lacking_blocks(worker, missing / work.block_size)
+    shortfall = work.block_size * lacking_blocks(worker, work.num_kept(missing) / work.block_size)
     if shortfall > 0:
         cost_s += SHORTFALL_PRICE * token_seconds(rates) * shortfall
     return cost_s
@@ -185,7 +190,7 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
         depth = matches.get(source_of(worker.worker_id, tier.name), 0)
         depth = min(depth, (work.num_tokens - 1) // work.block_size)  # the last token is computed
         if depth > in_pool:
-            tiers.append(Reach(depth, tier.seconds(1, rates.block_bytes)))
+            tiers.append(Reach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool)))
     if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
         return Reuse(held)
     choice = choose_soonest(
@@ -203,6 +208,14 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     if not choice.loads:
         return Reuse(held)
     return Reuse(choice.end * work.block_size, choice.there_s)
+
+
+def _load_s(rates: WorkerRates, tier: TierRate, num_blocks: int) -> float:
+    """Returns the seconds to load a prompt's last blocks; of windows only the last ones come."""
+    seconds = tier.seconds(num_blocks, rates.block_bytes)
+    if not rates.windows:
+        return seconds
+    return seconds * rates.moved_bytes(num_blocks) / (num_blocks * rates.block_bytes)
 
 
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
@@ -237,7 +250,7 @@ def _missing_s(
     computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
     if not producers:
         return computed_s
-    num_bytes = rates.moved_bytes(missing / work.block_size)
+    num_bytes = rates.moved_bytes(work.num_kept(missing) / work.block_size)
     ways = worker.pairs
     pulled_s = [way.seconds(num_bytes) for s in producers if (way := ways.get(s.worker_id))]
     return min(computed_s, min(pulled_s)) if pulled_s else PULL_PRICE * computed_s

@@ -63,8 +63,8 @@ ALLOWED = {
     "length_penalty": f"a number from {-LENGTH_PENALTY_MAX:g} to {LENGTH_PENALTY_MAX:g}, and 1 "
     "without use_beam_search",
     "kv_budget": 'an object such as {"policy": "sinks_window", "tokens": 1024, "sinks": 4}, with '
-    f"tokens from 1 to {BUDGET_TOKENS_MAX} and sinks from 0 to tokens - 1 (by default "
-    f"{SINKS_DEFAULT})",
+    f"the policy sinks_window or heavy_hitters, tokens from 1 to {BUDGET_TOKENS_MAX} and sinks "
+    f"from 0 to tokens - 1 (by default {SINKS_DEFAULT})",
     "logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
     "prompt_logprobs": f"an integer from 0 to {LOGPROBS_MAX}",
     "echo": "true or false",

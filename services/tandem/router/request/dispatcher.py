@@ -10,13 +10,13 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
 
 from tandem.config.router import RouterConfig
 from tandem.errors import (
-    AdapterUnavailable,
     NeverFits,
     NoWorkers,
-    QueueFull,
     TandemError,
     WorkerLost,
 )
@@ -25,13 +25,14 @@ from tandem.router.admission.controller import AdmissionController
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, choose
 from tandem.router.placement.reasons import reason_of
-from tandem.router.request.job import Job, JobState, Routed, Step, submission
+from tandem.router.request.job import Job, JobState, Routed, Step, submission, work_of
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.migrations import (
     REFUSALS,
     RETRY_AFTER_DEFAULT_S,
     Migrations,
     lost_for_good,
+    raise_if_refused,
 )
 from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
@@ -40,6 +41,8 @@ from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+_Take = Callable[[Job, Work, Placement, dict[str, int]], T]
 
 # A request with fewer tokens to come than this ends where it is sooner than it migrates.
 FINISH_TOKENS = 32
@@ -67,7 +70,7 @@ class Dispatcher:
         self._rng = random.Random()
         self._on_end = on_end
         self._pending = PendingQueue(config, view, metrics)
-        self._admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
+        self.admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
         self._migrations = Migrations(metrics, view.events)
 
     @property
@@ -155,17 +158,31 @@ class Dispatcher:
                 await asyncio.sleep(min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S))
                 routing.ask_all_again()
 
+    async def place(self, job: Job) -> Placement | None:
+        """Chooses workers for a job that somebody else submits, and counts it among their load
+        until `note_elsewhere`. None while no decode worker is usable. Raises QueueFull, Overloaded
+        and AdapterUnavailable."""
+        return await self._place(job, self._count_in)
+
+    def note_elsewhere(self, job: Job, *, has_token: bool) -> None:
+        """Notes that a job that was placed has its first token, or that nobody waits for one."""
+        self._note_prefilled(job, job.routing.asked[0] if has_token and job.routing.asked else "")
+
     async def _try_submit(self, job: Job) -> Attempt | None:
         """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
+        return await self._place(job, self._send)
+
+    async def _place(self, job: Job, take: _Take[T]) -> T | None:
+        """Returns what `take` makes of a placement; None while no decode worker is usable."""
         compatibility = self._view.compatibility()
         block_size = compatibility.block_size if compatibility else 16
-        work = Work(job.num_tokens, block_size, job.request.adapter)
+        work = work_of(job, block_size)
         timeline = job.progress.timeline
         with timeline.stage("route"):
             block_hashes = job.hashes(compatibility)
             lookup, job.routing.lookup = job.routing.lookup, None
             matches = await (lookup or self._match(block_hashes))
-            waits = self._admission.must_wait()
+            waits = not job.routing.has_turn and self.admission.must_wait()
             turn = self._turn(job, work, matches)
         if waits and job.parent is None and not job.routing.num_submissions:
             job.to(JobState.WAITING)
@@ -181,7 +198,7 @@ class Dispatcher:
                 if placement is None:
                     return None
                 self._admit(job, work, placement)
-                return self._send(job, work, placement, matches)
+                return take(job, work, placement, matches)
 
     async def _migrate(self, job: Job, old: Attempt) -> Attempt:
         """Migrates the job while `old` still has the blocks; returns the attempt to follow now.
@@ -224,16 +241,26 @@ class Dispatcher:
         if not is_migrated or new is None:
             return old
         old.close()
-        self._migrations.note_migration(job, "drain", f"worker {old.worker_id} leaves")
+        self._migrations.note_migration(
+            job, "drain", f"worker {old.worker_id} leaves", off=old.worker_id
+        )
         return new
 
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
         """Sends the job; nothing was awaited since the worker was seen usable."""
-        self._note_prefilled(job)
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
         leaves = self._view.roster().by_id.get(job.routing.leaves)
         message = submission(job, work, placement, matches, leaves)
+        self._count_in(job, work, placement, matches)
+        missing = placement.tokens_missing if not placement.prefill_candidates else 0
+        return client.submit(message, tokens_to_prefill=missing)
+
+    def _count_in(
+        self, job: Job, work: Work, placement: Placement, matches: dict[str, int]
+    ) -> Placement:
+        """Counts a placed job among the load of its workers."""
+        self._note_prefilled(job)
         job.routing.num_submissions += 1
         kind = reason_of(work, placement, matches)
         reason = f"{kind}: {placement.reason}"
@@ -243,11 +270,10 @@ class Dispatcher:
         log.debug("request %s: %s", job.request_id, reason, extra={"request_id": job.request_id})
         missing, prefills_id = placement.tokens_missing, placement.computes.worker_id
         self._view.note_share(prefills_id, placement.prefill_s(work))
-        if not placement.prefill_candidates:
-            return client.submit(message, tokens_to_prefill=missing)
-        sent_at = self._view.note_prefill(prefills_id, missing)
-        job.routing.asked = prefills_id, missing, sent_at
-        return client.submit(message, tokens_to_prefill=0)
+        if placement.prefill_candidates:
+            sent_at = self._view.note_prefill(prefills_id, missing)
+            job.routing.asked = prefills_id, missing, sent_at
+        return placement
 
     def _note_refusal(self, job: Job, error: TandemError) -> None:
         self._migrations.note_refusal(job, error)
@@ -276,7 +302,7 @@ class Dispatcher:
                         progress.take_cached(update)
                     self._note_prefilled(job, update.timings.prefill_worker_id)
                     if routing.promise is not None and routing.num_submissions == 1:
-                        self._admission.note_first_token(routing.promise)
+                        self.admission.note_first_token(routing.promise)
                     routing.promise = None
                     token_ids.extend(update.token_ids)
                     logprobs.extend(update.logprobs)
@@ -285,6 +311,11 @@ class Dispatcher:
                     if update.HasField("timings"):
                         num_output_tokens = len(progress.output_token_ids) + len(token_ids)
                         progress.timeline.take(update.timings, num_output_tokens)
+                        if num_output_tokens == 2:  # its blocks are here now
+                            pulled = update.timings
+                            self._metrics.flows.note_pull(
+                                pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled
+                            )
                 # The second token is the sign of a worker that does not say so.
                 if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
                     job.may_fork.set()
@@ -320,28 +351,13 @@ class Dispatcher:
         for such a worker."""
         routing = job.routing
         refused = frozenset(routing.refused)
-        near = job.parent.worker if job.parent is not None else None
+        near, first = job.wanted
+        roster = self._view.roster()
         placement = choose(
-            work,
-            self._view.roster(),
-            matches,
-            self._rng,
-            refused=refused,
-            near="" if near is None else near.worker_id,
+            work, roster, matches, self._rng, refused=refused, near=near, first=first
         )
-        if placement is None and routing.retry_after_s is not None:
-            raise QueueFull(
-                "the queues of all decode workers are full; try again later",
-                retry_after_s=routing.retry_after_s,
-            )
-        if placement is None and routing.homeless_since is None:
-            if routing.cannot_take is not None:
-                raise routing.cannot_take
-            if work.adapter is not None and self._view.has_decode_worker(refused):
-                raise AdapterUnavailable(
-                    f"no decode worker can load the adapter {work.adapter.name!r} now",
-                    retry_after_s=RETRY_AFTER_DEFAULT_S,
-                )
+        if placement is None:
+            raise_if_refused(job, work.adapter, partial(self._view.has_decode_worker, refused))
         return placement
 
     def _turn(
@@ -349,12 +365,12 @@ class Dispatcher:
     ) -> AbstractAsyncContextManager[None]:
         """Returns the wait for a turn; only a first submission waits, a migration has already, and
         so has the parent of a job: for all of them."""
-        if job.routing.num_submissions or job.parent is not None:
+        if job.routing.num_submissions or job.parent is not None or job.routing.has_turn:
             return nullcontext()
-        if self._admission.must_wait() and (placement := self._choose(job, work, matches)):
+        if self.admission.must_wait() and (placement := self._choose(job, work, matches)):
             self._admit(job, work, placement)
         depth = max(matches.values(), default=0) * work.block_size
-        return self._admission.turn(
+        return self.admission.turn(
             job.request.client.tenant,
             tokens_missing=max(0, work.num_tokens - depth),
             completion_max=job.request.max_tokens * job.request.client.num_sequences,
@@ -365,7 +381,7 @@ class Dispatcher:
         """Admits a request, once. Raises Overloaded."""
         if not job.routing.is_admitted:
             tenant = job.request.client.tenant
-            job.routing.promise = self._admission.admit(work, placement, tenant=tenant)
+            job.routing.promise = self.admission.admit(work, placement, tenant=tenant)
             job.routing.is_admitted = True
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:

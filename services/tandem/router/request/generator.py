@@ -84,7 +84,7 @@ class Generator:
         self.model: LoadedModel | None = None
         self.config = config
         self._view = view
-        self._metrics = metrics
+        self.metrics = metrics
         self.tenants = tenants
         keeper = Keeper(view, config.answers.tool_pin_s)
         self._means = Means(
@@ -93,7 +93,7 @@ class Generator:
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
-        self.draining = False  # what runs goes on; nothing new is to come
+        self.end_reason = ""  # why new requests are to go to another router; what runs goes on
 
     @property
     def served_name(self) -> str:
@@ -135,8 +135,8 @@ class Generator:
 
     def not_ready_reason(self) -> str:
         """Returns why requests cannot be served; empty when they can."""
-        if self.draining:
-            return "this router is draining"
+        if self.end_reason:
+            return self.end_reason
         if self.model is None:
             return "the model is not loaded yet"
         if self._view.has_decode_worker():
@@ -200,7 +200,7 @@ class Generator:
         record = self._open(request, trace)
         reasons: set[str] = set()
         self._num_running += 1
-        self._metrics.requests_running.inc()
+        self.metrics.requests_running.inc()
         try:
             if self._num_running > REQUESTS_MAX:
                 raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
@@ -227,7 +227,7 @@ class Generator:
                 record.outcome = "cancelled"
             self._num_running -= 1
             record.end()
-            self._metrics.on_end(record)
+            self.metrics.on_end(record)
 
     def together(self, num_requests: int = 1) -> Together:
         """Returns what the requests of one body share."""
@@ -257,7 +257,7 @@ class Generator:
         deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
         async with AsyncExitStack() as held:
             with record.timeline.stage("tokenize"):
-                job = await self._prepare(request, model, record.timeline, together)
+                job = await self.prepare(request, model, record.timeline, together)
                 made_max = job.request.max_tokens * request.num_sequences
                 # Limits and the prefix tree are both in Redis: one wait for both.
                 are_counted = request.limits.are_counted
@@ -287,20 +287,21 @@ class Generator:
             async for delta in deltas:
                 yield delta
 
-    async def _prepare(
+    async def prepare(
         self,
         request: ClientRequest,
         model: LoadedModel,
         timeline: Timeline,
         together: Together,
     ) -> Job:
+        """Returns the job of a request, with its prompt as tokens. Raises BadRequest."""
         max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
         request = with_template_options(model.answers, request)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
-        token_ids, block_hashes = await model.preparer.prepare(
+        token_ids, block_hashes, pinned_tokens = await model.preparer.prepare(
             request,
             compatibility.chain(salt, digest_of(adapter)) if compatibility else None,
             max_model_len=max_model_len,
@@ -334,6 +335,7 @@ class Generator:
             logprobs=logprobs,
             prompt_logprobs=request.prompt_logprobs,
             block_size=compatibility.block_size if compatibility else 0,
+            pinned_tokens=pinned_tokens,
         )
         return Job(checked, Progress(block_hashes, timeline))
 

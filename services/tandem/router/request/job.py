@@ -28,12 +28,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
 from msgspec.structs import asdict
 
 from tandem.adapter import Adapter, digest_of
 from tandem.block_hash import block_hash
 from tandem.cached_tokens import CachedTokens
 from tandem.errors import AdapterUnavailable, NeverFits
+from tandem.retention import Retention
 from tandem.router.admission.calibration import Promise
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
@@ -86,12 +88,19 @@ class PreparedRequest:
     logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
     block_size: int = 0  # of the workers; 0: not known
+    pinned_tokens: int = 0  # of the prompt's first ones; 0: all, and the answer
 
     @property
     def storable_tokens(self) -> int:
-        """Tokens of the prompt in full blocks, which are cached once they are computed."""
-        size = self.block_size
-        return len(self.token_ids) // size * size if size else 0
+        """Tokens of the prompt in full blocks, which are cached once they are computed; if only a
+        part is pinned, of that."""
+        size, num_tokens = self.block_size, self.pinned_tokens or len(self.token_ids)
+        return num_tokens // size * size if size else 0
+
+    @property
+    def retention(self) -> Retention:
+        """The wishes for its KV, as a worker gets them."""
+        return msgspec.structs.replace(self.client.wishes, num_tokens=self.pinned_tokens)
 
     def chain_root(self, compatibility: KvCompatibility) -> bytes:
         """Returns the root of its block hashes."""
@@ -147,6 +156,7 @@ class Routing:
     num_submissions: int = 0
     asked: tuple[str, int, float] | None = None  # a prefill worker: who, for how many tokens, when
     is_admitted: bool = False
+    has_turn: bool = False  # it waits for no turn of its tenant
     promise: Promise | None = None  # of its first token, while none came and it did not migrate
     homeless_since: float | None = None  # no worker has it, and one had
     leaves: str = ""  # MIGRATING: id of the worker that it migrates off
@@ -178,6 +188,10 @@ class Job:
     parent: "Job | None" = None
     may_fork: asyncio.Event = field(default_factory=asyncio.Event)  # others may begin
 
+    def __post_init__(self) -> None:
+        if self.request.client.hint is not None:  # the picker that sent it here has admitted it
+            self.routing.is_admitted = self.routing.has_turn = True
+
     def to(self, state: JobState) -> None:
         self.state = transition(self.state, state, TRANSITIONS)
 
@@ -194,6 +208,19 @@ class Job:
     def worker(self) -> WorkerSnapshot | None:
         """The decode worker that it was submitted to last."""
         return self.routing.routed.placement.decode if self.routing.routed else None
+
+    @property
+    def wanted(self) -> tuple[str, str]:
+        """The decode worker that should run it, and the prefill worker that should compute its
+        prompt: ids, empty where any may. A job stays near its parent; an endpoint picker chose for
+        the first submission."""
+        if self.parent is not None:
+            worker = self.parent.worker
+            return (worker.worker_id if worker else ""), ""
+        hint = self.request.client.hint
+        if hint is None or self.routing.num_submissions:
+            return "", ""
+        return hint.decode, hint.prefill
 
     @property
     def num_tokens(self) -> int:
@@ -234,6 +261,13 @@ class Step:
     logprobs: list[LogprobEntry] = field(default_factory=list)  # one each, if they were asked for
 
 
+def work_of(job: Job, block_size: int) -> Work:
+    """Returns what placement needs to know."""
+    budget = job.request.client.kv_budget
+    budget_tokens = None if budget is None else budget.tokens
+    return Work(job.num_tokens, block_size, job.request.adapter, budget_tokens)
+
+
 def submission(
     job: Job,
     work: Work,
@@ -261,7 +295,7 @@ def submission(
             grammar=request.grammar,
             embed=request.client.embed,
             adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
-            retention=pb.Retention(**asdict(request.client.wishes)),
+            retention=pb.Retention(**asdict(request.retention)),
             kv_budget=None if budget is None else pb.SequenceKvBudget(**asdict(budget)),
         ),
         prefill_candidates=[_candidate(work, w, matches) for w in placement.prefill_candidates],

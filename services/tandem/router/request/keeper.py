@@ -36,14 +36,17 @@ class Keeper:
     def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
         """Has the KV of a completion kept, if its request asks for it or its client runs tools."""
         client, worker = job.request.client, job.worker
-        pin_s = client.retention.pin_s
-        if waits_for_tools:
-            pin_s = max(pin_s, self._tool_pin_s)
+        pin_s, pinned_tokens = client.retention.pin_s, job.request.pinned_tokens
+        if waits_for_tools and self._tool_pin_s:
+            # All of it is kept then. Of a part, the worker has pinned that part already.
+            pin_s = self._tool_pin_s if pinned_tokens else max(pin_s, self._tool_pin_s)
+            pinned_tokens = 0
         compatibility = self._view.compatibility()
         if not pin_s or worker is None or compatibility is None:
             return
         # The KV of the last token was never computed.
-        num_blocks = (job.num_tokens - 1) // compatibility.block_size
+        num_tokens = min(job.num_tokens - 1, pinned_tokens or job.num_tokens)
+        num_blocks = num_tokens // compatibility.block_size
         message = pb.KeepRequest(
             block_hashes=job.hashes(compatibility)[:num_blocks],
             cache_salt=job.request.cache_salt,

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from tandem.errors import RequestNotFound, TandemError
@@ -129,6 +130,10 @@ class RequestLog:
         self._records[record.request_id] = record
         while len(self._records) > self._requests_max:
             self._records.popitem(last=False)
+
+    def latest(self, num_max: int) -> list[RequestRecord]:
+        """Returns the requests that came last, the newest first."""
+        return list(islice(reversed(self._records.values()), num_max))
 
     def find(self, name: str, tenant: str | None = None) -> RequestRecord:
         """Finds a request by its id, or that of its reply (`cmpl-...`). Raises RequestNotFound.

@@ -5,7 +5,10 @@ Raises what its client gets when it may not migrate any more; the bounds are in 
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
+from tandem.adapter import Adapter
 from tandem.errors import (
     AdapterUnavailable,
     NeverFits,
@@ -61,10 +64,13 @@ class Migrations:
         if is_crash and (why_not := self._count_loss(job)):
             raise lost_for_good(job, f"{error.message}; {why_not}") from error
         job.routing.homeless_since = time.monotonic()
-        self.note_migration(job, "crash" if is_crash else "drain", error.message)
+        off = job.worker.worker_id if job.worker is not None else ""
+        self.note_migration(job, "crash" if is_crash else "drain", error.message, off=off)
 
-    def note_migration(self, job: Job, reason: MigrationReason, why: str) -> None:
+    def note_migration(self, job: Job, reason: MigrationReason, why: str, *, off: str) -> None:
+        """Notes that the request migrates, or has migrated, off this worker."""
         job.progress.num_migrations += 1
+        self._metrics.flows.note_move(off, partial(_worker_of, job))
         self._metrics.migrations.labels(reason=reason).inc()
         if (routed := job.routing.routed) is not None:
             how = "after a loss" if reason == "crash" else "off a worker that leaves"
@@ -96,6 +102,10 @@ class Migrations:
         return ""
 
 
+def _worker_of(job: Job) -> str:
+    return job.worker.worker_id if job.worker is not None else ""
+
+
 def lost_for_good(job: Job, why: str) -> WorkerLost:
     count = job.progress.num_lost
     workers = "1 worker was" if count == 1 else f"{count} workers were"
@@ -104,3 +114,26 @@ def lost_for_good(job: Job, why: str) -> WorkerLost:
         f"{why}",
         retry_after_s=RETRY_AFTER_DEFAULT_S,
     )
+
+
+def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[], bool]) -> None:
+    """Raises what a client gets whose job no decode worker took; returns where it may wait for one.
+
+    `can_decode`: whether any worker that has not refused it decodes. A job that has begun waits:
+    one worker could take it, so another can.
+    """
+    routing = job.routing
+    if routing.retry_after_s is not None:
+        raise QueueFull(
+            "the queues of all decode workers are full; try again later",
+            retry_after_s=routing.retry_after_s,
+        )
+    if routing.homeless_since is not None:
+        return
+    if routing.cannot_take is not None:
+        raise routing.cannot_take
+    if adapter is not None and can_decode():
+        raise AdapterUnavailable(
+            f"no decode worker can load the adapter {adapter.name!r} now",
+            retry_after_s=RETRY_AFTER_DEFAULT_S,
+        )

@@ -15,6 +15,7 @@ from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimi
 from tandem.grammars.text import StructuredOutput
 from tandem.kv_budget import KvBudget, check_budget
 from tandem.retention import NO_RETENTION, Retention
+from tandem.router.placement.hint import PlacementHint
 from tandem.router.request.allowed import (
     BAD_WORD_CHARACTERS_MAX,
     BAD_WORDS_MAX,
@@ -130,10 +131,12 @@ class ClientRequest:
     use_beam_search: bool = False  # `n` beams
     length_penalty: float = 1.0  # of beams
     retention: Retention = NO_RETENTION  # that its fields ask for
+    pinned_chat: Conversation | None = None  # the part of its chat that is pinned; None: all
     is_of_session: bool = False  # a header names its session
     kv_budget: KvBudget | None = None  # None: each token sees all KV before it
     tenant: str = ""  # empty: of nobody's own
     limits: Limits = NO_LIMITS  # of its API key
+    hint: PlacementHint | None = None  # of the endpoint picker that sent it here
     client_id: str = ""  # the client's own name for the request; others may have the same
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 

@@ -34,6 +34,7 @@ from tandem.store.script import Script
 log = logging.getLogger(__name__)
 
 _Told = tuple[float, int, Demand]  # by a router: when (Unix seconds), requests held, counters
+_WAKE_POLL_S = 0.5  # between two looks for requests that wait for an empty pool
 _LEASE_INTERVALS = 3  # that a router may miss before another one decides
 _GONE_AFTER_S = 600.0  # a router's counters that are older are dropped
 
@@ -78,6 +79,8 @@ class AutoscaleLoop:
         while True:
             try:
                 await self._turn()
+                await self._pause()
+                continue
             except UNREACHABLE as error:
                 log.warning("no autoscaling, Redis does not answer: %r", error)
             except TandemError as error:
@@ -88,6 +91,24 @@ class AutoscaleLoop:
                 log.exception("autoscaling broke")
             await asyncio.sleep(interval_s)
 
+    async def _pause(self) -> None:
+        """Waits for an interval; ends sooner if a request waits for an empty decode pool."""
+        ends_at = time.monotonic() + self._config.autoscale.interval_s
+        while (left_s := ends_at - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, _WAKE_POLL_S))
+            if self._sleeps() and await self._is_awaited():
+                return
+
+    def _sleeps(self) -> bool:
+        """Returns whether the decode pool was decided to have no worker."""
+        return any(d.role == "decode" and d.to == 0 for d in self._view.decisions)
+
+    async def _is_awaited(self) -> bool:
+        """Returns whether this router holds a request, or, where it decides, any router does."""
+        if self._num_held():
+            return True
+        return self._policy is not None and await self._sum_demand() > 0
+
     async def _turn(self) -> None:
         redis, config = self._view.redis, self._config.autoscale
         if self._view.redis_state != "ok":
@@ -95,7 +116,10 @@ class AutoscaleLoop:
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
         await redis.hset(self._demand_key, self._name, mine)
         keep_ms = round(_LEASE_INTERVALS * config.interval_s * 1000)
-        if not await self._lead(redis, [self._leader_key], self._name, keep_ms):
+        # A picker or a front may set no size: it tells what it counts, and others decide.
+        may_lead = self._config.gateway.is_router
+        lead = may_lead and await self._lead(redis, [self._leader_key], self._name, keep_ms)
+        if not lead:
             self._policy = None
             told = await redis.get(self._told_key)
             self._view.decisions = msgspec.json.decode(told or b"[]", type=list[Decision])

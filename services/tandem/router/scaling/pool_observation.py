@@ -18,6 +18,7 @@ def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> Po
         queued_s=sum(queue_seconds(w.rates, w.queued_tokens) for w in ready),
         num_waiting=sum(w.num_waiting for w in ready),
         kv_use=median_high(w.kv_use for w in ready) if ready else 0.0,
+        num_running=sum(w.num_running + w.num_leases + w.num_pulls for w in ready),
     )
 
 

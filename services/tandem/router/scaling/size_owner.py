@@ -78,12 +78,22 @@ class SizeOwner:
             change.before = shown_sizes({pool: before.get(pool, "unknown") for pool in sizes})
             if self._kubernetes is not None:
                 await self._kubernetes.set_sizes(sizes)
+            elif others := self._of_others(sizes):
+                raise NotNow(
+                    f"the pool controller does not own the size of the pool {others[0]}: on "
+                    "Kubernetes that is `kubectl scale deployment NAME --replicas=N`, or an HPA"
+                )
             elif not await self._ask_controller(dict(sizes)):
                 raise NotNow(
                     "no pool controller runs here, and this router may patch no scale: sizes "
                     "belong to who started the workers. On Kubernetes that is `kubectl scale "
                     "statefulset NAME --replicas=N`, or the pool's HPA, KEDA or RayCluster"
                 )
+
+    def _of_others(self, sizes: Mapping[str, int]) -> list[str]:
+        """Returns the pools that the controller does not tell of; none while it has not told."""
+        told = told_pools(self._view.pools_json)
+        return sorted(sizes.keys() - told.keys()) if told else []
 
     async def _ask_controller(self, sizes: dict[str, int]) -> bool:
         """Returns False if there is none. It tells of its pools a moment after the start."""

@@ -11,6 +11,7 @@ a submit and a cancel for each live request.
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,7 @@ class WorkerClient:
         self.address = address
         self.is_up = False
         self.is_draining = False
+        self.why_down = ""  # what ended the stream, or the last attempt to open one
         self.load: Load | None = None
         self.tokens_unreported = 0
         # Tokens to prefill of each submission that the worker's load does not show yet. A load is
@@ -68,6 +70,7 @@ class WorkerClient:
         self._commands: deque[pb.DecodeCommand] = deque()
         self._command_waits = asyncio.Event()
         self._stub: pb_grpc.WorkerStub | None = None  # while it is up
+        self._heard_at = 0.0  # monotonic seconds
         self._task = asyncio.create_task(self._run(), name=f"decode-stream-{worker_id}")
 
     @property
@@ -110,6 +113,14 @@ class WorkerClient:
         answer: pb.KeepResponse = await call
         return answer
 
+    def give_up_if_silent(self, limit_s: float) -> None:
+        """Ends a stream on which nothing came for so long: gRPC's pings take 20 s to find out that
+        a worker is stopped or cut off."""
+        silent_s = time.monotonic() - self._heard_at
+        if self.is_up and silent_s > limit_s:
+            self._go_down(f"nothing came from it for {silent_s:.0f} s")
+            self._task.cancel()
+
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=CLOSE_DEADLINE_S)
@@ -123,7 +134,8 @@ class WorkerClient:
         while True:
             try:
                 async with self._calls.open(self.address) as channel:
-                    await asyncio.wait_for(channel.channel_ready(), CONNECT_DEADLINE_S)
+                    async with asyncio.timeout(CONNECT_DEADLINE_S):
+                        await channel.channel_ready()
                     backoff.reset()
                     await self._serve(pb_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]
                 reason = "the worker ended the stream"
@@ -136,6 +148,7 @@ class WorkerClient:
                 reason = repr(error)
             finally:
                 self._go_down("the router stops")
+            self.why_down = reason
             log.warning(
                 "worker %s at %s is not connected: %s", self.worker_id, self.address, reason
             )
@@ -145,7 +158,7 @@ class WorkerClient:
         call = stub.Decode(metadata=self._calls.metadata)
         self._commands.clear()
         writer = asyncio.create_task(self._write(call))
-        self.is_up, self._stub = True, stub
+        self.is_up, self._stub, self._heard_at = True, stub, time.monotonic()
         log.info("worker %s at %s is connected", self.worker_id, self.address)
         self._on_change()
         try:
@@ -173,6 +186,7 @@ class WorkerClient:
             call.cancel()
 
     def _take(self, update: pb.DecodeUpdate) -> None:
+        self._heard_at = time.monotonic()
         if update.HasField("load"):
             self.load = load_of(update.load)
             while self._num_reported < update.num_submits and self._unreported:

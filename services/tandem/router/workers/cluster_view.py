@@ -24,10 +24,14 @@ from tandem.perf_model.kv_load import longest_sequence
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.control_watch import ControlWatch
 from tandem.router.workers.events import EventLog
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.router.workers.pools import read_pools
-from tandem.router.workers.rows import Gone, Seen
+from tandem.router.workers.loading import LoadingNow, LoadingWorkers
+from tandem.router.workers.pools import pool_states, read_control
+from tandem.router.workers.problem_watch import ProblemWatch
+from tandem.router.workers.rows import Gone, Seen, worker_rows
+from tandem.router.workers.troubles import clock_of_router
 from tandem.rpc.peer_calls import PeerCalls
 from tandem.store.client import UNREACHABLE, Client
 from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
@@ -36,6 +40,8 @@ from tandem.store.silence import Silences
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
+_NOTE_INTERVAL_S = 0.9
+_AFTER_BUG_S = 30.0
 _GONE_KEPT_S = 900.0
 _GONE_MAX = 64
 
@@ -58,12 +64,16 @@ class ClusterView:
     _shares: Shares = field(default_factory=Shares)  # of the prefill that this router gave out
     _made_at: float = field(default_factory=time.monotonic)
     _stale: set[str] = field(default_factory=set)  # ids whose snapshot in the roster is old
+    _noted_at: float = 0.0  # monotonic seconds, when the problems were noted last
     _read_at: float = 0.0  # monotonic seconds, when the records were read last
     _leaving: list[WorkerClient] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _adapters: dict[str, Adapter] = field(default_factory=dict)
     gone: dict[str, Gone] = field(default_factory=dict)  # of late, until they are back
+    _loading: LoadingWorkers = field(default_factory=LoadingWorkers)
     events: EventLog = field(init=False)
+    control: ControlWatch = field(default_factory=ControlWatch)
+    problems: ProblemWatch = field(init=False)
     _silences: Silences = field(init=False)
     _data_set: bytes = b""
     _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
@@ -72,6 +82,7 @@ class ClusterView:
         self.calls = PeerCalls(self.cluster.cluster_id, self.cluster.token, self.tls_dir)
         self._silences = Silences(self.cluster)
         self.events = EventLog(self.redis, self.cluster.cluster_id)
+        self.problems = ProblemWatch(self.events)
 
     async def run(self) -> None:
         """Polls until cancelled; then closes every stream."""
@@ -82,6 +93,11 @@ class ClusterView:
                     await self._poll(registry)
                 except UNREACHABLE as error:
                     self._lose_redis(error)
+                try:
+                    self._note_problems()
+                except Exception:
+                    log.exception("what is wrong cannot be told; requests are served all the same")
+                    self._noted_at += _AFTER_BUG_S
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             clients = [w.client for w in self._workers.values() if w.client] + self._leaving
@@ -122,18 +138,44 @@ class ClusterView:
         return list(self._workers.values())
 
     def seen(self) -> list[Seen]:
-        """Returns all workers with a record, as they are shown to operators."""
+        """Returns all workers with a record, as they are shown to operators. A router that does not
+        know its model yet, or connects to a worker for the first time, has nothing to tell."""
         return [
             Seen(
                 worker.record,
-                self.is_compatible(worker.record),
-                worker.record.role != "decode" or worker.is_up,
+                not self.model_fingerprint or self.is_compatible(worker.record),
+                worker.record.role != "decode" or worker.is_up or not worker.why_down,
                 self._silences.silent_s(worker_id),
                 self._silences.stuck_s(worker_id),
                 (worker.load.num_running + worker.load.num_waiting, worker.load.num_leases),
+                worker.why_down,
+                worker.clock_ahead_s,
             )
             for worker_id, worker in self._workers.items()
         ]
+
+    @property
+    def loading(self) -> dict[str, LoadingNow]:
+        """Workers that load their model and have no record yet."""
+        return self._loading.now(time.monotonic(), self.cluster.record_ttl_s)
+
+    def cluster_problems(self) -> dict[str, str]:
+        """Returns a phrase for each part of the cluster that is not well, workers and Redis left
+        out."""
+        found = self.control.problems
+        ahead_s = clock_of_router([w.clock_ahead_s for w in self._workers.values()])
+        if ahead_s:
+            way = "behind" if ahead_s > 0 else "ahead of"
+            found["clock"] = f"this router's clock is {abs(ahead_s):.0f} s {way} the workers'"
+        return found
+
+    def _note_problems(self) -> None:
+        if (now := time.monotonic()) - self._noted_at < _NOTE_INTERVAL_S:
+            return
+        self._noted_at = now
+        pools = pool_states([w.record for w in self._workers.values()], self.pools_json)
+        rows = worker_rows(self.seen(), self.gone, pools, time.time(), self.loading)
+        self.problems.note(rows, pools, self.cluster_problems())
 
     def client(self, worker_id: str) -> WorkerClient | None:
         worker = self._workers.get(worker_id)
@@ -210,14 +252,27 @@ class ClusterView:
         read_at = time.monotonic()
         records = await registry.read()
         data_set = await registry.data_set()
-        self.pools_json = await read_pools(self.redis, self.cluster.cluster_id)
+        self.pools_json, beat, head = await read_control(self.redis, self.cluster.cluster_id)
+        told = await registry.read_loading()
         now = time.monotonic()
+        news = self.control.note(
+            has_pools=self.pools_json is not None, beat=beat, head=head, now=now
+        )
+        if news:
+            log.warning("%s", news)
+            self.events.add("controller", "", news, once=news)
+        if dead := self._loading.note(told, now):
+            await registry.end_loading(*dead)
         if self.redis_state != "ok" or data_set != self._data_set:
             if self.redis_state == "lost":
                 log.info("Redis answers again")
                 self.events.add(
                     "redis", "", "Redis answers again", once=str(int(time.time()) // 60)
                 )
+            elif self.redis_state == "ok":
+                log.warning("Redis was started anew or emptied: workers publish again")
+                text = "Redis was started anew or emptied: workers publish again"
+                self.events.add("redis", "", text, once=data_set.decode(errors="replace"))
             self.redis_state, self._data_set = "ok", data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
@@ -238,6 +293,8 @@ class ClusterView:
                 log.warning("worker %s is gone: it left, or its record expired", worker_id)
                 self._note_gone(worker.record)
                 self._drop(worker_id)
+                if worker.client is not None:
+                    worker.client.give_up_if_silent(self.cluster.record_ttl_s)
                 changed = True
         for client in [c for c in self._leaving if not c.num_inflight]:
             self._leaving.remove(client)
@@ -248,12 +305,14 @@ class ClusterView:
         elif self._stale:
             self._tell_news()
 
-    def _note_gone(self, record: WorkerRecord) -> None:
-        """Notes a record that has gone: taken away by its worker, or expired after a silence."""
-        now, was_silent = time.time(), self._silences.silent_s(record.worker_id)
-        has_left = record.state == "draining" or bool(record.num_writes and not was_silent)
-        self.gone[record.worker_id] = Gone(record, now, has_left)
-        self.events.left(record, in_order=has_left)
+    def _note_gone(self, record: WorkerRecord, *, is_replaced: bool = False) -> None:
+        """Notes a record that has gone: taken away by its worker, or expired after a silence, or
+        written over by the next process of its name."""
+        now, silent_s = time.time(), self._silences.silent_s(record.worker_id)
+        is_removed = bool(record.num_writes) and not silent_s and not is_replaced
+        has_left = record.state == "draining" or is_removed
+        self.gone[record.worker_id] = Gone(record, now, has_left, silent_s)
+        self.events.left(record, in_order=has_left, is_replaced=is_replaced)
         kept = [(i, g) for i, g in self.gone.items() if now - g.at < _GONE_KEPT_S]
         self.gone = dict(kept[-_GONE_MAX:])
 
@@ -269,7 +328,7 @@ class ClusterView:
         known = self._workers.get(worker_id)
         if known is not None and _process(known.record) != _process(record):
             log.info("worker %s is another process now, at %s", worker_id, record.address)
-            self._note_gone(known.record)
+            self._note_gone(known.record, is_replaced=True)
             self._drop(worker_id)
             known = None
         if known is None:
@@ -285,6 +344,8 @@ class ClusterView:
                 log.info("worker %s is in the %s pool now", worker_id, record.role)
                 self._shares.join(worker_id, self._roster.mean_placed(record.role))
             self.events.changed(known.record, record)
+            if record.num_writes != known.record.num_writes and record.written_at:
+                known.clocks.append(record.written_at - time.time())
             forgotten = self._forgotten_before(time.monotonic())
             if known.take_record(record, last_read_at=self._read_at, forgotten_before=forgotten):
                 self._stale.add(worker_id)

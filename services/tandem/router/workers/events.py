@@ -13,6 +13,7 @@ from collections import Counter
 
 import msgspec
 
+from tandem.cancellation import cancel
 from tandem.security.audit_trail import AuditEntry, AuditTrail
 from tandem.store.client import Client
 from tandem.store.journal import Journal
@@ -59,8 +60,7 @@ class EventLog:
                 self._tell_counted()
         finally:
             self._tell_counted()
-            writing.cancel()
-            await asyncio.wait([writing])
+            await cancel(writing)
 
     async def read(self, num_max: int, trail: AuditTrail) -> list[Event]:
         """Returns the last events and changes of all routers, the newest first. Raises NotNow."""
@@ -86,14 +86,21 @@ class EventLog:
         if before.role != now.role:
             text = f"it is in the {now.role} pool now, before in the {before.role} pool"
             self.add("role", name, text, once=f"{epoch}:{now.num_writes}")
-        for peer, way in now.transports.items():
-            if (was := before.transports.get(peer, way)) != way:
-                text = f"blocks of {peer} come over {way} now, before over {was}"
+        for peer, pair in now.pairs.items():
+            was, why = before.pairs.get(peer), f": {pair.reason}" if pair.reason else ""
+            text = f"blocks of {peer} come over {pair.transport}"
+            if was is not None and was.transport != pair.transport:
+                text += f" now, before over {was.transport}{why}"
                 self.add("transport", name, text, once=f"{epoch}:{peer}:{now.num_writes}")
+            elif was is None and why:  # once for a process: its other pairs have the same reason
+                self.add("transport", name, text + why, once=f"{epoch}:{pair.transport}")
 
-    def left(self, record: WorkerRecord, *, in_order: bool) -> None:
+    def left(self, record: WorkerRecord, *, in_order: bool, is_replaced: bool = False) -> None:
         """Tells of a record that has gone."""
-        text = "it has left in order" if in_order else f"its record expired, at {record.address}"
+        how = f"its record expired, at {record.address}"
+        if is_replaced:
+            how = f"its process {record.pid} is gone without a word; another one has its name"
+        text = "it has left in order" if in_order else how
         self.add("left" if in_order else "lost", record.worker_id, text, once=record.epoch)
 
 

@@ -19,6 +19,8 @@ class KnownWorker:
 
     record: WorkerRecord
     client: WorkerClient | None = None
+    # Its clock less this router's, at its last records: one of them may have been on its way long.
+    clocks: deque[float] = field(default_factory=lambda: deque(maxlen=3))
     # Prompts sent to a prefill worker, not in its record yet: monotonic seconds, tokens to prefill.
     _sent: deque[tuple[float, int]] = field(default_factory=deque)
     _tokens_done: int = 0  # since its record, of prompts that its record counts in
@@ -30,8 +32,18 @@ class KnownWorker:
         return told if told is not None and told.step >= self.record.load.step else self.record.load
 
     @property
+    def clock_ahead_s(self) -> float:
+        """Its clock less this router's; 0 until it has told a few times."""
+        return min(self.clocks, key=abs) if len(self.clocks) == self.clocks.maxlen else 0.0
+
+    @property
     def is_up(self) -> bool:
         return self.client is not None and self.client.is_up
+
+    @property
+    def why_down(self) -> str:
+        """The reason for which it has no stream; empty too while it never had one."""
+        return self.client.why_down if self.client is not None else ""
 
     def note_prefill(self, num_tokens: int, now: float, *, forgotten_before: float) -> None:
         self._drop_sent(forgotten_before)

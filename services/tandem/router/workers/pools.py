@@ -15,6 +15,7 @@ import msgspec
 from tandem.errors import NoWorkers
 from tandem.pool_sizes import POOLS
 from tandem.store.client import UNREACHABLE, UNREADABLE, Client
+from tandem.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
 from tandem.store.registry import WorkerRecord
 
 # Nobody takes them while there is no controller.
@@ -39,8 +40,19 @@ async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bo
 
 async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
     """Returns what the controller wrote; None without one. Errors of redis-py pass through."""
-    value = await redis.get(f"{{tandem:{cluster_id}}}:pools")
-    return value.encode() if isinstance(value, str) else value
+    return (await read_control(redis, cluster_id))[0]
+
+
+async def read_control(
+    redis: Client, cluster_id: str
+) -> tuple[bytes | None, bytes | None, bytes | None]:
+    """Returns the pools, the controller's sign of life and Ray's head, as store/control_state.py
+    has them. Errors of redis-py pass through."""
+    keys = [control_key(cluster_id, name) for name in ("pools", CONTROLLER_KEY, HEAD_KEY)]
+    pools, beat, head = (
+        value.encode() if isinstance(value, str) else value for value in await redis.mget(keys)
+    )
+    return pools, beat, head
 
 
 def pool_states(

@@ -1,28 +1,32 @@
 """A row for each worker that is known, alive or not, and a sentence that says what is wrong. Pure.
 
-Known is a worker that has a record, had one of late, or has an agent that keeps its process
+Known is a worker that has a record, had one of late, loads, or has an agent that keeps its process
 running (`tandem up`). The record tells what the worker does, the agent why there is no record.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tandem.router.workers.loading import LoadingNow
+from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 from tandem.store.registry import WorkerRecord
 
 _PROBLEMS_MAX = 2  # that the sentence names
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
-    | Literal["not connected", "incompatible", "stopped", "lost"]
+    | Literal["not connected", "incompatible", "failed", "stopped", "lost"]
 )
 _IS_WELL = {"ready", "draining"}  # a drain is somebody's wish
+# Without a byte of weights more: the row says so, and it is a trouble. Importing takes some, too.
+_STALLS_S, _STALLED_S = 8.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A worker with a record, as this router sees it. `silent_s` and `stuck_s` are 0 if it is on
-    time."""
+    time, `clock_ahead_s` is its clock less this router's."""
 
     record: WorkerRecord
     is_compatible: bool = True
@@ -30,6 +34,8 @@ class Seen:
     silent_s: float = 0.0
     stuck_s: float = 0.0
     num_left: tuple[int, int] = (0, 0)  # sequences and leases
+    why_down: str = ""  # of the stream to it
+    clock_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +45,30 @@ class Gone:
     record: WorkerRecord
     at: float  # seconds since the Unix epoch
     has_left: bool
+    silent_s: float = 0.0  # by then
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
+    """`trouble` is that of a worker that serves all the same; `host` names its machine."""
+
     worker_id: str
     pool: str
     state: RowState
     note: str = ""
+    trouble: Trouble = ""
+    host: str = ""
 
     @property
     def is_well(self) -> bool:
         """Returns whether nobody needs to look at it."""
-        return self.state in _IS_WELL or (self.state == "stopped" and not self.note)
+        is_stopped = self.state == "stopped" and not self.note
+        return not self.trouble and (self.state in _IS_WELL or is_stopped)
+
+    @property
+    def problem(self) -> str:
+        """The word for what is wrong; empty if the worker is well."""
+        return "" if self.is_well else self.trouble or self.state
 
 
 def worker_rows(
@@ -59,31 +76,41 @@ def worker_rows(
     gone: Mapping[str, Gone],
     pools: Mapping[str, Mapping[str, Any]],
     now: float,
+    loading: Mapping[str, LoadingNow] | None = None,
 ) -> list[WorkerRow]:
-    """Returns the rows by pool and id; `pools` are those that a pool controller wrote, if any."""
+    """Returns the rows by pool and id; `pools` are those that a pool controller wrote, if any, and
+    `loading` are notices of workers that have no record yet."""
     agents = {
         agent["id"]: (pool, agent)
         for pool, state in pools.items()
         if pool != "router"
         for agent in state.get("agents", ())
     }
+    seen = list(seen)
+    common_s = clock_of_router([worker.clock_ahead_s for worker in seen])
+    blaming = [s.record for s in seen if blames_peers(s.record) and not s.silent_s]
     rows = []
     for worker in seen:
         worker_id = worker.record.worker_id
         pool = worker.record.pool or worker.record.role
         _, agent = agents.pop(worker_id, ("", {}))
-        if agent.get("state") == "restarting":
+        if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
         else:
-            rows.append(WorkerRow(worker_id, pool, *_of_record(worker)))
+            rows.append(_of_seen(worker, agent, blaming, worker.clock_ahead_s - common_s))
     known = {row.worker_id for row in rows}
+    loading = {name: told for name, told in (loading or {}).items() if name not in known}
     for worker_id, (pool, agent) in agents.items():
-        rows.append(_of_agent(worker_id, pool, agent, now))
+        told, last = loading.pop(worker_id, None), gone.get(worker_id)
+        rows.append(_without_record(worker_id, pool, agent, told, last, now))
+        known.add(worker_id)
+    for worker_id, told in loading.items():
+        rows.append(_of_loading(worker_id, told))
         known.add(worker_id)
     for worker_id, last in gone.items():
         if worker_id not in known:
             pool = last.record.pool or last.record.role
-            rows.append(WorkerRow(worker_id, pool, *_of_gone(last, now)))
+            rows.append(WorkerRow(worker_id, pool, *_of_gone(last, now), host=_host(last.record)))
     return sorted(rows, key=lambda row: (row.pool, row.worker_id))
 
 
@@ -93,13 +120,15 @@ def headline(
     *,
     reason: str,
     redis: str,
+    control: Iterable[str] = (),
 ) -> str:
     """Returns one sentence that says what is wrong, the worst first. `reason` says why requests
-    cannot be served; it is empty if they can."""
+    cannot be served; it is empty if they can. `control` is what is wrong with Ray's part."""
     problems = [reason] if reason else []
     if redis == "lost":
         problems.append("Redis does not answer: the last known workers serve on, sizes stand")
-    problems += [f"{r.worker_id} is {r.state}: {r.note}" for r in rows if not r.is_well]
+    problems += control
+    problems += _row_problems(list(rows))
     for pool, state in pools.items():
         wanted, running = state.get("wanted"), state.get("running", state.get("registered", 0))
         if wanted is not None and running < wanted and not problems:
@@ -109,12 +138,52 @@ def headline(
         return f"All is well: workers that are ready: {ready}."
     more = len(problems) - _PROBLEMS_MAX
     told = "; ".join(problems[:_PROBLEMS_MAX])
-    return told[0].upper() + told[1:] + (f"; and {more} more." if more > 0 else ".")
+    end = f"; and {more} more." if more > 0 else "" if told.endswith("?") else "."
+    return told[0].upper() + told[1:] + end
 
 
-def _of_record(worker: Seen) -> tuple[RowState, str]:
+def _row_problems(rows: list[WorkerRow]) -> list[str]:
+    """Returns a phrase for each worker that is not well, and one for a host that is silent. What
+    several workers say in the same words is said once."""
+    hosts: dict[str, list[WorkerRow]] = {}
+    for row in rows:
+        if row.host:
+            hosts.setdefault(row.host, []).append(row)
+    silent = {
+        host: found
+        for host, found in hosts.items()
+        if len(found) > 1 and len(hosts) > 1 and all(r.state in ("silent", "lost") for r in found)
+    }
+    told = [
+        f"host {host} is silent, gone or cut off, with all its workers: "
+        f"{', '.join(row.worker_id for row in found)}"
+        for host, found in silent.items()
+    ]
+    same: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if not row.is_well and row.host not in silent:
+            same.setdefault((row.state, row.note), []).append(row.worker_id)
+    for (state, note), names in same.items():
+        verb = "is" if len(names) == 1 else "are"
+        told.append(f"{', '.join(names)} {verb} {state}" + (f": {note}" if note else ""))
+    return told
+
+
+def _of_seen(
+    worker: Seen, agent: Mapping[str, Any], blaming: list[WorkerRecord], clock_ahead_s: float
+) -> WorkerRow:
+    record = worker.record
+    pool, host = record.pool or record.role, _host(record)
+    state, note = _of_record(worker, agent)
+    trouble: Trouble = ""
+    if state == "ready":
+        trouble, note = trouble_of(record, clock_ahead_s, blaming)
+    return WorkerRow(record.worker_id, pool, state, note, trouble, host)
+
+
+def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
     if worker.silent_s:
-        return "silent", f"it has written nothing for {worker.silent_s:.0f} s"
+        return "silent", _silence(worker.silent_s, agent)
     if worker.stuck_s:
         return "hung", f"its engine has work and made no turn for {worker.stuck_s:.0f} s"
     if not worker.is_compatible:
@@ -124,24 +193,97 @@ def _of_record(worker: Seen) -> tuple[RowState, str]:
         left = f"{_count(num_sequences, 'sequence')} and {_count(num_leases, 'lease')} are left"
         return "draining", left
     if not worker.is_connected:
-        return "not connected", f"this router has no stream to {worker.record.address}"
+        why = f": {worker.why_down}" if worker.why_down else ""
+        return "not connected", f"this router has no stream to {worker.record.address}{why}"
     return worker.record.state, ""
+
+
+def _silence(silent_s: float, agent: Mapping[str, Any]) -> str:
+    """Says what is known of a worker that writes no record."""
+    silence = f"it has written nothing for {silent_s:.0f} s"
+    if agent.get("is_stopped"):
+        return f"its process {agent['pid']} is stopped (SIGSTOP); {silence}"
+    if host := agent.get("host"):
+        return f"{silence}: its host {host} is gone or cut off, or it hangs"
+    if agent.get("state") == "running":
+        return f"{silence}, though its process {agent.get('pid')} runs"
+    return silence
+
+
+def _without_record(
+    worker_id: str,
+    pool: str,
+    agent: Mapping[str, Any],
+    told: LoadingNow | None,
+    last: Gone | None,
+    now: float,
+) -> WorkerRow:
+    """Returns the row of a worker that has an agent and no record."""
+    row = _of_agent(worker_id, pool, agent, now)
+    if row.state != "loading":
+        return row
+    if last and agent.get("since", 0.0) < last.at:  # the process of the record
+        if last.has_left:
+            return WorkerRow(worker_id, pool, "draining", "its process ends")
+        silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
+        return WorkerRow(worker_id, pool, "silent", silence, host=_host(last.record))
+    if agent.get("is_stopped"):
+        row = replace(row, note=f"its process {agent['pid']} is stopped (SIGSTOP)")
+    if told is None:
+        return row
+    if told.notice.failed:
+        return WorkerRow(worker_id, pool, "failed", told.notice.failed)
+    note = ", ".join(filter(None, (_loaded(told), row.note)))
+    return replace(row, note=note, trouble=_stalled(told))
 
 
 def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -> WorkerRow:
     """Returns the row of a worker that only its agent knows."""
     match agent.get("state"):
         case "restarting":
-            ended = " ".join(filter(None, (f"attempt {agent['starts'] + 1}", agent.get("exit"))))
-            line = agent.get("last_line")
-            note = ended + (f", its last log line: {line}" if line else "")
-            return WorkerRow(worker_id, pool, "restarting", note)
+            ended = f"attempt {agent.get('starts', 0) + 1}, {ending(agent)}".removesuffix(", ")
+            return WorkerRow(worker_id, pool, "restarting", ended)
         case "draining":
             return WorkerRow(worker_id, pool, "draining", "its process ends")
+        case "lost":
+            host = agent.get("host", "")
+            return WorkerRow(worker_id, pool, "lost", f"its host {host} does not answer Ray's head")
         case _:
             since = agent.get("since", 0.0)
-            note = f"for {max(0.0, now - since):.0f} s" if since else ""
-            return WorkerRow(worker_id, pool, "loading", note)
+            notes = [f"for {max(0.0, now - since):.0f} s"] if since else []
+            if ended := ending(agent):
+                notes.append(f"after its process before had ended: {ended}")
+            return WorkerRow(worker_id, pool, "loading", ", ".join(notes))
+
+
+def ending(agent: Mapping[str, Any]) -> str:
+    """Says how a worker's process before this one ended; empty if there was none."""
+    line = agent.get("last_line")
+    return ", ".join(filter(None, (agent.get("exit"), line and f"its last log line: {line}")))
+
+
+def _of_loading(worker_id: str, told: LoadingNow) -> WorkerRow:
+    if told.notice.failed:
+        return WorkerRow(worker_id, told.notice.pool, "failed", told.notice.failed)
+    if told.silent_s:
+        note = f"it loaded ({_loaded(told)}) and has told nothing for {told.silent_s:.0f} s"
+        return WorkerRow(worker_id, told.notice.pool, "silent", note)
+    pool = told.notice.pool
+    return WorkerRow(worker_id, pool, "loading", _loaded(told), _stalled(told))
+
+
+def _stalled(told: LoadingNow) -> Trouble:
+    return "stalled" if told.stalled_s > _STALLED_S else ""
+
+
+def _loaded(told: LoadingNow) -> str:
+    notice, stalled_s = told.notice, told.stalled_s
+    if notice.num_bytes_all:
+        percent = 100 * notice.num_bytes // notice.num_bytes_all
+        loaded = f"{percent}% of {notice.num_bytes_all / 1e9:.3g} GB of weights"
+    else:
+        loaded = "its weights are not read yet"
+    return f"{loaded}, no progress for {stalled_s:.0f} s" if stalled_s > _STALLS_S else loaded
 
 
 def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
@@ -149,6 +291,12 @@ def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
     if last.has_left:
         return "stopped", ""
     return "lost", f"its record expired {ago_s:.0f} s ago; it was at {last.record.address}"
+
+
+def _host(record: WorkerRecord) -> str:
+    """Names a worker's machine: hosts may share a name, and an address be one of many pods'."""
+    address = record.address.rpartition(":")[0].strip("[]")
+    return f"{record.host} ({address})" if address else record.host
 
 
 def _count(number: int, noun: str) -> str:

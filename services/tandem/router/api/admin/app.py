@@ -7,14 +7,17 @@ from starlette.responses import Response
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.router.api.admin.adapters import add_adapter_routes
+from tandem.router.api.admin.chat import add_chat_route
 from tandem.router.api.admin.cluster import add_cluster_routes
 from tandem.router.api.admin.keys import add_key_routes
+from tandem.router.api.admin.page_feed import LIVE_PATH, LiveStream, PageFeed
+from tandem.router.api.admin.page_files import add_page_routes
 from tandem.router.api.http.errors import JsonResponse, install_handlers
 from tandem.router.api.http.guard import AdminGuard
 from tandem.router.api.routes.health import add_health_routes
 from tandem.router.index.audit import IndexAudit
 from tandem.router.metrics.router import Metrics
-from tandem.router.metrics.vllm_names import VllmNames
+from tandem.router.metrics.vllm_names import VllmMetrics
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.control import ClusterControl
@@ -32,6 +35,7 @@ def make_admin_app(
     access: Access,
     keys: KeyService,
     trail: AuditTrail,
+    feed: PageFeed,
 ) -> FastAPI:
     app = FastAPI(
         title="Tandem, for operators",
@@ -45,6 +49,13 @@ def make_admin_app(
     add_cluster_routes(app, config, generator, control, audit)
     add_key_routes(app, config, keys, trail)
     add_adapter_routes(app, config, AdapterControl(control, generator, trail))
+    add_chat_route(app, config, generator)
+    add_page_routes(app)
+
+    @app.get(LIVE_PATH)
+    async def live() -> Response:
+        """Streams what the page shows, as server-sent events: all of it, then what changes."""
+        return LiveStream(feed)
 
     @app.get("/v1/cluster/audit")
     async def entries(request: Request) -> Response:
@@ -64,7 +75,9 @@ def make_admin_app(
             case "tandem":
                 text = generate_latest(metrics.registry)
             case "vllm":
-                text = generate_latest(VllmNames(metrics.registry, generator.served_name))
+                workers = [worker.record for worker in control.view.known()]
+                named = VllmMetrics(metrics.registry, workers, generator.served_name)
+                text = generate_latest(named)
             case _:
                 raise BadRequest("names must be tandem or vllm", param="names")
         return Response(text, media_type=CONTENT_TYPE_LATEST)

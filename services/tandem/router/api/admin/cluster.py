@@ -1,16 +1,12 @@
-"""The cluster for operators: `/v1/cluster` (state, sizes, roles, audits) and `/`, a page of it."""
+"""The cluster for operators: `/v1/cluster` (state, sizes, roles, drains, audits)."""
 
-import base64
-import hashlib
-import re
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest
@@ -32,7 +28,6 @@ from tandem.router.workers.rows import headline, worker_rows
 _TOLD = ("worker_id", "role", "state", "transports", "memory_free_bytes", "memory_total_bytes")
 _TOLD_OF_PROCESS = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
 _TOLD_OF_KV = ("compute_dtype", "numerics", "block_size")
-_PAGE = Path(__file__).with_name("page.html")
 
 
 def add_cluster_routes(
@@ -103,47 +98,17 @@ def add_cluster_routes(
         found = await audit.verify(everything=body.get("all", False))
         return JsonResponse({"workers": {name: _audited(f) for name, f in found.items()}})
 
-    html = _PAGE.read_text(encoding="utf-8")
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(html, headers=page_headers(html))
-
-
-def page_headers(html: str) -> dict[str, str]:
-    """Returns headers with which a browser runs the page's own script, lets it call its own origin
-    and does nothing else for it (https://www.w3.org/TR/CSP3/)."""
-    policy = {
-        "default-src": "'none'",
-        "script-src": _hashes("script", html),
-        "style-src": _hashes("style", html),
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }
-    return {
-        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }
-
-
-def _hashes(tag: str, html: str) -> str:
-    """Returns the sources of a policy that allow these inline elements and no others."""
-    texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
 
 def cluster_state(
     config: RouterConfig, generator: Generator, view: ClusterView, pools: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     workers = sorted(view.known(), key=lambda w: (w.record.role, w.record.worker_id))
     reason = generator.not_ready_reason()
-    rows = worker_rows(view.seen(), view.gone, pools, time.time())
+    rows = worker_rows(view.seen(), view.gone, pools, time.time(), view.loading)
+    wrong = view.cluster_problems().values()
+    told = headline(rows, pools, reason=reason, redis=view.redis_state, control=wrong)
     return {
-        "headline": headline(rows, pools, reason=reason, redis=view.redis_state),
+        "headline": told,
         "cluster_id": config.cluster.cluster_id,
         "model": generator.served_name,
         "max_model_len": generator.max_model_len,

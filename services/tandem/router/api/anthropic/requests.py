@@ -68,7 +68,8 @@ class _Part(BaseModel):
 
 
 class CacheControl(Strict):
-    """A mark up to which a client wants its prompt cached. The whole prompt is, wherever it is."""
+    """A mark up to which a client wants its prompt cached. All of it is; what is before the last
+    mark is pinned."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -291,6 +292,21 @@ class CountTokensBody(Strict):
         marks += [] if self.cache_control is None else [self.cache_control]
         return Retention(pin_s=max((TTLS_S[mark.ttl] for mark in marks), default=0.0))
 
+    def pinned(self) -> Self | None:
+        """Returns a request that begins as this one and ends with the last mark; None without a
+        mark, or if all is marked. The tools count as a part of the system's message."""
+        if self.cache_control is not None:
+            return None
+        for index, message in reversed(list(enumerate(self.messages))):
+            if marked := [i for i, block in enumerate(message.content) if _is_marked(block)]:
+                cut = message.model_copy(update={"content": message.content[: marked[-1] + 1]})
+                return self.model_copy(update={"messages": [*self.messages[:index], cut]})
+        if any(map(_is_marked, (*self.system, *self.tools))):
+            # Some templates write the system's message into the user's.
+            nothing = InputMessage(role="user", content=[TextBlock(type="text", text="")])
+            return self.model_copy(update={"messages": [nothing]})
+        return None
+
     def to_chat(self) -> dict[str, Any]:
         """Returns the body of a chat that asks for the same. A final message of the assistant is
         the beginning of the answer."""
@@ -346,7 +362,18 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     assert isinstance(request.prompt, Conversation)
     chat = replace(request.prompt, thinking=thinking)
     marked = replace(request, prompt=chat, retention=body.retention())
+    if (pinned := body.pinned()) is not None:
+        begins = parse_chat(pinned.to_chat(), request_id).requests[0].prompt
+        messages = begins.messages if isinstance(begins, Conversation) else ()
+        part = replace(
+            chat, messages=messages, add_generation_prompt=False, continue_final_message=False
+        )
+        marked = replace(marked, pinned_chat=part)
     return replace(parsed, requests=(marked,))
+
+
+def _is_marked(part: object) -> bool:
+    return isinstance(part, _Markable) and bool(part.marks())
 
 
 def _text(blocks: list[TextBlock]) -> str:

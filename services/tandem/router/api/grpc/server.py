@@ -36,6 +36,13 @@ class Address(NamedTuple):
     port_option: str
 
 
+class Probes(NamedTuple):
+    """Further names that the health service answers for, beside the services'."""
+
+    ready: tuple[str, ...] = ()  # as `set_ready` says
+    live: tuple[str, ...] = ()  # SERVING until the server stops
+
+
 class GrpcServer:
     """One port: `bind` and `start` it, `set_ready` sets what health reports, `stop` drains."""
 
@@ -46,11 +53,13 @@ class GrpcServer:
         address: Address,
         clients: Clients,
         files: CertificateFiles | None = None,
+        probes: Probes = Probes(),
     ) -> None:
         """`services` has handlers by the service's name. With `files` the port speaks TLS."""
         self._files = files
         self._address = address
-        self._names = ("", *services)
+        self._names = ("", *services, *probes.ready)
+        self._live_names = probes.live
         log_lost_peers_calmly()
         self._server = grpc.aio.server(
             interceptors=[FailureInterceptor()],
@@ -93,6 +102,8 @@ class GrpcServer:
 
     async def start(self) -> None:
         await self.set_ready(ready=False)
+        for name in self._live_names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
         self._watching = asyncio.create_task(self._shares.run(self._port))
 

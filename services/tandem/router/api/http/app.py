@@ -19,7 +19,7 @@ from tandem.router.api.admin.keys import add_record_route
 from tandem.router.api.anthropic.requests import CountTokensBody, MessagesBody
 from tandem.router.api.http.errors import JsonResponse, install_handlers
 from tandem.router.api.http.front import Front
-from tandem.router.api.http.guard import PublicGuard, tell_refusal
+from tandem.router.api.http.guard import PROBES, PublicGuard, tell_refusal
 from tandem.router.api.openai.embeddings import EmbeddingsBody
 from tandem.router.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.router.api.openai.parsed import ParsedRequest
@@ -41,6 +41,7 @@ from tandem.router.api.routes.models import add_model_routes
 from tandem.router.api.routes.responses import add_response_routes
 from tandem.router.api.routes.tokens import add_token_routes
 from tandem.router.api.routes.usage import add_usage_route
+from tandem.router.metrics.http import HttpMetrics
 from tandem.router.request.generator import Generator
 from tandem.security.access import Access
 from tandem.security.audit_trail import AuditTrail
@@ -71,7 +72,9 @@ def make_app(
     install_handlers(app)
     add_schemas(app, *_BODIES)
     app.add_middleware(PublicGuard, config=config, access=access, trail=trail)
-    app.add_middleware(Front, config=config)  # the last one added is the first one called
+    app.add_middleware(HttpMetrics, metrics=generator.metrics, uncounted=PROBES)
+    # The last one added is the first one called.
+    app.add_middleware(Front, config=config, generator=generator)
     routes = GenerationRoutes(config, generator)
     _add_generation(app, routes)
     add_message_routes(app, routes)

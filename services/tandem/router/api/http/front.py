@@ -7,6 +7,8 @@ x-request-id  Every answer has one. A client that sends its own gets it back and
 CORS          Browsers let pages of the origins in `--cors-origins` call the routes that a user's
               key may call. A preflight carries no key, so it is answered here, before the guard.
               Operators' routes, metrics and keys never allow another origin.
+connection    The answers of a router that leaves close their connections, so that clients that keep
+              connections connect to another router.
 """
 
 import uuid
@@ -19,6 +21,7 @@ from tandem.config.router import RouterConfig
 from tandem.router.api.anthropic.errors import is_anthropic
 from tandem.router.api.http.guard import public_need
 from tandem.router.placement.reasons import PLACEMENT_HEADER
+from tandem.router.request.generator import Generator
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 
 # Beside those that a page may always read.
@@ -29,8 +32,9 @@ _EXPOSED = (*_IDS, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
 class Front:
     """ASGI middleware around the guard. Sets `request_id` and `client_id` of a request's state."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+    def __init__(self, app: ASGIApp, config: RouterConfig, generator: Generator) -> None:
         self._app = self._shared = app
+        self._generator = generator
         if config.cors_origins:
             self._shared = CORSMiddleware(
                 app,
@@ -54,6 +58,8 @@ class Front:
                 headers[REQUEST_ID_HEADER] = client_id or request_id
                 if is_anthropic(scope):
                     headers["request-id"] = client_id or request_id
+                if self._generator.end_reason:
+                    headers["connection"] = "close"
             await send(message)
 
         if scope["method"] == "HEAD":

@@ -53,6 +53,7 @@ _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
 RESET_PATH = "/reset_prefix_cache"
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ADMIN = ("/", "/metrics", RESET_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
+PAGE_PREFIX = "/page/"  # files of the page `/`
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
 _TEXT_MAX = 100  # characters of what a client sent, in messages and logs
@@ -130,7 +131,7 @@ def public_need(path: str) -> Need | None:
         return "nothing"
     if path == "/load":
         return "metrics"
-    if path in _ADMIN or path.startswith(("/v1/cluster", "/v1/keys")):
+    if path in _ADMIN or path.startswith(("/v1/cluster", "/v1/keys", PAGE_PREFIX)):
         return None
     return "user"
 
@@ -168,7 +169,8 @@ class AdminGuard(RequestGuard):
 
     def need(self, path: str) -> Need:
         """Returns what a call needs; whatever is not named here, an operator's key."""
-        if path in (*PROBES, "/"):  # the page itself is the same for everybody
+        # The page itself and its files are the same for everybody.
+        if path in (*PROBES, "/") or path.startswith(PAGE_PREFIX):
             return "nothing"
         return "metrics" if path == "/metrics" else "operator"
 

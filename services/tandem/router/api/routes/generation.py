@@ -9,6 +9,7 @@ ignore. Of several prompts the headers tell of one: the first with a token (a st
 to end.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,8 @@ from tandem.router.api.openai.choices import generate_choices
 from tandem.router.api.openai.fields import warning
 from tandem.router.api.openai.requests import drop_unknown_fields
 from tandem.router.api.openai.structured import Strict
+from tandem.router.placement.hint import HINT_HEADER, PlacementHint
+from tandem.router.placement.hint import read as read_hint
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Generator
@@ -78,8 +81,22 @@ class GenerationRoutes:
             "client_id": request.state.client_id,
             "is_of_session": is_of_session(request.headers.getlist),
             "is_whole": is_whole,
+            "hint": self._hint(request),
         }
         return [replace(one, **caller) for one in asked]
+
+    def _hint(self, request: Request) -> PlacementHint | None:
+        """Returns the placement that an endpoint picker chose for a request to this front."""
+        value, own = request.headers.get(HINT_HEADER), self.config.gateway.front_of
+        if value is None or not own:
+            return None
+        hint = read_hint(
+            value, self.config.cluster.token, request_id=request.state.client_id, now=time.time()
+        )
+        is_own = hint is not None and hint.decode == own
+        outcome = "followed" if is_own else "invalid" if hint is None else "other_worker"
+        self.generator.metrics.hints.labels(outcome=outcome).inc()
+        return hint if is_own else None
 
     def trace(self, request: Request) -> dict[str, str]:
         """Returns the headers of the client's trace."""

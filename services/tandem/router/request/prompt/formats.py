@@ -13,13 +13,19 @@ from tandem.router.request.request import ClientRequest
 
 def with_template_options(answers: ModelFormat, request: ClientRequest) -> ClientRequest:
     """Returns the request with the values that its chat's template gets. Raises BadRequest."""
-    chat = request.prompt
-    if not isinstance(chat, Conversation):
+
+    def filled(chat: Conversation) -> Conversation:
+        if not answers.takes_tools:
+            chat = with_told_tools(chat)
+        options, effort = chat.template_options, chat.reasoning_effort
+        return replace(
+            chat, template_options=answers.template_options(options, effort, chat.thinking)
+        )
+
+    if not isinstance(request.prompt, Conversation):
         return request
-    if not answers.takes_tools:
-        chat = with_told_tools(chat)
-    options = answers.template_options(chat.template_options, chat.reasoning_effort, chat.thinking)
-    return replace(request, prompt=replace(chat, template_options=options))
+    pinned = request.pinned_chat and filled(request.pinned_chat)
+    return replace(request, prompt=filled(request.prompt), pinned_chat=pinned)
 
 
 def wanted_form(

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,7 @@ _CHECKED_MAX = 64  # answers of checks that are kept
 class PreparedPrompt(NamedTuple):
     token_ids: list[int]
     block_hashes: list[bytes]  # of the full blocks; empty while no KV compatibility is known
+    pinned_tokens: int = 0  # of the part of a chat that is to be pinned; 0: all
 
 
 class PromptPreparer:
@@ -111,13 +113,15 @@ class PromptPreparer:
         )
         if cost <= INLINE_COST_MAX:
             return await self._threads.run(
-                tenant, cost, _prepare, self._tokenizer, text, kept, chain
+                tenant, cost, _prepare, self._tokenizer, text, kept, chain, request.pinned_chat
             )
         may_be_too_long = kept is None and is_counted_first(cost, max_model_len)
         if not isinstance(text, tuple) and may_be_too_long:
             text = await self._count(request, text, max_model_len)
-        ids, hashes = await self._processes.run(tenant, cost, _prepare_there, text, kept, chain)
-        return PreparedPrompt(ids.tolist(), hashes)
+        ids, hashes, pinned_tokens = await self._processes.run(
+            tenant, cost, _prepare_there, text, kept, chain, request.pinned_chat
+        )
+        return PreparedPrompt(ids.tolist(), hashes, pinned_tokens)
 
     async def bad_words(self, request: ClientRequest) -> list[list[int]]:
         """Returns the runs of tokens that spell the request's bad words."""
@@ -201,6 +205,7 @@ def _prepare(
     text: _Text,
     kept: int | None,
     chain: Chain | None,
+    pinned: Conversation | None,
 ) -> PreparedPrompt:
     """`kept`: the number of the prompt's last tokens to keep; None: all."""
     if isinstance(text, tuple):
@@ -208,11 +213,22 @@ def _prepare(
     else:
         rendered = text if isinstance(text, RenderedText) else _render(tokenizer, text)
         token_ids = tokenizer.encode_rendered(rendered)
+    pinned_tokens = 0 if pinned is None else _num_equal(tokenizer, pinned, token_ids)
     if kept is not None:
         token_ids = token_ids[-kept:]
-    if chain is None:
-        return PreparedPrompt(token_ids, [])
-    return PreparedPrompt(token_ids, hash_blocks(chain.root, token_ids, chain.block_size))
+    hashes = [] if chain is None else hash_blocks(chain.root, token_ids, chain.block_size)
+    return PreparedPrompt(token_ids, hashes, pinned_tokens)
+
+
+def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int]) -> int:
+    """Returns how many first tokens of a prompt are those of a chat that begins as its own; 0 if
+    the template refuses a part of its messages."""
+    try:
+        begins = tokenizer.encode_rendered(_render(tokenizer, chat))
+    except BadRequest:
+        return 0
+    pairs = zip(begins, token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
@@ -278,8 +294,9 @@ def _prepare_there(
     text: _Text,
     kept: int | None,
     chain: Chain | None,
-) -> tuple[array[int], list[bytes]]:
+    pinned: Conversation | None,
+) -> tuple[array[int], list[bytes], int]:
     """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
-    prepared = _prepare(_process_tokenizer, text, kept, chain)
-    return array("I", prepared.token_ids), prepared.block_hashes
+    prepared = _prepare(_process_tokenizer, text, kept, chain, pinned)
+    return array("I", prepared.token_ids), prepared.block_hashes, prepared.pinned_tokens

@@ -1,0 +1,94 @@
+// The live feed: server-sent events over fetch, because EventSource can send no key.
+
+import {askForKey, headers, message, watchKey} from "./operator.js";
+
+const RETRY_FIRST_MS = 500, RETRY_MAX_MS = 10000;
+const SAMPLES_MAX = 180;
+
+// What the page knows. `came` is when the last event came, by this machine's clock.
+export const state = {
+  head: null, workers: new Map(), requests: new Map(), events: [],
+  samples: [], sampleColumns: [], workerColumns: [], stepS: 5, now: 0, came: 0, error: "",
+};
+
+const objects = (columns, values) => Object.fromEntries(columns.map((name, i) => [name, values[i]]));
+
+// Takes an event into the state; returns which parts changed.
+export function take(kind, data) {
+  const changed = new Set(["now"]);
+  state.now = data.now;
+  if (kind === "full") {
+    state.workerColumns = data.worker_columns;
+    state.sampleColumns = data.sample_columns;
+    state.stepS = data.step_s;
+    state.workers.clear();
+    state.requests.clear();
+    state.samples = [];
+    for (const part of ["workers", "requests", "samples"]) changed.add(part);
+  }
+  for (const part of ["head", "events"]) if (data[part]) { state[part] = data[part]; changed.add(part); }
+  for (const [id, values] of Object.entries(data.workers ?? {})) {
+    state.workers.set(id, objects(state.workerColumns, values));
+    changed.add("workers");
+  }
+  for (const id of data.gone ?? []) { state.workers.delete(id); changed.add("workers"); }
+  for (const request of data.requests ?? []) { state.requests.set(request.id, request); changed.add("requests"); }
+  if (data.samples?.length) {
+    state.samples.push(...data.samples);
+    state.samples.splice(0, state.samples.length - SAMPLES_MAX);
+    changed.add("samples");
+  }
+  return changed;
+}
+
+// Yields {kind, data} of a stream of server-sent events.
+export async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    text += value;
+    let end;
+    while ((end = text.indexOf("\n\n")) >= 0) {
+      const lines = text.slice(0, end).split("\n");
+      text = text.slice(end + 2);
+      const kind = lines.find(line => line.startsWith("event: "))?.slice(7) ?? "message";
+      const data = lines.filter(line => line.startsWith("data: ")).map(line => line.slice(6)).join("\n");
+      if (data && data !== "[DONE]") yield {kind, data: JSON.parse(data)};
+    }
+  }
+}
+
+// Follows the feed for ever. `show(changed, flows)` is called for each event, `tell()` for an error.
+export function follow(show, tell) {
+  let retryMs = RETRY_FIRST_MS, wake = () => {};
+  const run = async () => {
+    for (;;) {
+      try {
+        const answer = await fetch("v1/cluster/live", {headers: headers()});
+        if (answer.status === 401 || answer.status === 403) {
+          state.error = await message(answer);
+          tell();
+          askForKey();
+          await new Promise(resolve => { wake = resolve; }); // until there is a key
+          continue;
+        }
+        if (!answer.ok) throw new Error(await message(answer));
+        for await (const {kind, data} of events(answer.body)) {
+          retryMs = RETRY_FIRST_MS;
+          state.error = "";
+          state.came = performance.now();
+          show(take(kind, data), data.flows ?? []);
+        }
+      } catch (error) {
+        state.error = error instanceof TypeError ? "the router does not answer" : error.message;
+        tell();
+      }
+      await new Promise(resolve => { wake = resolve; setTimeout(resolve, retryMs); });
+      retryMs = Math.min(RETRY_MAX_MS, 2 * retryMs);
+    }
+  };
+  watchKey(() => wake());
+  run();
+}

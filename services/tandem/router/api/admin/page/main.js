@@ -1,0 +1,78 @@
+// The operators' page: one feed, and the parts that show it.
+
+import {makeCharts, showCharts} from "./charts.js";
+import {makeChat, showCurl} from "./chat.js";
+import {ago, byId, setText} from "./dom.js";
+import {follow, state} from "./feed.js";
+import {launch, makePicture, showPicture} from "./picture.js";
+import {makeRequests, showEvents, showRequests} from "./requests.js";
+import {makeWorkers, showPools, showWorkers} from "./workers.js";
+
+const STALE_MS = 3500;
+
+function showHead() {
+  const head = state.head, line = byId("headline");
+  const lowOn = new Set([...state.workers.values()].filter(w => w.memory_is_low).map(w => w.host));
+  const low = lowOn.size ? ` Memory is low on ${[...lowOn].join(", ")}.` : "";
+  setText(line, head.headline + low);
+  line.className = head.is_well && !low ? "good" : "bad";
+  document.title = `${head.is_well ? "" : "! "}Tandem: ${head.headline}`.slice(0, 120);
+}
+
+function showFacts() {
+  const head = state.head;
+  if (!head) return;
+  const routers = `${head.router_id}${head.num_routers > 1 ? ` of ${head.num_routers} routers` : ""}`;
+  setText(byId("facts"), `${head.model} · context ${head.max_model_len} · ${routers} · Tandem ${head.version} · ` +
+    `up ${ago(Math.max(0, state.now - head.started_at))} · Redis ${head.redis} ·`);
+}
+
+function showAge() {
+  const age = performance.now() - state.came;
+  const isStale = !state.came || age > STALE_MS;
+  document.body.classList.toggle("stale", isStale);
+  const why = isStale && state.error ? `: ${state.error}` : "";
+  setText(byId("freshness"), state.came ? `updated ${ago(age / 1000)} ago${why}` : `no data yet${why}`);
+  if (isStale && state.error) {
+    setText(byId("headline"), `This page is not up to date: ${state.error}.`);
+    byId("headline").className = "bad";
+  }
+}
+
+// Parts that are to be shown anew. Each has a task of its own, so that none is long.
+const parts = new Map();
+const PARTS = {
+  head: () => { showHead(); showFacts(); showPools(); showCurl(); },
+  samples: showCharts,
+  workers: () => { showPicture(); parts.set("table", showWorkers); },
+  requests: showRequests,
+  events: showEvents,
+};
+let isWorking = false;
+
+function work() {
+  const [name, part] = parts.entries().next().value ?? [];
+  isWorking = Boolean(part) && !document.hidden;
+  if (!isWorking) return;
+  parts.delete(name);
+  part();
+  setTimeout(work);
+}
+
+function show(changed, flows) {
+  for (const name of changed) if (PARTS[name]) parts.set(name, PARTS[name]);
+  if (document.hidden) return; // until somebody looks
+  if (flows.length) parts.set("flows", () => launch(flows));
+  if (!changed.has("head")) showFacts();
+  showAge();
+  if (!isWorking) work();
+}
+
+document.addEventListener("visibilitychange", () => { if (!isWorking) work(); });
+makeCharts();
+makePicture();
+makeWorkers();
+makeRequests();
+makeChat();
+setInterval(showAge, 1000);
+follow(show, showAge);

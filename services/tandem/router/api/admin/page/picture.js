@@ -1,0 +1,176 @@
+// The picture: routers, prefill and decode workers on a canvas, with blocks and streams on their way.
+
+import {byId, byNumber, color} from "./dom.js";
+import {state} from "./feed.js";
+
+const BOXES_MAX = 12; // of a pool; more are drawn as small cells
+const FLIGHT_MS = 1400, PARTICLES_MAX = 300;
+const GOOD = new Set(["ready", "draining"]);
+const still = matchMedia("(prefers-reduced-motion: reduce)");
+const FLOWS_MAX = 40; // that one event launches
+const SHARES = [[.02, .15], [.24, .52], [.64, .92]]; // of the width, for each column
+// The workers are on one canvas, what moves is on another one above it.
+let box, canvas, context, above, colors = {}, places = new Map(), particles = [], isRunning = false;
+let drawn = {key: "", tones: new Map()}, last = [];
+
+function readColors() {
+  for (const name of ["back", "text", "muted", "line", "good", "bad", "warn", "pull", "move"]) colors[name] = color(name);
+}
+
+function columnsOf() {
+  const of = role => [...state.workers.entries()].filter(([, w]) => w.role === role).sort(([a], [b]) => byNumber(a, b));
+  const routers = Array.from({length: Math.min(8, state.head?.num_routers ?? 1)}, (_, i) =>
+    [i ? `router (${i + 1})` : state.head?.router_id ?? "router", null]);
+  return [["Routers", routers], ["Prefill", of("prefill")], ["Decode", of("decode")]];
+}
+
+function layout(columns, width) {
+  const edges = SHARES.map(edge => edge.map(share => share * width));
+  places = new Map();
+  let bottom = 0;
+  columns.forEach(([, members], column) => {
+    const [left, right] = edges[column];
+    const isSmall = members.length > BOXES_MAX;
+    const cell = isSmall ? Math.max(7, Math.min(18, Math.sqrt((right - left) * 260 / members.length))) : 0;
+    const perRow = isSmall ? Math.floor((right - left) / cell) : 1;
+    members.forEach(([id], i) => {
+      const place = isSmall
+        ? {x: left + (i % perRow) * cell, y: 34 + Math.floor(i / perRow) * cell, w: cell - 2, h: cell - 2, isSmall}
+        : {x: left, y: 34 + i * 38, w: right - left, h: 30, isSmall};
+      places.set(id, place);
+      bottom = Math.max(bottom, place.y + place.h);
+    });
+  });
+  return Math.max(120, bottom + 14);
+}
+
+function tone(worker) {
+  if (!worker) return colors.pull;
+  if (worker.state === "draining" || worker.state === "loading" || worker.state === "starting") return colors.warn;
+  return GOOD.has(worker.state) ? colors.good : worker.state === "stopped" ? colors.muted : colors.bad;
+}
+
+function told(worker) {
+  if (!worker) return "";
+  if (worker.state !== "ready") return worker.state;
+  return worker.role === "prefill" ? `${worker.leases} leases` : `${worker.running} running, ${worker.waiting} waiting`;
+}
+
+function drawWorker(id, worker, at) {
+  const used = worker ? worker.kv_used_percent / 100 : 0;
+  const key = `${worker?.state} ${at.isSmall ? Math.round(8 * used) : `${worker?.kv_used_percent} ${told(worker)}`}`;
+  if (drawn.tones.get(id) === key) return; // it looks as before
+  drawn.tones.set(id, key);
+  context.clearRect(at.x - 2, at.y - 2, at.w + 4, at.h + 4);
+  context.fillStyle = colors.back;
+  context.fillRect(at.x, at.y, at.w, at.h);
+  context.globalAlpha = at.isSmall ? .35 + .65 * used : .3;
+  context.fillStyle = tone(worker);
+  context.fillRect(at.x, at.y, at.isSmall ? at.w : at.w * used, at.h);
+  context.globalAlpha = 1;
+  context.strokeStyle = tone(worker);
+  context.lineWidth = worker && !GOOD.has(worker.state) ? 2.5 : 1;
+  context.strokeRect(at.x, at.y, at.w, at.h);
+  if (at.isSmall) return;
+  context.fillStyle = colors.text;
+  context.fillText(id, at.x + 8, at.y + 19, at.w * .5);
+  context.textAlign = "right";
+  context.fillText(told(worker), at.x + at.w - 8, at.y + 19, at.w * .5);
+  context.textAlign = "left";
+}
+
+function drawBase() {
+  const ratio = devicePixelRatio || 1, width = box.clientWidth, columns = columnsOf();
+  const key = [ratio, width, colors.back, ...columns.flatMap(([, members]) => members.map(([id]) => id))].join();
+  if (key !== drawn.key) {
+    drawn = {key, tones: new Map()};
+    const height = layout(columns, width);
+    for (const each of [canvas, above.canvas]) { // this clears them, too
+      [each.width, each.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+      each.style.height = `${height}px`;
+      each.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+    }
+    context.font = "13px system-ui, sans-serif";
+    context.fillStyle = colors.muted;
+    columns.forEach(([name, members], i) => {
+      context.fillText(name + (i ? ` workers (${members.length})` : ""), SHARES[i][0] * width, 20);
+    });
+  }
+  for (const [, members] of columns) for (const [id, worker] of members) drawWorker(id, worker, places.get(id));
+}
+
+function ends(source, target) {
+  const from = places.get(source), to = places.get(target);
+  if (!from || !to) return null;
+  const isOneColumn = from.x === to.x; // a stream that moves within a pool bows out to the right
+  const isRight = from.x <= to.x;
+  const a = {x: isRight ? from.x + from.w : from.x, y: from.y + from.h / 2};
+  const b = {x: isOneColumn || !isRight ? to.x + to.w : to.x, y: to.y + to.h / 2};
+  const bow = isOneColumn ? 1.6 * Math.min(60, box.clientWidth - a.x) : 0;
+  return {a, b, middle: {x: (a.x + b.x) / 2 + bow, y: (a.y + b.y) / 2}};
+}
+
+// Sets blocks and streams off: [kind, source, target, number].
+export function launch(flows) {
+  const now = performance.now();
+  for (const [kind, source, target, number] of flows.toSorted((a, b) => b[3] - a[3]).slice(0, FLOWS_MAX)) {
+    const way = ends(source, target);
+    if (!way || particles.length >= PARTICLES_MAX) continue;
+    const many = still.matches ? 1 : Math.min(8, 1 + Math.round(Math.log2(number)));
+    for (let i = 0; i < many; i++) particles.push({kind, way, began: now + i * 90, hasLine: i === many - 1});
+  }
+  last = flows;
+  box.setAttribute("aria-label", describe());
+  if (particles.length && !isRunning) { isRunning = true; requestAnimationFrame(frame); }
+}
+
+function frame(now) {
+  above.clearRect(0, 0, box.clientWidth, box.clientHeight);
+  particles = particles.filter(p => now < p.began + FLIGHT_MS);
+  for (const kind of ["pull", "move"]) {
+    const mine = particles.filter(p => p.kind === kind), lines = new Path2D(), dots = new Path2D();
+    for (const {way: {a, b, middle}, began, hasLine} of mine) {
+      const t = (now - began) / FLIGHT_MS, u = 1 - t;
+      if (hasLine) { lines.moveTo(a.x, a.y); lines.quadraticCurveTo(middle.x, middle.y, b.x, b.y); }
+      if (t < 0 || still.matches) continue;
+      const x = u * u * a.x + 2 * u * t * middle.x + t * t * b.x;
+      const y = u * u * a.y + 2 * u * t * middle.y + t * t * b.y;
+      dots.rect(x - 3, y - 3, 6, 6);
+    }
+    above.strokeStyle = above.fillStyle = colors[kind];
+    above.lineWidth = kind === "pull" ? 1 : 2;
+    above.globalAlpha = .4;
+    above.stroke(lines);
+    above.globalAlpha = 1;
+    above.fill(dots);
+  }
+  isRunning = particles.length > 0;
+  if (isRunning) requestAnimationFrame(frame);
+}
+
+function describe() {
+  const count = new Map();
+  for (const worker of state.workers.values()) {
+    const key = `${worker.role} ${worker.state}`;
+    count.set(key, (count.get(key) ?? 0) + 1);
+  }
+  const sum = kind => last.filter(flow => flow[0] === kind).reduce((total, flow) => total + flow[3], 0);
+  const known = [...count].map(([key, n]) => `${n} ${key}`).join(", ") || "no worker is known";
+  return `Workers: ${known}. Lately ${sum("pull")} blocks were pulled and ${sum("move")} streams moved.`;
+}
+
+export function showPicture() {
+  drawBase();
+  box.setAttribute("aria-label", describe());
+}
+
+export function makePicture() {
+  box = byId("picture");
+  const canvases = box.querySelectorAll("canvas");
+  canvas = canvases[0];
+  context = canvas.getContext("2d");
+  above = canvases[1].getContext("2d");
+  readColors();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColors(); showPicture(); });
+  new ResizeObserver(() => { if (state.head) drawBase(); }).observe(box);
+}

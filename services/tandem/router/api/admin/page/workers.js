@@ -1,0 +1,134 @@
+// The table of workers and the pools, with what an operator may change.
+
+import {byId, byNumber, make, row, setText} from "./dom.js";
+import {state} from "./feed.js";
+import {change, sure} from "./operator.js";
+
+const ROWS_MAX = 40;
+const WELL = new Set(["ready", "draining", "stopped"]), CHANGING = new Set(["loading", "starting", "draining"]);
+const rows = [];
+let first = 0;
+
+const NOTED = new Set(["ready", "stopped"]); // a note is what is wrong
+const isIll = worker => !WELL.has(worker.state) || (NOTED.has(worker.state) && worker.note);
+
+function found() {
+  const words = byId("worker-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const matches = ([id, w]) => words.every(word =>
+    `${id} ${w.pool} ${w.role} ${w.state} ${w.host}`.toLowerCase().includes(word));
+  const rank = ([, w]) => (isIll(w) ? 0 : w.state === "draining" ? 1 : w.state === "stopped" ? 3 : 2);
+  return [...state.workers].filter(matches).sort((a, b) =>
+    rank(a) - rank(b) || a[1].pool.localeCompare(b[1].pool) || byNumber(a[0], b[0]));
+}
+
+const NAMES = ["name", "role", "state", "running", "waiting", "leases", "pulls", "kv", "transports", "host", "tools"];
+const NUMBERS = ["running", "waiting", "leases", "pulls"];
+
+// Rows are made once and filled anew: a worker's numbers change each second.
+function makeRow() {
+  const cells = Object.fromEntries(NAMES.map(name => [name, make("td", undefined, NUMBERS.includes(name) ? "n" : "")]));
+  const bar = make("span", undefined, "bar"), tools = ["role", "drain"].map(() => make("button"));
+  cells.name.className = cells.tools.className = "id";
+  cells.fill = make("i");
+  cells.percent = make("span");
+  bar.append(cells.fill);
+  cells.kv.append(bar, cells.percent);
+  cells.tools.append(tools[0], " ", tools[1]);
+  for (const tool of tools) tool.type = "button";
+  [cells.toRole, cells.drain] = tools;
+  cells.row = row(...NAMES.map(name => cells[name]));
+  return cells;
+}
+
+function fill(cells, [id, w]) {
+  const ill = isIll(w), other = w.role === "prefill" ? "decode" : "prefill";
+  const low = w.memory_is_low ? " (memory is low)" : "";
+  setText(cells.name, id);
+  setText(cells.role, w.role + (w.pool && w.pool !== w.role ? ` (of ${w.pool})` : ""));
+  setText(cells.state, w.state + (w.note ? `: ${w.note}` : "") + low);
+  cells.state.className = low ? "bad" : CHANGING.has(w.state) ? "warn" : ill ? "bad" : w.state === "ready" ? "good" : "";
+  for (const name of NUMBERS) setText(cells[name], String(w[name]));
+  setText(cells.percent, `${w.kv_used_percent}%`);
+  cells.fill.style.width = `${Math.min(100, w.kv_used_percent)}%`;
+  setText(cells.transports, w.transports || "–");
+  setText(cells.host, w.host || "–");
+  cells.row.className = w.address ? (ill ? "ill" : "") : "gone";
+  if (cells.id === id && cells.other === other) return;
+  [cells.id, cells.other] = [id, other];
+  setText(cells.toRole, `To ${other}`);
+  cells.toRole.setAttribute("aria-label", `To ${other}: ${id}`);
+  cells.toRole.dataset.key = `role ${id}`;
+  setText(cells.drain, "Drain");
+  cells.drain.setAttribute("aria-label", `Drain ${id}`);
+  cells.drain.dataset.key = `drain ${id}`;
+}
+
+export function showWorkers() {
+  const all = found(), body = byId("workers").tBodies[0];
+  first = Math.max(0, Math.min(first, Math.floor((all.length - 1) / ROWS_MAX) * ROWS_MAX));
+  const shown = all.slice(first, first + ROWS_MAX);
+  const focused = body.contains(document.activeElement) ? document.activeElement.dataset.key : "";
+  while (rows.length < shown.length) { rows.push(makeRow()); body.append(rows.at(-1).row); }
+  while (rows.length > shown.length) rows.pop().row.remove();
+  shown.forEach((each, i) => {
+    fill(rows[i], each);
+    rows[i].toRole.hidden = rows[i].drain.hidden = !each[1].address;
+  });
+  if (focused && document.activeElement.dataset.key !== focused) { // its worker has another row now
+    body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({preventScroll: true});
+  }
+  setText(byId("workers-shown"), all.length ? `${first + 1} to ${first + shown.length} of ${all.length}` : "none");
+  byId("workers-back").disabled = first === 0;
+  byId("workers-on").disabled = first + shown.length >= all.length;
+}
+
+// The row of a pool is made once, so that a size that is being typed stays.
+export function showPools() {
+  const box = byId("pools");
+  for (const [name, pool] of Object.entries(state.head.pools)) {
+    let form = box.querySelector(`[data-pool="${CSS.escape(name)}"]`);
+    if (!form) {
+      form = make("form", undefined, "pool");
+      form.dataset.pool = name;
+      const size = make("input"), label = make("label", `${name}: `);
+      size.type = "number";
+      size.min = "0";
+      size.value = pool.wanted ?? pool.running ?? 0;
+      label.append(size);
+      form.append(label, make("button", "Scale"), make("span", "", "muted"));
+      form.addEventListener("submit", event => scale(event, name, size));
+      box.append(form);
+    }
+    const ready = name === "router" ? "" : `, ${pool.ready} ready`;
+    setText(form.lastChild, `${pool.running ?? 0} of ${pool.wanted ?? "?"} run${ready}`);
+  }
+}
+
+async function scale(event, name, size) {
+  event.preventDefault();
+  if (!await sure(`Scale the ${name} pool to ${size.value}?`, "Scale")) return;
+  await change("v1/cluster", {[name]: Number(size.value)}, `The ${name} pool is asked for ${size.value}.`);
+}
+
+async function act(key) {
+  const [action, id] = key.split(/ (.*)/), worker = state.workers.get(id), path = `v1/cluster/workers/${encodeURIComponent(id)}`;
+  if (!worker) return;
+  if (action === "role") {
+    const role = worker.role === "prefill" ? "decode" : "prefill";
+    if (!await sure(`Move ${id} to the ${role} pool?`, "Move")) return;
+    await change(`${path}/role`, {role}, `${id} is in the ${role} pool.`);
+  } else {
+    if (!await sure(`Drain ${id}? Its streams move to other workers, then it ends.`, "Drain")) return;
+    await change(`${path}/drain`, {}, `${id} drains.`);
+  }
+}
+
+export function makeWorkers() {
+  byId("worker-filter").addEventListener("input", () => { first = 0; showWorkers(); });
+  byId("workers-back").addEventListener("click", () => { first -= ROWS_MAX; showWorkers(); });
+  byId("workers-on").addEventListener("click", () => { first += ROWS_MAX; showWorkers(); });
+  byId("workers").addEventListener("click", event => {
+    const key = event.target.closest("button")?.dataset.key;
+    if (key) act(key);
+  });
+}

@@ -1,0 +1,171 @@
+"""The last 15 minutes of a router, for the operators' page. Pure.
+
+A sample is taken every `STEP_S`. It has rates since the sample before, from the router's own
+metrics, and sums over the workers that the router knows. The oldest sample falls out. Percentiles
+are interpolated within the buckets of the histograms, as PromQL's histogram_quantile does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+STEP_S = 5.0
+SAMPLES_MAX = 180  # 15 minutes
+_WELL = ("stop", "length")
+_NO_ERRORS = (*_WELL, "cancelled")
+_TIERS = ("host", "disk", "store", "peer")
+# The columns of a sample. A share is 0 to 1; None: nothing happened that it could tell of.
+COLUMNS = (
+    "at",  # seconds since the epoch
+    *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
+    *("ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
+    *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
+    *("kv_used_share", "kv_cached_share"),
+    *("pulled_mb_per_s", "num_pulls", "num_leases", "moves_per_s"),
+)
+Sample = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSums:
+    """Sums over all workers."""
+
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    num_pulls: int = 0
+    num_leases: int = 0
+
+
+class History:
+    """The samples of one router. `metrics` has the attributes of `Metrics`."""
+
+    def __init__(self, metrics: Any) -> None:
+        self._metrics = metrics
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+        self._before = self._read()
+        self._before_at: float | None = None
+        self.num_taken = 0
+
+    def take(self, now: float, sums: WorkerSums) -> None:
+        """Takes a sample; `now` is in seconds since the epoch."""
+        read = self._read()
+        elapsed_s = STEP_S if self._before_at is None else max(0.001, now - self._before_at)
+        self._samples.append(self._sample(now, elapsed_s, self._before, read, sums))
+        self._before, self._before_at = read, now
+        self.num_taken += 1
+
+    def since(self, num_taken: int) -> list[Sample]:
+        """Returns the samples that came after the first `num_taken`, as far as they are kept."""
+        new = min(self.num_taken - num_taken, len(self._samples))
+        return list(self._samples)[len(self._samples) - new :] if new > 0 else []
+
+    def _read(self) -> _Reading:
+        metrics = self._metrics
+        outcomes: dict[str, float] = {}
+        for labels, value in _counts(metrics.requests):
+            outcomes[labels["outcome"]] = outcomes.get(labels["outcome"], 0.0) + value
+        return _Reading(
+            outcomes=outcomes,
+            ttft=_buckets(metrics.ttft_s),
+            itl=_buckets(metrics.itl_s),
+            tokens=_total(metrics.generation_tokens),
+            prompt=_total(metrics.prompt_tokens),
+            cached=_total(metrics.cached_tokens),
+            tiers={labels["tier"]: value for labels, value in _counts(metrics.cached_by_tier)},
+            pulled_bytes=_total(metrics.pulled_bytes),
+            moves=_total(metrics.migrations),
+        )
+
+    def _sample(
+        self, now: float, elapsed_s: float, before: _Reading, read: _Reading, sums: WorkerSums
+    ) -> Sample:
+        def rate(value: Callable[[_Reading], float]) -> float:
+            return round(max(0.0, value(read) - value(before)) / elapsed_s, 3)
+
+        def of_tier(tier: str) -> float:
+            return rate(lambda r: r.tiers.get(tier, 0.0))
+
+        prompt, total = read.prompt - before.prompt, sums.blocks_total
+        by_tier = [of_tier(tier) for tier in _TIERS]
+        return (
+            round(now, 1),
+            rate(lambda r: sum(r.outcomes.values())),
+            rate(lambda r: sum(n for o, n in r.outcomes.items() if o not in _NO_ERRORS)),
+            rate(lambda r: r.outcomes.get("cancelled", 0.0)),
+            _total(self._metrics.requests_running),
+            _total(self._metrics.requests_pending),
+            *(read.ttft.quantile_ms(before.ttft, share) for share in (0.5, 0.95)),
+            *(read.itl.quantile_ms(before.itl, share) for share in (0.5, 0.95)),
+            rate(lambda r: r.tokens),
+            round((read.cached - before.cached) / prompt, 4) if prompt > 0 else None,
+            round(max(0.0, rate(lambda r: r.cached) - sum(by_tier)), 3),
+            *by_tier,
+            round(sums.blocks_used / total, 4) if total else None,
+            round(sums.blocks_cached / total, 4) if total else None,
+            round(rate(lambda r: r.pulled_bytes) / 1e6, 3),
+            sums.num_pulls,
+            sums.num_leases,
+            rate(lambda r: r.moves),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """A histogram: upper bounds, and how many observations are not above each."""
+
+    bounds: Sequence[float]
+    counts: Sequence[float]
+
+    def quantile_ms(self, before: _Buckets, share: float) -> float | None:
+        """Returns a quantile of what was observed since `before`; None if nothing was. In the last
+        bucket, which has no upper bound, it is the bucket's lower bound."""
+        counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
+        if not counts[-1]:
+            return None
+        wanted, lower, below = share * counts[-1], 0.0, 0.0
+        for bound, count in zip(self.bounds, counts, strict=True):
+            if count >= wanted:
+                inside = (wanted - below) / (count - below) if count > below else 1.0
+                upper = lower if math.isinf(bound) else bound
+                return round(1000 * (lower + (upper - lower) * inside), 2)
+            lower, below = bound, count
+        raise AssertionError("the last bucket holds every observation")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The metrics at one moment; all of them only grow."""
+
+    outcomes: dict[str, float]
+    ttft: _Buckets
+    itl: _Buckets
+    tokens: float
+    prompt: float
+    cached: float
+    tiers: dict[str, float]
+    pulled_bytes: float
+    moves: float
+
+
+def _counts(metric: Counter) -> Iterable[tuple[dict[str, str], float]]:
+    for family in metric.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                yield sample.labels, sample.value
+
+
+def _total(metric: Any) -> float:
+    return sum(value for _, value in _counts(metric))
+
+
+def _buckets(metric: Histogram) -> _Buckets:
+    (family,) = metric.collect()
+    found = [s for s in family.samples if s.name.endswith("_bucket")]
+    return _Buckets([float(s.labels["le"]) for s in found], [s.value for s in found])

@@ -1,0 +1,53 @@
+"""Counts the calls of the public HTTP API by route and status, and measures how long they take."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.router.metrics.router import Metrics
+
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+_CLIENT_GONE = 499  # nginx' code for a client that did not wait for its answer
+
+
+class HttpMetrics:
+    """ASGI middleware. The duration is until the last byte of the answer was sent.
+
+    A label comes from a route's own path or from a list: clients cannot add series.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, uncounted: tuple[str, ...]) -> None:
+        """`uncounted` are paths of probes."""
+        self._app = app
+        self._metrics = metrics
+        self._uncounted = uncounted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._uncounted:
+            await self._app(scope, receive, send)
+            return
+        began_s = time.monotonic()
+        status = _CLIENT_GONE
+
+        async def send_seen(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_seen)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._count(scope, status, time.monotonic() - began_s)
+
+    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        handler = getattr(scope.get("route"), "path", "none")
+        labels = {"method": method, "handler": handler}
+        self._metrics.http_requests.labels(**labels, status=f"{status // 100}xx").inc()
+        self._metrics.http_request_duration_s.labels(**labels).observe(seconds)

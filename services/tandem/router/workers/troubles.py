@@ -1,0 +1,56 @@
+"""Troubles of a worker that serves: its clock, its disk, its peers. Pure."""
+
+import re
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Literal
+
+from tandem.store.registry import WorkerRecord
+
+_NO_ANSWER = re.compile("silent|time|unavailable|connect", re.IGNORECASE)
+
+Trouble = Literal["", "clock", "disk", "unreachable", "stalled"]
+
+CLOCK_OFF_S = 5.0
+_DISK_FULL_SHARE = 0.02
+_DISK_FULL_BYTES = 1 << 30  # at most: of a large disk 2% is much
+
+
+def trouble_of(
+    record: WorkerRecord, clock_ahead_s: float, blaming: Iterable[WorkerRecord]
+) -> tuple[Trouble, str]:
+    """Returns what is wrong with a ready worker, and a note about it; `blaming` are the records of
+    workers that write and cannot reach a peer, `clock_ahead_s` is by the clock of most."""
+    if abs(clock_ahead_s) > CLOCK_OFF_S:
+        way = "ahead" if clock_ahead_s > 0 else "behind"
+        return "clock", f"its clock is {abs(clock_ahead_s):.0f} s {way} of this router's"
+    free, total = record.disk_free_bytes, record.disk_total_bytes
+    if free < min(_DISK_FULL_SHARE * total, _DISK_FULL_BYTES):
+        room = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
+        return "disk", f"the disk of logs or of copies of blocks is full: {room}"
+    if record.unreachable and not blames_peers(record):
+        (peer, why), more = next(iter(record.unreachable.items())), len(record.unreachable) - 1
+        return "unreachable", f"it cannot read blocks from {peer}{_others(more)}: {why}"
+    name = record.worker_id
+    if who := [(r.worker_id, r.unreachable[name]) for r in blaming if name in r.unreachable]:
+        (first, why), more = who[0], len(who) - 1
+        cut = ". Is the link between them cut?" if _NO_ANSWER.search(why) else ""
+        return "unreachable", f"{first}{_others(more)} cannot read blocks from it: {why}{cut}"
+    return "", ""
+
+
+def blames_peers(record: WorkerRecord) -> bool:
+    """Returns whether the peers that a worker cannot read from are what is wrong, rather than the
+    worker itself, which then reads from few."""
+    return 0 < len(record.unreachable) <= max(1, len(record.pairs))
+
+
+def _others(number: int) -> str:
+    return f" and {number} more" if number else ""
+
+
+def clock_of_router(ahead_s: Sequence[float]) -> float:
+    """Returns how far the clocks of most workers are ahead of this router's, if that is much: then
+    it is the router's that is wrong. Two workers cannot outvote a router."""
+    common_s = median(ahead_s) if len(ahead_s) > 2 else 0.0
+    return common_s if abs(common_s) > CLOCK_OFF_S else 0.0
