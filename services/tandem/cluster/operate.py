@@ -8,6 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +25,8 @@ _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
 _END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and its record
 _PIPE_COLUMNS = 200
+_LATELY_S = 300.0
+_LATELY_MAX = 8  # events of a status
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
 _LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # than the first token
@@ -47,6 +50,21 @@ def show_status(url: str) -> None:
     screen.print(_workers_table(state["workers"], state.get("known_workers", ())))
     for warning in memory_warnings(state["workers"]):
         screen.print(f"[yellow]{warning}[/]")
+    if state["redis"] == "ok":
+        _show_lately(url, screen)
+
+
+def _show_lately(url: str, screen: Console) -> None:
+    """Prints the last events of the last minutes."""
+    with suppress(OperateError):
+        events = ask(url, "GET", path=f"/v1/cluster/events?limit={_LATELY_MAX}")["events"]
+        lately = [e for e in events if time.time() - e["at"] < _LATELY_S]
+        if lately:
+            screen.print("\nlately:")
+        for event in reversed(lately):
+            ago = f"{max(0.0, time.time() - event['at']):.0f} s ago"
+            about = f" {event['about']}" if event["about"] else ""
+            screen.print(escape(f"  {ago}: {event['kind']}{about}: {event['text']}"))
 
 
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:

@@ -2,6 +2,12 @@
 
     Member: planned -> starting -> running <-> restarting        (its agent's reports)
                any of them, when the pool shrinks: draining -> gone, and the member is removed
+               any of them, when its host is lost: lost -> pending, if that host comes back
+
+A lost member keeps its name, because its process may still run: the next one gets another name.
+
+With `ClusterSpec.on_nodes` Ray's nodes come and go by themselves, and a member takes resources of
+its node. Members share nodes as long as they fit, so that other nodes become idle.
 
 Knows no Ray, no process and no clock.
 """
@@ -9,7 +15,8 @@ Knows no Ray, no process and no clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -17,28 +24,42 @@ import msgspec
 from tandem.config.cluster import Pool
 from tandem.pool_sizes import POOLS
 
-MemberState = Literal["pending", "running", "restarting", "draining", "gone"]
+Leave = Literal["leaves", "drains"]  # of a host: its members are replaced; they are drained, too
+MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
 
 
 class PoolCommand(msgspec.Struct, frozen=True):
     """The command of a pool's processes; `{id}`, `{core}` and `{NAME}` of a port are filled in."""
 
     command: list[str]
-    ports: dict[str, int] = {}  # of the pool's first process; others get 0, the system's choice
+    ports: dict[str, int] = {}  # of one process on each host; others get 0, the system's choice
     pinned: bool = False  # its engine gets a core
+    resources: dict[str, float] = {}  # what one process takes of a node of Ray, where they count
 
     def filled(self, member: Member) -> list[str]:
-        first = member.member_id == f"{member.pool}-0"
         values = {
             "{id}": member.member_id,
             "{core}": "" if member.core is None else str(member.core),
         }
-        values |= {f"{{{name}}}": str(p if first else 0) for name, p in self.ports.items()}
+        named = member.has_ports
+        values |= {f"{{{name}}}": str(p if named else 0) for name, p in self.ports.items()}
         return [values.get(argument, argument) for argument in self.command]
 
 
+class Host(msgspec.Struct, frozen=True):
+    """A machine of the cluster. `host_id` is empty where there is only one."""
+
+    host_id: str
+    cores: list[int]  # that engines may be pinned to
+    labels: dict[str, str] = {}
+    resources: dict[str, float] = {}  # of a node of Ray, where they count
+
+
 class ClusterSpec(msgspec.Struct, frozen=True):
-    """The processes of this machine; no secrets: those are in the environment."""
+    """The processes of one machine; no secrets: those are in the environment.
+
+    With `on_nodes` the machines are the nodes of a Ray cluster that others start and end.
+    """
 
     cluster_id: str
     run_folder: str
@@ -46,6 +67,22 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     wanted: dict[Pool, int]  # at the start
     cores: list[int]  # that engines may be pinned to
     drain_deadline_s: float = 45.0  # longer than a worker or a router drains itself
+    leave_notice_s: float = 5.0  # that a router serves on while its clients learn that it leaves
+    host_id: str = ""
+    labels: dict[str, str] = {}
+    number: int = 0  # the fencing number of this head; 0 where no machine can join
+    host_before: str = ""  # the one that was the head and let its lease end
+    selectors: dict[Pool, dict[str, str]] = {}  # labels that a host of this pool must have
+    on_nodes: bool = False
+    requests_nodes: bool = False  # Ray's autoscaler is asked for nodes that lack
+
+    @property
+    def host(self) -> Host:
+        return Host(self.host_id, self.cores, self.labels)
+
+    def resources(self, pool: Pool) -> dict[str, float]:
+        """Returns what one process of a pool takes of its node: by default one seat of the pool."""
+        return self.pools[pool].resources or {pool: 1.0}
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -59,35 +96,105 @@ class Member(msgspec.Struct, frozen=True):
     pid: int = 0
     num_starts: int = 0
     last_line: str = ""  # of the log of its process that ended
+    ending: str = ""  # how that process ended
+    is_stopped: bool = False  # its process, as by SIGSTOP
     since: float = 0.0  # seconds since the Unix epoch: when its agent reported this state
+    host: str = ""
+    has_ports: bool = False  # it gets the ports that its pool's command names
+    num_losses: int = 0  # of its host; each new agent has another name
 
     @property
     def agent_name(self) -> str:
-        return f"agent-{self.member_id}-{self.ordinal}"
+        again = f"-{self.num_losses}" if self.num_losses else ""
+        return f"agent-{self.member_id}-{self.ordinal}{again}"
 
     @property
     def leaves(self) -> bool:
-        return self.state in ("draining", "gone")
+        return self.state in ("draining", "gone", "lost")
+
+    @property
+    def is_coming_back(self) -> bool:
+        """Returns whether its host is back, and its new agent has told nothing yet."""
+        return self.state == "pending" and self.num_losses > 0
 
 
 def plan(
-    spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
+    spec: ClusterSpec,
+    wanted: Mapping[Pool, int],
+    members: Sequence[Member],
+    hosts: Sequence[Host] | None = None,
+    leaving: Mapping[str, Leave] = MappingProxyType({}),
 ) -> tuple[list[Member], list[Member]]:
-    """Returns (members to add, members to drain) so that the pools get their wanted sizes."""
+    """Returns (members to add, members to drain) so that the pools get their wanted sizes.
+
+    `hosts` are those that answer, by default the machine of the spec. A pool stays smaller than
+    wanted while no host fits. Members on a `leaving` host are replaced, and stay until it says that
+    they may drain. A member moves where a host has two fewer of its pool: the pool is larger by one
+    until the new member runs.
+    """
+    hosts = [spec.host] if hosts is None else hosts
+    hosts = [host for host in hosts if host.host_id not in leaving]
     add: list[Member] = []
-    drain: list[Member] = []
+    drain = [m for m in members if not m.leaves and leaving.get(m.host) == "drains"]
     for pool in POOLS:
-        there = [m for m in members if m.pool == pool and not m.leaves]
+        there = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
         missing = wanted.get(pool, 0) - len(there)
         for _ in range(missing):
-            add.append(_next_member(spec, pool, [*members, *add]))
+            if (host := _host_for(spec, pool, [*members, *add], hosts)) is None:
+                break
+            add.append(_next_member(spec, pool, [*members, *add], host))
         if missing < 0:
-            drain += sorted(there, key=lambda m: m.ordinal, reverse=True)[:-missing]
+            leave = _surplus_on_nodes if spec.on_nodes else _surplus
+            drain += leave(there, -missing)
+        elif (
+            missing == 0
+            and not spec.on_nodes
+            and (host := _host_to_move_to(spec, pool, members, hosts)) is not None
+        ):
+            add.append(_next_member(spec, pool, [*members, *add], host))
     return add, drain
 
 
-def describe(wanted: Mapping[Pool, int], members: Sequence[Member]) -> dict[str, object]:
-    """Returns the state of all pools as it lies in Redis and in `/v1/cluster`."""
+def node_bundles(
+    spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
+) -> list[tuple[dict[str, float], dict[str, str]]]:
+    """Returns (resources, labels) for each process that is wanted, as Ray's nodes must have them.
+
+    The list is empty while every wanted process is on its node, which keeps that node. Ray would
+    else match the request with any nodes, idle ones among them, and those would stay.
+    """
+    placed = Counter(m.pool for m in members if not m.leaves and m.state != "pending")
+    if all(placed[pool] >= wanted.get(pool, 0) for pool in spec.pools):
+        return []
+    return [
+        (spec.resources(pool), spec.selectors.get(pool, {}))
+        for pool in spec.pools
+        for _ in range(wanted.get(pool, 0))
+    ]
+
+
+def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
+    """Returns the members that are lost with these hosts, as they are now."""
+    return [
+        msgspec.structs.replace(m, state="lost", pid=0, is_stopped=False)
+        for m in members
+        if m.host in host_ids and m.state != "lost"
+    ]
+
+
+def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
+    """Returns the lost members whose host is back, as they are now: each gets a new agent."""
+    return [
+        msgspec.structs.replace(m, state="pending", num_losses=m.num_losses + 1)
+        for m in members
+        if m.host in host_ids and m.state == "lost"
+    ]
+
+
+def describe(
+    wanted: Mapping[Pool, int], members: Sequence[Member], pools: Collection[Pool] = POOLS
+) -> dict[str, object]:
+    """Returns the state of these pools as it lies in Redis and in `/v1/cluster`."""
     return {
         pool: {
             "wanted": wanted.get(pool, 0),
@@ -100,25 +207,109 @@ def describe(wanted: Mapping[Pool, int], members: Sequence[Member]) -> dict[str,
                     "core": m.core,
                     "starts": m.num_starts,
                     "last_line": m.last_line,
+                    "exit": m.ending,
+                    "is_stopped": m.is_stopped,
                     "since": m.since,
+                    **({"host": m.host} if m.host else {}),
                 }
                 for m in members
                 if m.pool == pool
             ],
         }
         for pool in POOLS
+        if pool in pools
     }
 
 
-def _next_member(spec: ClusterSpec, pool: Pool, members: Sequence[Member]) -> Member:
+def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:
+    """Returns the members of a pool that leave: the newest of the host with the most of them.
+
+    A running member stays until as many run as are to remain. Meanwhile one of its host that does
+    not run leaves in its place, or nobody: a new member on another host is on its way. One whose
+    host is back stays until its agent tells how it is: it may run, and clients know its address.
+    """
+    left = list(there)
+    for _ in range(num_surplus):
+        by_host = Counter(m.host for m in left)
+        crowded = [m for m in left if by_host[m.host] == max(by_host.values())]
+        if sum(m.state == "running" for m in left) <= len(there) - num_surplus:
+            crowded = [m for m in crowded if m.state != "running" and not m.is_coming_back]
+        if not crowded:
+            break
+        left.remove(max(crowded, key=lambda m: m.ordinal))
+    return [m for m in there if m not in left]
+
+
+def _surplus_on_nodes(there: Sequence[Member], num_surplus: int) -> list[Member]:
+    """Returns the members that leave: those that do not run, then of the node with the fewest."""
+    by_host = Counter(m.host for m in there)
+    order = sorted(there, key=lambda m: (m.state == "running", by_host[m.host], -m.ordinal))
+    leave = {m.ordinal for m in order[:num_surplus]}
+    return [m for m in there if m.ordinal in leave]
+
+
+def _host_to_move_to(
+    spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
+) -> Host | None:
+    """Returns the host that is to get a member of a pool which is whole and not spread evenly."""
+    there = [m for m in members if m.pool == pool and m.state != "lost"]
+    if any(m.state != "running" for m in there):
+        return None
+    host = _host_for(spec, pool, members, hosts)
+    by_host = Counter(m.host for m in there)
+    if host is None or max(by_host.values(), default=0) < by_host[host.host_id] + 2:
+        return None
+    return host
+
+
+def _host_for(
+    spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
+) -> Host | None:
+    """Returns the host with the fewest members of this pool, then the fewest of all.
+
+    Where machines can join, each has one process of a pool whose command names ports. A node of Ray
+    must have room, and the one with the most members is chosen.
+    """
+    needs = spec.selectors.get(pool, {}).items()
+    fits = [host for host in hosts if needs <= host.labels.items()]
+    if spec.on_nodes:
+        fits = [host for host in fits if _has_room(spec, pool, members, host)]
+        on_host = Counter(m.host for m in members if m.state not in ("gone", "lost"))
+        return max(fits, key=lambda host: on_host[host.host_id], default=None)
+    if spec.host_id and spec.pools[pool].ports:
+        taken = {m.host for m in members if m.pool == pool and m.state != "lost"}
+        fits = [host for host in fits if host.host_id not in taken]
+    of_pool = Counter(m.host for m in members if m.pool == pool and not m.leaves)
+    of_all = Counter(m.host for m in members if not m.leaves)
+    return min(fits, key=lambda h: (of_pool[h.host_id], of_all[h.host_id]), default=None)
+
+
+def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> bool:
+    """Returns whether a node has what one more member takes. One that drains still has its part."""
+    free = Counter(host.resources)
+    for member in members:
+        if member.host == host.host_id and member.state not in ("gone", "lost"):
+            free.subtract(spec.resources(member.pool))
+    return all(free[name] >= amount for name, amount in spec.resources(pool).items())
+
+
+def _next_member(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> Member:
     taken = {m.member_id for m in members}
     number = next(n for n in range(len(taken) + 1) if f"{pool}-{n}" not in taken)
     ordinal = 1 + max((m.ordinal for m in members), default=-1)
-    core = _least_used_core(spec.cores, members) if spec.pools[pool].pinned else None
-    return Member(member_id=f"{pool}-{number}", pool=pool, ordinal=ordinal, core=core)
+    core = _least_used_core(host, members) if spec.pools[pool].pinned else None
+    first = not any(m.has_ports for m in members if (m.pool, m.host) == (pool, host.host_id))
+    return Member(
+        member_id=f"{pool}-{number}",
+        pool=pool,
+        ordinal=ordinal,
+        core=core,
+        host=host.host_id,
+        has_ports=bool(spec.pools[pool].ports) and first,
+    )
 
 
-def _least_used_core(cores: Sequence[int], members: Sequence[Member]) -> int | None:
+def _least_used_core(host: Host, members: Sequence[Member]) -> int | None:
     """Returns a core of its own while there are enough; then they are shared evenly."""
-    uses = Counter(m.core for m in members if not m.leaves)
-    return min(cores, key=lambda core: uses[core], default=None)
+    uses = Counter(m.core for m in members if m.host == host.host_id and not m.leaves)
+    return min(host.cores, key=lambda core: uses[core], default=None)

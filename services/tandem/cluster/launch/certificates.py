@@ -2,12 +2,16 @@
 
     RUN_FOLDER/tls/router/{ca.crt,tls.crt,tls.key}     and tls/worker
 
-Its key is never written: nobody can make a further certificate for this cluster.
+Its key is never written. Only machines that join get it, and they keep it in memory, too: each of
+them makes its own certificates, and may become the one that others join.
 """
 
 import datetime
+import ipaddress
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -15,7 +19,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tandem.cluster.launch.options import certificate_folder
-from tandem.config.tls import Kind, certificate_name
+from tandem.config.tls import Kind
+
+HostKind = Literal["ray", "join", "redis"]
+HOST_KINDS: tuple[HostKind, ...] = ("ray", "join", "redis")
 
 _LIFE = datetime.timedelta(days=3650)  # a run may last; the authority ends with it
 _BEFORE = datetime.timedelta(hours=1)  # clocks of one machine agree, its past settings may not
@@ -26,7 +33,7 @@ class Authority:
 
     def __init__(self, cluster_id: str) -> None:
         self._cluster_id = cluster_id
-        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._key: ec.EllipticCurvePrivateKey = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(f"CA of {cluster_id}"[:64])
         usage = x509.KeyUsage(
             digital_signature=True,
@@ -53,39 +60,87 @@ class Authority:
     def pem(self) -> bytes:
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
-    def write(self, folder: Path, kind: Kind, *, roots: bytes = b"") -> None:
+    @classmethod
+    def with_key(cls, cluster_id: str, certificate: bytes, key: bytes) -> "Authority":
+        """Returns the authority that `pem` and `key_pem` are of. Raises ValueError if they cannot
+        be read."""
+        made = cls(cluster_id)
+        loaded = serialization.load_pem_private_key(key, None)
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+            raise ValueError("the authority's key is not of an elliptic curve")
+        made._key = loaded
+        made._certificate = x509.load_pem_x509_certificate(certificate)
+        made._name = made._certificate.subject
+        made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
+        return made
+
+    @property
+    def key_pem(self) -> bytes:
+        return _private(self._key)
+
+    @property
+    def sha256(self) -> str:
+        """Returns the digest by which a joining machine knows the certificate."""
+        return self._certificate.fingerprint(hashes.SHA256()).hex()
+
+    def write(
+        self,
+        folder: Path,
+        kind: Kind | HostKind,
+        *,
+        roots: bytes = b"",
+        addresses: Sequence[str] = (),
+    ) -> None:
         """Writes a new certificate of this kind, its key and the trusted roots (by default its
-        own). Nobody else can read the folder."""
+        own). Nobody else can read the folder. `addresses` are further names, of IP addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = certificate_name(kind, self._cluster_id)
+        name = f"{kind}.{self._cluster_id}.tandem".lower()
+        names: list[x509.GeneralName] = [x509.DNSName(name)]
+        names += [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
         signer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._key_id)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
             _builder(_name(kind), self._name, key.public_key())
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(signer, critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        private = key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         _write(folder / "ca.crt", roots or self.pem)
         _write(folder / "tls.crt", certificate.public_bytes(serialization.Encoding.PEM))
-        _write(folder / "tls.key", private)
+        _write(folder / "tls.key", _private(key))
 
 
-def write_certificates(run_folder: Path, cluster_id: str) -> None:
+def write_certificates(
+    run_folder: Path, cluster_id: str, authority: Authority | None = None
+) -> None:
     """Writes the folders that the processes of a run get as `--tls-dir`."""
-    authority = Authority(cluster_id)
+    authority = authority or Authority(cluster_id)
     kinds: tuple[Kind, ...] = ("router", "worker")
     for kind in kinds:
         authority.write(certificate_folder(run_folder, kind), kind)
+
+
+def write_host_certificates(run_folder: Path, authority: Authority, address: str) -> None:
+    """Writes the folders of what listens on a host's own address: Ray, the join server, Redis."""
+    for kind in HOST_KINDS:
+        addresses = {address: None, "127.0.0.1": None}
+        authority.write(host_folder(run_folder, kind), kind, addresses=list(addresses))
+
+
+def host_folder(run_folder: Path, kind: HostKind) -> Path:
+    return run_folder / "tls" / kind
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
 
 
 def _name(text: str) -> x509.Name:

@@ -42,12 +42,16 @@ class EmbeddedRedis:
         memory_bytes_max: int = 1 << 30,
         host: str = "127.0.0.1",
         cluster_id: str = "",
+        unix_socket: Path | None = None,
     ) -> None:
         """`folder` gets the server's log and outlives it; by default a temporary one is used.
+
+        With `unix_socket` the server listens there, too.
 
         With a cluster's id there is also a user for each kind of its processes (`url_of`).
         """
         self._cluster_id = cluster_id
+        self._unix_socket = unix_socket
         self._passwords: dict[Kind, str] = {kind: secrets.token_urlsafe(32) for kind in KINDS}
         self._owns_folder = folder is None
         self._folder = folder or Path(tempfile.mkdtemp(prefix="tandem-redis-"))
@@ -80,7 +84,11 @@ class EmbeddedRedis:
         """Returns the URL of a kind's own user; of the one that may all, without a cluster's id."""
         if not self._cluster_id:
             return self.url
-        return f"redis://{kind}:{self._passwords[kind]}@{self._host}:{self.port}/0"
+        return f"redis://{self.user_of(kind)}@{self._host}:{self.port}/0"
+
+    def user_of(self, kind: Kind) -> str:
+        """Returns the name and the password of a kind's own user, as in a URL."""
+        return f"{kind}:{self._passwords[kind]}"
 
     @property
     def is_running(self) -> bool:
@@ -164,6 +172,7 @@ class EmbeddedRedis:
                 f"port {self.port}",
                 f"requirepass {self._password}",
                 "daemonize no",
+                *([f"unixsocket {self._unix_socket}"] if self._unix_socket else []),
                 # A title would be written over its environment, by which its cluster is known.
                 "set-proc-title no",
                 'save ""',

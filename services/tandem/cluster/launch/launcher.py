@@ -1,6 +1,8 @@
 """`tandem up` runs a whole cluster on this machine, in the foreground, and ends all of it.
 
-    check ports -> guardian -> Redis -> Ray, and beside it: model, workers, router -> ready -> watch
+    check ports, model -> guardian -> Redis -> Ray, and beside it: workers, router -> ready -> watch
+
+A model that may have to be downloaded is looked for beside Ray's start.
 
 Workers and router are started before Ray is up; their agents adopt them by their records. When Ray
 ends, requests go on, and the agents of a fresh head adopt them; Redis is started again at its
@@ -8,43 +10,39 @@ address. However the launcher ends, nothing stays: in order it stops everything 
 kill -9 the guardian does.
 """
 
-import os
 import secrets
-import shutil
 import socket
 import subprocess
-import sys
-import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from tandem.cluster.launch.built_in_model import download_built_in
-from tandem.cluster.launch.certificates import write_certificates
+from tandem.cluster.launch.certificates import Authority, write_certificates
+from tandem.cluster.launch.checked_model import fetch_model, model_here
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.cluster.launch.options import LaunchOptions, make_spec
+from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
+from tandem.cluster.launch.options import LaunchOptions, make_spec, options_for_others
 from tandem.cluster.launch.readiness import Readiness
-from tandem.cluster.launch.run_logs import RunLogs
+from tandem.cluster.launch.run import Run
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import ClusterSpec, plan
-from tandem.cluster.processes import guardian, process
+from tandem.cluster.processes import process
 from tandem.cluster.processes.end_watch import EndWatch
+from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, tell_head
+from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config.cluster import (
-    CLUSTER_ID_VARIABLE,
-    REDIS_URL_OF_KIND,
-    REDIS_URL_VARIABLE,
-    TOKEN_VARIABLE,
-)
+from tandem.cluster.ray.ray_host import RayHost
+from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
 from tandem.config.tls import Kind
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need
-from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, resolve
+from tandem.models.source import ModelFolder
 from tandem.store.client import wait_until_answers
+from tandem.store.control_state import Head
 
-_DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # is there when NVIDIA's driver is
 _RETRY_S = 2.0  # of Redis, and of a Ray head that could not be started
@@ -54,32 +52,46 @@ def up(options: LaunchOptions) -> int:
     """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
     for option, (host, port) in options.ports.items():
         _check_port(host, option, port)
-    _check_memory(options, None)
     screen = LaunchScreen(options)
-    signals = stop_signals(parent_pid=options.parent_pid)
-    with suppress(Interrupted), signals, _Launch(options, screen) as launch:
-        try:
-            launch.start()
-            launch.watch()
-        except Interrupted:
-            screen.say("stopping")
+    with suppress(Interrupted), stop_signals(parent_pid=options.parent_pid):
+        began = time.monotonic()
+        if (model := model_here(options)) is not None:
+            screen.done(f"model {model.name}", time.monotonic() - began)
+        _check_memory(options, model)
+        with _Launch(options, screen, model) as launch:
+            try:
+                launch.start()
+                launch.watch()
+            except Interrupted:
+                screen.say("stopping")
     return 0
 
 
 class _Launch:
     """One cluster, from its run folder to its end."""
 
-    def __init__(self, options: LaunchOptions, screen: LaunchScreen) -> None:
+    def __init__(
+        self, options: LaunchOptions, screen: LaunchScreen, model: ModelFolder | None
+    ) -> None:
+        """`model` is None if it may have to be downloaded."""
         self._options = options
         self._screen = screen
-        self._cluster_id = f"local-{secrets.token_hex(6)}"
-        self._run_folder = Path(tempfile.mkdtemp(prefix="tandem-"))
-        self._logs = RunLogs(self._run_folder, self._cluster_id)
-        self._guardian = self._start_guardian()
-        self._environment = self._make_environment()
+        self._model = model
+        self._token = secrets.token_urlsafe(32)
+        self._run = Run(f"local-{secrets.token_hex(6)}", self._token)
+        authority = Authority(self._run.cluster_id)
+        if not options.no_cluster_tls:
+            write_certificates(self._run.folder, self._run.cluster_id, authority)
+        self._listening: Listening | None = None
+        if options.listen:
+            self._listening = Listening(options, self._run, authority, secrets.token_hex(32))
+        node = self._listening.node if self._listening else None
         self._redis: EmbeddedRedis | None = None
-        self._ray_head = HeadProcess(self._run_folder, self._environment)
+        self._redis_front: subprocess.Popen[bytes] | None = None
+        self._ray_head = HeadProcess(self._run.folder, self._run.environment, node)
+        self._ray_host: RayHost | None = None
         self._ray_pids: dict[str, int] = {}
+        self._head_address = ""
         self._spec: ClusterSpec | None = None
 
     def __enter__(self) -> Self:
@@ -87,67 +99,87 @@ class _Launch:
 
     def __exit__(self, *_: object) -> None:
         """Ends everything in order, within 5 s."""
+        if self._listening is not None:
+            self._listening.close()
         self._ray_head.end()
         redis_pid = self._redis.pid if self._redis is not None and self._redis.is_running else None
-        guardian.end_cluster(self._cluster_id, _DRAIN_S, spare=redis_pid)
+        self._run.end_processes(spare=redis_pid)
         if self._redis is not None:
             self._redis.stop(_REDIS_STOP_S)
-        shutil.rmtree(self._run_folder, ignore_errors=True)
-        self._logs.close()
-        assert self._guardian.stdin is not None
-        self._guardian.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._guardian.wait(1.0)
+        self._run.end()
 
     def start(self) -> None:
         """Starts all until requests can be sent. Raises ConfigError with the reason if not."""
         began = time.monotonic()
-        self._environment[REDIS_URL_VARIABLE] = self._start_redis()
+        self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
+        number = self._take_lead() if self._listening else 0
         self._ray_head.start()
-        began = time.monotonic()
-        model = self._resolve_model()
-        _check_memory(self._options, model)
-        self._screen.done(f"model {model.name}", time.monotonic() - began)
+        model = self._model or self._fetch_model()
         spec = make_spec(
             self._options,
-            cluster_id=self._cluster_id,
-            run_folder=self._run_folder,
+            cluster_id=self._run.cluster_id,
+            run_folder=self._run.folder,
             model=model.path,
+            host_id=self._listening.host_id if self._listening else "",
+            number=number,
         )
-        if not self._options.no_cluster_tls:
-            write_certificates(self._run_folder, self._cluster_id)
+        write_spec(self._run.folder, spec)
         members, _ = plan(spec, spec.wanted, [])
         redis_url = self._redis.url if self._redis else self._options.redis_url
-        readiness = Readiness(self._options, self._cluster_id, redis_url, self._screen)
+        readiness = Readiness(self._options, self._run.cluster_id, redis_url, self._screen)
         for member in members:
             command = spec.pools[member.pool].filled(member)
-            environment = process.child_environment(self._environment, member.pool)
-            started = process.start(member.member_id, command, self._run_folder, environment)
+            environment = process.child_environment(self._run.environment, member.pool)
+            started = process.start(member.member_id, command, self._run.folder, environment)
             readiness.add(member, started)
         self._ray_head.tell(spec)
         self._spec = spec
-        self._ray_pids = readiness.wait(self._ray_head).pids
-        transports, logs = readiness.transports, str(self._logs.folder)
-        self._screen.show_ready(model.name, members, transports, logs)
+        head = readiness.wait(self._ray_head)
+        self._ray_pids, self._head_address = head.pids, head.address
+        if self._ray_host is not None:
+            self._ray_host.take_spec(spec)
+            self._ray_host.take_started(head)
+            self._ray_host.tick()  # publishes the head's address
+        transports, logs = readiness.transports, str(self._run.logs.folder)
+        command_to_join = self._open_join_port() if self._listening else ""
+        self._screen.show_ready(model.name, members, transports, logs, command_to_join)
+
+    def _fetch_model(self) -> ModelFolder:
+        began = time.monotonic()
+        model = fetch_model(self._options, self._screen.say)
+        _check_memory(self._options, model)
+        self._screen.done(f"model {model.name}", time.monotonic() - began)
+        return model
 
     def watch(self) -> None:
         """Runs until told to stop; starts Redis, Ray and the guardian again when they end."""
         ends = EndWatch()
-        for name, pid in self._ray_pids.items():
-            ends.add(name, pid)
+        if self._ray_host is None:
+            self._tell_head(address=self._head_address)
+            for name, pid in self._ray_pids.items():
+                ends.add(name, pid)
         if self._redis is not None:
             ends.add("redis", self._redis.pid)
-        ends.add("guardian", self._guardian.pid)
+        if self._redis_front is not None:
+            ends.add("redis front", self._redis_front.pid)
+        ends.add("guardian", self._run.guardian.pid)
         while True:
-            match ends.wait():
+            match ends.wait(RENEW_INTERVAL_S if self._ray_host else None):
+                case None:
+                    pass
                 case "redis":
                     assert self._redis is not None
                     self._restart_redis(self._redis)
                     ends.add("redis", self._redis.pid)
+                case "redis front":
+                    assert self._listening is not None
+                    time.sleep(_RETRY_S)
+                    self._redis_front = self._listening.start_redis_front()
+                    ends.add("redis front", self._redis_front.pid)
                 case "guardian":
-                    self._guardian = self._start_guardian()
-                    ends.add("guardian", self._guardian.pid)
+                    self._run.restart_guardian()
+                    ends.add("guardian", self._run.guardian.pid)
                 case "ray head":
                     self._take_fresh_head(ends)
                 case name:
@@ -155,8 +187,35 @@ class _Launch:
                         f"[yellow]Ray's {name} ended: requests are served as before; a fresh head "
                         "is started, and workers are started again or added when it is up"
                     )
+                    self._tell_head(why=f"{name} ended")
                     ends.forget(*self._ray_pids)
                     self._start_fresh_head(ends)
+            if self._ray_host is not None:
+                self._ray_host.tick()
+
+    def _take_lead(self) -> int:
+        """Makes this host the first of Ray's heads, and returns its number."""
+        assert self._listening is not None
+        self._ray_host = self._listening.ray_host(
+            self._ray_head, may_lead=True, say=self._screen.say
+        )
+        return self._ray_host.lead_first()
+
+    def _open_join_port(self) -> str:
+        assert self._listening is not None
+        path = self._options.join_token_file
+        token = read_join_token(path) if path else secrets.token_urlsafe(32)
+        urls = self._listening.redis_urls(self._redis)
+        reply = self._listening.reply(options_for_others(self._options), urls, self._token)
+        return self._listening.open(
+            reply, token, lambda address: self._screen.say(f"{address} joins")
+        )
+
+    def _tell_head(self, *, address: str = "", why: str = "") -> None:
+        """Tells routers of the head, in a thread: Redis may not answer."""
+        told = (self._run.environment[REDIS_URL_VARIABLE], self._run.cluster_id)
+        head = Head(0, "", address, why)
+        threading.Thread(target=tell_head, args=(*told, head), daemon=True).start()
 
     def _start_fresh_head(self, ends: EndWatch) -> None:
         """Starts a fresh head and returns at once: Redis must not wait for Ray."""
@@ -174,38 +233,26 @@ class _Launch:
             self._start_fresh_head(ends)
             return
         self._screen.say("Ray's head is up again")
+        self._tell_head(address=head.address)
         self._ray_pids = head.pids
         for name, pid in head.pids.items():
             ends.add(name, pid)
-
-    def _start_guardian(self) -> subprocess.Popen[bytes]:
-        script = guardian.__file__
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", script, self._cluster_id, str(self._run_folder)],
-            stdin=subprocess.PIPE,  # only we hold the other end: it is closed on exec
-            env={},
-            start_new_session=True,
-        )
-
-    def _make_environment(self) -> dict[str, str]:
-        # Redis inherits our own environment; it must be known as the cluster's, too.
-        os.environ[CLUSTER_ID_VARIABLE] = self._cluster_id
-        environment = process.child_environment(os.environ)
-        environment[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
-        # What a killed process leaves behind goes with the run folder.
-        environment["TMPDIR"] = str(self._run_folder / "tmp")
-        (self._run_folder / "tmp").mkdir()
-        return environment
 
     def _start_redis(self) -> str:
         if self._options.redis_url:
             wait_until_answers(self._options.redis_url)
             return self._options.redis_url
-        self._redis = EmbeddedRedis(self._run_folder / "redis", cluster_id=self._cluster_id)
+        self._redis = EmbeddedRedis(
+            self._run.folder / "redis",
+            cluster_id=self._run.cluster_id,
+            unix_socket=redis_socket(self._run) if self._listening else None,
+        )
         self._redis.start()
         kinds: tuple[Kind, ...] = ("router", "worker")
         for kind in kinds:
-            self._environment[f"{REDIS_URL_OF_KIND}{kind}"] = self._redis.url_of(kind)
+            self._run.environment[f"{REDIS_URL_OF_KIND}{kind}"] = self._redis.url_of(kind)
+        if self._listening is not None:
+            self._redis_front = self._listening.start_redis_front()
         return self._redis.url_of("controller")
 
     def _restart_redis(self, redis: EmbeddedRedis) -> None:
@@ -218,17 +265,6 @@ class _Launch:
                 self._screen.say(f"[red]{error.message}")
                 time.sleep(_RETRY_S)
 
-    def _resolve_model(self) -> ModelFolder:
-        self._screen.say("looking for the model")
-        if _needs_download(self._options.model):
-            self._screen.say("downloading the built-in model (93 MB, once)")
-            download_built_in()
-        return resolve(self._options.model, revision=self._options.model_revision)
-
-
-def _needs_download(model: str) -> bool:
-    return model == BUILT_IN and not Path(model).exists() and built_in_file() is None
-
 
 def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     """Raises ConfigError when the workers' memory is not free. Without a model, which may have to
@@ -237,13 +273,8 @@ def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return
     num_workers, memory = options.num_prefill + options.num_decode, read_memory()
-    if not why_too_much(worker_need(config, model), num_workers, memory):
-        return
-    is_here = options.model == BUILT_IN or Path(options.model).is_dir()
-    if model is None and is_here and not _needs_download(options.model):
-        # It takes no time, and the message is whole.
-        model = resolve(options.model, revision=options.model_revision)
-    raise ConfigError(why_too_much(worker_need(config, model), num_workers, memory))
+    if why := why_too_much(worker_need(config, model), num_workers, memory):
+        raise ConfigError(why)
 
 
 def _check_port(host: str, option: str, port: int) -> None:

@@ -1,13 +1,15 @@
 """The options of `tandem up`, and the commands of the processes that follow from them."""
 
+import ipaddress
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from tandem.cluster.launch.pool_option import Labels, PoolSize, as_mapping, labels_of
 from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.config.admin import AdminOptions
 from tandem.config.answers import AnswerConfig
@@ -19,13 +21,22 @@ from tandem.config.router import AdmissionOptions
 from tandem.config.tls import Kind, PublicTls
 from tandem.config.transfer import TransferConfig
 from tandem.errors import ConfigError
-from tandem.options import Bounds, Count, Options, PositiveOrNone, Switch, Text, to_argv
+from tandem.options import (
+    Bounds,
+    Count,
+    Options,
+    PositiveOrNone,
+    Switch,
+    Text,
+    to_argv,
+)
 from tandem.security.access import is_loopback
 
+NUM_CLUSTER_PORTS = 220
 LOCAL_COLD_START_S = 15.0  # of a worker whose model is on this machine
 _CLUSTER = Group("Cluster", sort_key=1)
 
-_PoolSize = Annotated[int, Bounds(least=0, most=64)]
+_ClusterPort = Annotated[int, Bounds(least=1024, most=65535 - NUM_CLUSTER_PORTS)]
 _PublicPort = Annotated[int, Bounds(least=1, most=65535)]
 
 
@@ -36,10 +47,12 @@ class LaunchOptions(Options):
 
     model: Annotated[ModelName, Parameter(group=_CLUSTER)] = "smollm2"
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
-    num_prefill: Annotated[_PoolSize, Parameter(name="--prefill")] = 1
-    """Number of prefill workers."""
-    num_decode: Annotated[_PoolSize, Parameter(name="--decode")] = 1
+    num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
+    """Number of prefill workers; :LABEL=VALUE,... lets them run only on hosts with these labels."""
+    num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers."""
+    num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
+    """Number of routers. With --listen each is on a host of its own."""
     host: str = "127.0.0.1"
     """Address of both public ports."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -48,11 +61,21 @@ class LaunchOptions(Options):
     """Port of the gRPC API."""
     redis_url: Annotated[Text, Parameter(name="--redis")] = ""
     """URL of a Redis to use. Default: one of its own."""
+    listen: Annotated[Text, Parameter(metavar="IP")] = ""
+    """Address of this machine at which others join (`tandem join`). Default: none can."""
+    cluster_port: _ClusterPort = 8100
+    """With --listen: the port to join at, and the first of 220 for Ray and Redis."""
+    join_token_file: Text = ""
+    """File with the secret of machines that join. Default: a new one."""
+    labels: Labels = ()
+    """What this machine has, such as gpu=H100: pools can ask for it."""
     no_cluster_tls: Switch = False
     """Calls between routers and workers go in clear text, to measure what encryption costs."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
     """Process whose end stops the cluster, too. 0: none."""
     autoscale: AutoscaleMode = "off"
+    autoscale_min: Count = 1
+    """Smallest number of workers in either pool. 0: a pool may be empty, and a request wakes it."""
     autoscale_max: Count = 4
     """Largest number of workers in either pool that the autoscaler asks for."""
     admin: AdminOptions = field(default_factory=AdminOptions)
@@ -69,6 +92,12 @@ class LaunchOptions(Options):
                 raise ConfigError(f"{option} is 0; from 1 to 65535 is allowed")
             if named.setdefault(port, option) != option:
                 raise ConfigError(f"{named[port]} and {option} are both {port}; they must differ")
+        check_listen(self.listen)
+        sizes = (self.num_routers, self.num_prefill, self.num_decode)
+        if not self.listen and any(labels_of(size) for size in sizes):
+            raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
+        if self.listen and self.no_cluster_tls:
+            raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
         # In a Redis of its own there are no keys yet; that of another may have some.
         has_keys = self.admission.keys_file or self.redis_url
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
@@ -84,6 +113,8 @@ class LaunchOptions(Options):
         """Returns the autoscaler's settings of a router on this machine."""
         return AutoscaleConfig(
             mode=self.autoscale,
+            prefill_min=self.autoscale_min,
+            decode_min=self.autoscale_min,
             prefill_max=self.autoscale_max,
             decode_max=self.autoscale_max,
             cold_start_s=LOCAL_COLD_START_S,
@@ -119,10 +150,50 @@ class LaunchOptions(Options):
         return f"{_reachable(self.admin.host)}:{self.admin.grpc_port}"
 
 
+def check_listen(address: str, option: str = "--listen") -> None:
+    """Raises ConfigError unless it is empty or one address of a machine."""
+    if not address:
+        return
+    try:
+        if ipaddress.ip_address(address).is_unspecified:
+            raise ConfigError(f"{option} is {address}; name one address that other machines reach")
+    except ValueError:
+        raise ConfigError(f"{option} is {address[:80]!r}; it must be an IP address") from None
+
+
+def options_for_others(options: LaunchOptions) -> list[str]:
+    """Returns the command line for a machine that joins: without what is this machine's own, but
+    its address, which `on_host` replaces."""
+    own = replace(options, parent_pid=None, join_token_file="", labels=())
+    return to_argv(own)
+
+
+def on_host(
+    options: LaunchOptions, *, first: str, address: str, labels: tuple[str, ...]
+) -> LaunchOptions:
+    """Returns the options of the machine of `tandem up` (at `first`) for the one at `address`."""
+    host = address if options.host == first else options.host
+    admin = replace(
+        options.admin, host=address if options.admin.host == first else options.admin.host
+    )
+    return replace(options, listen=address, host=host, admin=admin, labels=labels)
+
+
 def make_spec(
-    options: LaunchOptions, *, cluster_id: str, run_folder: Path, model: Path
+    options: LaunchOptions,
+    *,
+    cluster_id: str,
+    run_folder: Path,
+    model: Path,
+    host_id: str = "",
+    number: int = 0,
 ) -> ClusterSpec:
     """`model` is the folder that `options.model` was resolved to."""
+    sizes: dict[Pool, int] = {
+        "router": options.num_routers,
+        "prefill": options.num_prefill,
+        "decode": options.num_decode,
+    }
     return ClusterSpec(
         cluster_id=cluster_id,
         run_folder=str(run_folder),
@@ -131,8 +202,12 @@ def make_spec(
             "prefill": _worker("prefill", options, model, run_folder),
             "decode": _worker("decode", options, model, run_folder),
         },
-        wanted={"router": 1, "prefill": options.num_prefill, "decode": options.num_decode},
+        wanted={pool: int(size) for pool, size in sizes.items()},
         cores=sorted(os.sched_getaffinity(0)),
+        host_id=host_id,
+        number=number,
+        labels=as_mapping(options.labels),
+        selectors={pool: as_mapping(labels_of(size)) for pool, size in sizes.items()},
     )
 
 
@@ -175,6 +250,8 @@ def _router(options: LaunchOptions, model: Path, run_folder: Path) -> PoolComman
 def _worker(role: Pool, options: LaunchOptions, model: Path, run_folder: Path) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{core}"]
+    if options.listen:
+        command += ["--host", options.listen]
     command += _tls(options, run_folder, "worker")
     command += [*to_argv(options.transfer), *to_argv(options.engine)]
     return PoolCommand(command, pinned=True)

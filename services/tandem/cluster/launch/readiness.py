@@ -6,6 +6,7 @@ process that ends before that is a failed start: its last words are the reason.
 
 import ssl
 import time
+import urllib.error
 import urllib.request
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -92,6 +93,9 @@ class Readiness:
                 context = ssl._create_unverified_context()
                 with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S, context=context):
                     return True
+            except urllib.error.HTTPError:
+                # It is up; without a decode worker here it waits for one on another machine.
+                return all(m.pool != "decode" for m in self._members)
             except OSError:
                 return False
         record = self._record(member_id, redis)

@@ -31,7 +31,12 @@ class LaunchScreen:
         self.say(what)
 
     def show_ready(
-        self, model: str, members: Sequence[Member], transports: dict[str, str], logs: str
+        self,
+        model: str,
+        members: Sequence[Member],
+        transports: dict[str, str],
+        logs: str,
+        command_to_join: str = "",
     ) -> None:
         """Shows the ready cluster; `transports` maps worker ids to transports, as far as known."""
         print_ = self._console.print
@@ -55,6 +60,9 @@ class LaunchScreen:
             f"    -d '{json.dumps(body)}'",
             markup=False,
         )
+        if command_to_join:
+            print_("\non another machine, with a copy of the token file:")
+            print_(f"  {command_to_join}", markup=False)
         print_("\nCtrl-C stops all of it.")
 
     def _workers(self, members: Sequence[Member], transports: dict[str, str]) -> Table:

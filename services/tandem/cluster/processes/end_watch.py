@@ -27,11 +27,18 @@ class EndWatch:
         for pidfd in [fd for fd, name in self._names.items() if name in names]:
             self._close(pidfd)
 
-    def wait(self) -> str:
-        """Waits, and returns the name of one that has ended; each is returned once."""
-        while not self._gone:
-            self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll()]
-        return self._gone.pop(0)
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """Waits, and returns the name of one that has ended; each is returned once. Returns None at
+        the time-out."""
+        if not self._gone:
+            timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
+            self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll(timeout_ms)]
+        return self._gone.pop(0) if self._gone else None
+
+    def close(self) -> None:
+        """Stops watching."""
+        for pidfd in list(self._names):
+            self._close(pidfd)
 
     def _close(self, pidfd: int) -> str:
         self._poll.unregister(pidfd)

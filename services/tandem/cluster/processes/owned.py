@@ -1,22 +1,32 @@
-"""State that the pool controller must not lose: its file `controller.json` in the run folder.
+"""State that the pool controller must not lose: wanted sizes, and the members with their intents.
+
+    on one machine             `controller.json` in the run folder
+    where machines can join    the key `owned` in Redis, fenced (head_lease.py), and the same file
 
 The controller alone writes it, before it tells anybody. An agent that Ray started again reads there
 whether its process is still wanted: the one that was told is dead, and the controller may be too.
 """
 
+import logging
 from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.pools import Member
+from tandem.cluster.pools import ClusterSpec, Leave, Member
+from tandem.cluster.processes.head_lease import fenced_set
 from tandem.config.cluster import Pool
+from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
+
+log = logging.getLogger(__name__)
 
 _FILE = "controller.json"
+_SPEC_FILE = "spec.json"
 
 
 class Owned(msgspec.Struct):
     wanted: dict[Pool, int]
     members: list[Member]
+    number: int = 0  # of the head whose controller wrote it
 
     def wants(self, agent_name: str) -> bool:
         """Returns whether this agent's process is to run: it is known and not on its way out."""
@@ -34,3 +44,69 @@ def read(run_folder: Path) -> Owned | None:
         return msgspec.json.decode((run_folder / _FILE).read_bytes(), type=Owned)
     except FileNotFoundError:
         return None
+
+
+def read_spec(run_folder: Path) -> ClusterSpec:
+    """Reads the settings of a machine that is one of several hosts."""
+    return msgspec.json.decode((run_folder / _SPEC_FILE).read_bytes(), type=ClusterSpec)
+
+
+def write_spec(run_folder: Path, spec: ClusterSpec) -> None:
+    (run_folder / _SPEC_FILE).write_bytes(msgspec.json.encode(spec))
+
+
+def read_leaving(redis: SyncClient, cluster_id: str) -> dict[str, Leave]:
+    """Returns the hosts that want to leave. Raises what `store.client.UNREACHABLE` lists."""
+    found = redis.smembers(f"{{tandem:{cluster_id}}}:leaving")
+    words = sorted(w.decode() if isinstance(w, bytes) else str(w) for w in found)
+    return {
+        host: "drains" if f"{host} drains" in words else "leaves"
+        for host in (word for word in words if " " not in word)
+    }
+
+
+def write_leaving(redis: SyncClient, cluster_id: str, host_id: str, leave: Leave) -> None:
+    """Tells the controller that a host wants to leave. Raises as `read_leaving` does."""
+    words = [host_id, f"{host_id} drains"] if leave == "drains" else [host_id]
+    redis.sadd(f"{{tandem:{cluster_id}}}:leaving", *words)
+
+
+def forget_leaving(redis: SyncClient, cluster_id: str, host_id: str) -> None:
+    redis.srem(f"{{tandem:{cluster_id}}}:leaving", host_id, f"{host_id} drains")
+
+
+class SharedOwned:
+    """The same in Redis, for all hosts. `number` is that of the head whose controller asks."""
+
+    def __init__(self, redis_url: str, cluster_id: str, number: int) -> None:
+        self._redis_url = redis_url
+        self._cluster_id = cluster_id
+        self._number = number
+        self._client: SyncClient | None = None
+
+    def read(self) -> Owned | None:
+        """Returns None if no controller has written yet, or Redis has lost it or is lost."""
+        try:
+            found = self._redis().get(f"{{tandem:{self._cluster_id}}}:owned")
+        except UNREACHABLE as error:
+            log.warning("what the controller wrote cannot be read: %s", error)
+            return None
+        return msgspec.json.decode(found, type=Owned) if isinstance(found, bytes | str) else None
+
+    def write(self, owned: Owned) -> bool:
+        """Returns False if the controller of a later head has taken over. Raises what
+        `store.client.UNREACHABLE` lists."""
+        values = {"owned": msgspec.json.encode(owned)}
+        return fenced_set(self._redis(), self._cluster_id, self._number, values)
+
+    def leaving(self) -> dict[str, Leave]:
+        """Returns the hosts that want to leave; none while Redis is lost."""
+        try:
+            return read_leaving(self._redis(), self._cluster_id)
+        except UNREACHABLE:
+            return {}
+
+    def _redis(self) -> SyncClient:
+        if self._client is None:
+            self._client = connect_blocking(self._redis_url)
+        return self._client

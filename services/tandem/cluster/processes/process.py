@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem import endings
 from tandem.cluster.processes import detach
 from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, Pool
 from tandem.errors import ConfigError
@@ -53,6 +54,15 @@ class DetachedProcess:
         if not self.wait(deadline_s):
             self.send(signal.SIGKILL)
             self.wait(None)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Returns whether something has stopped it, as SIGSTOP does."""
+        return endings.is_stopped(self.pid)
+
+    def ending(self, oom_kills_before: int | None) -> str:
+        """Says how it ended, as far as the system tells; see `endings.ending`."""
+        return endings.ending(self.pid, self.pidfd, oom_kills_before)
 
     def close(self) -> None:
         os.close(self.pidfd)

@@ -1,28 +1,36 @@
 """The agent of one process of a pool: a small detached Ray actor that keeps it running.
 
     start or adopt -> running -> (it ended) restarting, after a back-off -> start -> ...
-       |                 `drain` -> SIGTERM, at its deadline SIGKILL -> gone
+       |                 `drain` -> (a router of several hosts: notice) -> SIGTERM, at its deadline
+       |                            SIGKILL -> gone
        `(on its way out already) adopt, SIGTERM, ... or gone at once: it is never started
 
 The process is not the agent's child: it goes on when the agent, the raylet or the whole of Ray
 ends, and an agent that Ray starts again finds it by its record. Whether it is to run at all is in
 the controller's file: `drain` may have come to an agent that is dead. The watch is a thread that
-sleeps in poll(2); each change is told to the controller, nothing is sent while nothing changes.
+sleeps in poll(2), and looks every 2 s whether the process is stopped; each change is told to the
+controller, nothing is sent while nothing changes.
 """
 
 import logging
 import os
+import re
 import select
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import ray
 
+from tandem import endings
 from tandem.backoff import Backoff, doubling
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
 from tandem.cluster.processes import owned, process
+from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
+from tandem.config.cluster import LEAVE_SIGNAL, REDIS_URL_VARIABLE, RUN_FOLDER_VARIABLE
 from tandem.errors import ConfigError
 from tandem.observability.logs import configure_logging
 
@@ -31,6 +39,8 @@ log = logging.getLogger(__name__)
 CONTROLLER_NAME = "pool-controller"
 BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
+_LOOK_S = 2.0
+_STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
 HEALTHY_AFTER_S = 60.0  # a process that ran this long starts its back-off anew
 
 
@@ -39,33 +49,43 @@ class Agent:
 
     def __init__(self, spec: ClusterSpec, member: Member) -> None:
         configure_logging(member.agent_name)
+        if spec.on_nodes:
+            folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
+            spec = msgspec.structs.replace(spec, run_folder=folder)
+        elif member.host:
+            # Another host made the spec that it was given; this host's own is in its run folder.
+            spec = read_spec(Path(os.environ[RUN_FOLDER_VARIABLE]))
         self._spec = spec
         self._member = member
         self._run_folder = Path(spec.run_folder)
         self._command = spec.pools[member.pool].filled(member)
+        if spec.on_nodes:
+            self._command = [expand(word, os.environ) for word in self._command]
         self._wake_fd = os.eventfd(0)  # readable from `drain` on
         self._state: MemberState = "pending"
         self._pid = 0
         self._num_starts = 0
         self._last_line = ""
+        self._ending = ""
+        self._is_stopped = False
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def drain(self) -> None:
         """Ends the process for good; the agent reports `gone` when that is done."""
         os.eventfd_write(self._wake_fd, 1)
 
-    def status(self) -> tuple[str, MemberState, int, int, str]:
-        """Returns (agent's name, state, pid, starts, last log line of a process that ended), as the
-        controller is told."""
-        name = self._member.agent_name
-        return name, self._state, self._pid, self._num_starts, self._last_line
+    def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
+        """Returns (agent's name, state, pid, starts, last log line and ending of a process that
+        ended, whether the process is stopped), as the controller is told."""
+        name, last = self._member.agent_name, (self._last_line, self._ending)
+        return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
 
     def _run(self) -> None:
         backoff = Backoff(doubling(BACKOFF_FIRST_S, BACKOFF_MAX_S))
         while True:
             started_at = time.monotonic()
             running = self._find()
-            known = owned.read(self._run_folder)
+            known = self._read_owned()
             if known is not None and not known.wants(self._member.agent_name):
                 if running is not None:
                     self._stop(running)
@@ -75,18 +95,46 @@ class Agent:
             running = running or self._start()
             if running is not None:
                 self._tell("running", running.pid)
-                if not running.wait(None, self._wake_fd):
+                if not self._watch(running):
                     self._stop(running)
                     return
-                running.close()
-                self._last_line = process.last_line(running.log_path)
-                log.warning("%s ended; its log is %s", running.process_id, running.log_path)
             if time.monotonic() - started_at > HEALTHY_AFTER_S:
                 backoff.reset()
             self._tell("restarting", 0)
             if select.select([self._wake_fd], [], [], backoff.next_s())[0]:
                 self._tell("gone", 0)
                 return
+
+    def _watch(self, running: DetachedProcess) -> bool:
+        """Waits until the process has ended by itself, and notes how; False when it is to end."""
+        oom_kills = endings.oom_kills()
+        while not running.wait(_LOOK_S, self._wake_fd):
+            if select.select([self._wake_fd], [], [], 0)[0]:
+                return False
+            oom_kills = endings.oom_kills()
+            if running.is_stopped != self._is_stopped:
+                self._is_stopped = not self._is_stopped
+                log.warning("%s %s", running.process_id, _STOPPED[self._is_stopped])
+                self._tell("running", running.pid)
+        self._is_stopped = False
+        self._ending = running.ending(oom_kills)
+        self._last_line = process.last_line(running.log_path)
+        running.close()
+        log.warning(
+            "%s ended (%s); its log is %s",
+            running.process_id,
+            self._ending or "nobody tells how",
+            running.log_path,
+        )
+        return True
+
+    def _read_owned(self) -> Owned | None:
+        if self._spec.on_nodes:
+            return None  # nodes may not read it, and the controller drains what it does not want
+        if not self._member.host:
+            return owned.read(self._run_folder)
+        shared = SharedOwned(os.environ[REDIS_URL_VARIABLE], self._spec.cluster_id, 0)
+        return shared.read()
 
     def _find(self) -> DetachedProcess | None:
         member_id = self._member.member_id
@@ -106,6 +154,10 @@ class Agent:
 
     def _stop(self, running: DetachedProcess) -> None:
         self._tell("draining", running.pid)
+        if self._member.pool == "router" and self._member.host:
+            # Its clients have routers on other hosts to go to, once they see that it leaves.
+            running.send(LEAVE_SIGNAL)
+            running.wait(self._spec.leave_notice_s)
         running.stop(self._spec.drain_deadline_s)
         running.close()
         self._tell("gone", 0)
@@ -118,3 +170,8 @@ class Agent:
         except (ValueError, ray.exceptions.RayError) as error:
             # The controller asks every agent when it comes up again.
             log.warning("the pool controller does not hear that this is %s: %s", state, error)
+
+
+def expand(word: str, variables: Mapping[str, str]) -> str:
+    """Replaces $(NAME) by the node's variable of that name, as Kubernetes does in a command."""
+    return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)

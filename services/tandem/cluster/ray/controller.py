@@ -4,6 +4,13 @@ One thread owns all state and takes one event at a time: a scale request (from R
 an agent's report, an agent found anew. After each it compares wanted with actual (`pools.plan`),
 makes and drains agents, writes what it owns to its file, and tells Redis. Started again by Ray, it
 reads the file, takes the agents by their names, and asks each how it is.
+
+Where machines can join, the same state lies in Redis under the number of this head. The controller
+acts only on what it could write there: cut off from Redis it changes nothing, and one whose number
+is not the highest any more has been superseded and stops for good.
+
+On the nodes of a Ray cluster that has an autoscaler, it asks for the nodes that wanted sizes need
+(node_requests.py). A member that has drained ends its agent, and Ray ends a node without agents.
 """
 
 import logging
@@ -18,18 +25,33 @@ from typing import Any
 import msgspec
 import ray
 
-from tandem.cluster.pools import ClusterSpec, Member, MemberState, describe, plan
+from tandem.cluster.pools import (
+    ClusterSpec,
+    Leave,
+    Member,
+    MemberState,
+    describe,
+    lose,
+    node_bundles,
+    plan,
+    revive,
+)
 from tandem.cluster.processes import owned
-from tandem.cluster.processes.owned import Owned
+from tandem.cluster.processes.owned import Owned, SharedOwned
 from tandem.cluster.ray.agent import CONTROLLER_NAME, Agent
+from tandem.cluster.ray.head import HOST_LABEL, NODE_LABEL
+from tandem.cluster.ray.host_watch import HostWatch
+from tandem.cluster.ray.node_requests import NodeRequests
 from tandem.cluster.ray.scale_channel import ScaleChannel
 from tandem.config.cluster import REDIS_URL_VARIABLE
 from tandem.observability.logs import configure_logging
 from tandem.pool_sizes import check_sizes
+from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
+_LOST_MAX = 100
 
 
 class PoolController:
@@ -39,57 +61,139 @@ class PoolController:
         configure_logging(CONTROLLER_NAME)
         self._spec = spec
         self._run_folder = Path(spec.run_folder)
-        self._owned = owned.read(self._run_folder) or Owned(dict(spec.wanted), [])
+        redis_url = os.environ[REDIS_URL_VARIABLE]
+        self._shared: SharedOwned | None = None
+        if spec.number:
+            self._shared = SharedOwned(redis_url, spec.cluster_id, spec.number)
+        self._owned = self._read() or Owned(dict(spec.wanted), [])
+        self._leaving: dict[str, Leave] = {}
+        self._written = b""
+        self._published: dict[str, object] = {}
         self._agents: dict[str, Any] = {}
         self._events: queue.Queue[Callable[[], None]] = queue.Queue(_EVENTS_MAX)
-        self._channel = ScaleChannel(os.environ[REDIS_URL_VARIABLE], spec.cluster_id, self.scale)
+        self._channel = ScaleChannel(redis_url, spec.cluster_id, self.scale, number=spec.number)
+        own = None if spec.on_nodes else spec.host
+        self._hosts = HostWatch(own, spec.host_before)
+        self._nodes = NodeRequests()
         threading.Thread(target=self._run, name="pools", daemon=True).start()
 
     def scale(self, sizes: object) -> None:
         """Sets the wanted size of the pools named. Raises BadRequest saying what is allowed."""
-        checked = check_sizes(sizes)
+        checked = {p: size for p, size in check_sizes(sizes).items() if p in self._spec.pools}
         self._events.put(lambda: self._owned.wanted.update(checked))
 
     def report(
-        self, agent_name: str, state: MemberState, pid: int, num_starts: int, last_line: str = ""
+        self,
+        agent_name: str,
+        state: MemberState,
+        pid: int,
+        num_starts: int,
+        last_line: str = "",
+        ending: str = "",
+        is_stopped: bool = False,
     ) -> None:
         """Takes an agent's report about its process."""
-        told = {"pid": pid, "num_starts": num_starts, "last_line": last_line, "since": time.time()}
+        told = {
+            "pid": pid,
+            "num_starts": num_starts,
+            "last_line": last_line,
+            "ending": ending,
+            "is_stopped": is_stopped,
+        }
         self._events.put(lambda: self._take_report(agent_name, state, told))
 
     def state(self) -> dict[str, object]:
         """Returns the state of all pools as in Redis."""
-        return describe(self._owned.wanted, self._owned.members)
+        return describe(self._owned.wanted, self._owned.members, self._spec.pools)
+
+    def _read(self) -> Owned | None:
+        """Returns what the controller before this one wrote: the newer of Redis and the file."""
+        found = [owned.read(self._run_folder), self._shared.read() if self._shared else None]
+        return max((f for f in found if f), key=lambda f: f.number, default=None)
 
     def _run(self) -> None:
         for member in self._owned.members:
-            self._attach(member)
+            if member.state != "lost":
+                self._attach(member)
         self._channel.start()
-        while True:
+        if self._shared is not None:
+            self._hosts.start(lambda: self._events.put(self._look))
+        while not self._channel.is_superseded:
             self._reconcile()
             self._events.get()()
+        log.warning("the controller of another head owns the pools now")
+
+    def _look(self) -> None:
+        """Looks which hosts answer, and which want to leave."""
+        assert self._shared is not None
+        self._hosts.update()
+        self._leaving = self._shared.leaving()
 
     def _reconcile(self) -> None:
         members = self._owned.members
-        add, drain = plan(self._spec, self._owned.wanted, members)
-        for member in drain:
-            self._replace(member, state="draining")
-        members += add
+        lost = lose(members, {m.host for m in members if self._hosts.is_lost(m.host)})
+        back = revive(members, self._hosts.alive)
+        changed = {m.ordinal: m for m in (*lost, *back)}
+        planned = [changed.get(m.ordinal, m) for m in members]
+        hosts, leaving = list(self._hosts.alive.values()), self._leaving
+        add, drain = plan(self._spec, self._owned.wanted, planned, hosts, leaving)
+        draining = {m.ordinal for m in drain}
+        planned = [
+            msgspec.structs.replace(m, state="draining") if m.ordinal in draining else m
+            for m in planned
+        ]
         # Before an agent is made: one that nobody knows could not be drained. And before one is
         # told: if it dies then, the next reads here that its process is not to be started again.
-        self._owned.write(self._run_folder)
+        kept = _without_oldest_lost([*planned, *add])
+        if not self._write(Owned(self._owned.wanted, kept, self._spec.number)):
+            return
+        for member in lost:
+            log.warning("%s is lost with its host %s", member.member_id, member.host)
+            self._forget_agent(member)
         for member in drain:
             log.info("draining %s", member.member_id)
-            self._agents[member.agent_name].drain.remote()
-        for member in add:
-            log.info("adding %s", member.member_id)
+            if member.agent_name in self._agents:
+                self._agents[member.agent_name].drain.remote()
+        for member in (*back, *add):
+            log.info("adding %s %s", member.member_id, member.host)
             self._attach(member)
-        self._channel.publish(self.state())
+        if self._spec.requests_nodes:
+            self._nodes.request(node_bundles(self._spec, self._owned.wanted, self._owned.members))
+        if (state := self.state()) != self._published:
+            self._published = state
+            self._channel.publish(state)
+
+    def _write(self, new: Owned) -> bool:
+        """Keeps the new state, which counts only if it could be written."""
+        encoded = msgspec.json.encode(new)
+        if encoded == self._written:
+            return True
+        if self._shared is not None:
+            try:
+                if not self._shared.write(new):
+                    self._channel.supersede()
+                    return False
+            except UNREACHABLE as error:
+                log.warning("Redis is lost, pools stay as they are: %s", error)
+                return False
+        new.write(self._run_folder)
+        self._owned, self._written = new, encoded
+        return True
+
+    def _forget_agent(self, member: Member) -> None:
+        if (agent := self._agents.pop(member.agent_name, None)) is not None:
+            ray.kill(agent)
 
     def _attach(self, member: Member) -> None:
         """Makes the member's agent, or finds the one that is there."""
+        taken = dict(self._spec.resources(member.pool))
         actor = ray.remote(
-            num_cpus=0, max_restarts=-1, lifetime="detached", resources={member.pool: 1}
+            num_cpus=taken.pop("CPU", 0),
+            num_gpus=taken.pop("GPU", 0),
+            max_restarts=-1,
+            lifetime="detached",
+            resources=taken,
+            label_selector=_on_host(self._spec, member.host),
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
@@ -104,17 +208,19 @@ class PoolController:
 
     def _take_report(self, agent_name: str, state: MemberState, told: Mapping[str, object]) -> None:
         member = next((m for m in self._owned.members if m.agent_name == agent_name), None)
-        if member is None:
+        if member is None or member.state == "lost":
             return
         if state == "gone":
             self._owned.members.remove(member)
-            ray.kill(self._agents.pop(agent_name))
+            self._forget_agent(member)
             log.info("%s is gone", member.member_id)
             return
         if member.leaves and state != "draining":
             # The agent was started again by Ray and does not know that it was draining.
             self._agents[agent_name].drain.remote()
             state = "draining"
+        if (member.state, member.pid) != (state, told["pid"]):
+            told = {**told, "since": time.time()}
         self._replace(member, state=state, **told)
 
     def _replace(self, member: Member, **changes: object) -> None:
@@ -122,10 +228,28 @@ class PoolController:
         self._owned.members[at] = msgspec.structs.replace(member, **changes)
 
 
+def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:
+    """Returns Ray's selector of a host's node; None where there is only one machine."""
+    label = NODE_LABEL if spec.on_nodes else HOST_LABEL
+    return {label: host_id} if host_id else None
+
+
+def _without_oldest_lost(members: list[Member]) -> list[Member]:
+    """Forgets lost members beyond a bound: hosts that do not come back must not add up."""
+    lost = sorted((m for m in members if m.state == "lost"), key=lambda m: m.ordinal)
+    forgotten = {m.ordinal for m in lost[:-_LOST_MAX]}
+    return [m for m in members if m.ordinal not in forgotten]
+
+
 def start_controller(spec: ClusterSpec) -> Any:
     """Makes the cluster's controller and returns its handle; the caller is connected to Ray.
 
     Redis's URL is not among its arguments but in its node's environment: Ray stores arguments.
     """
-    actor = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached")(PoolController)
+    actor = ray.remote(
+        num_cpus=0,
+        max_restarts=-1,
+        lifetime="detached",
+        label_selector=_on_host(spec, spec.host_id),
+    )(PoolController)
     return actor.options(name=CONTROLLER_NAME).remote(spec)

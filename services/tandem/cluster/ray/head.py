@@ -1,10 +1,11 @@
-"""A Ray head for one machine, as small as it gets, and the pool controller on it.
+"""One machine's Ray, as small as it gets: a head and the pool controller on it, or a joining node.
 
-    python -m tandem.cluster.ray.head RUN_FOLDER
+    python -m tandem.cluster.ray.head RUN_FOLDER [NODE]
 
-starts GCS and raylet on free ports of 127.0.0.1, with a token, reads a `ClusterSpec` as JSON from
-standard input (which may come later than the start), makes the pool controller, prints one line of
-JSON (`HeadStarted`) and ends; what it started stays.
+NODE is a `RayNode` as JSON; by default a head on free ports of 127.0.0.1. A head starts GCS and
+raylet with a token, reads a `ClusterSpec` as JSON from standard input (which may come later than
+the start) and makes the pool controller; a node starts a raylet. Then the program prints one line
+of JSON (`HeadStarted`) and ends; what it started stays.
 `ray start` would also start a dashboard server, an autoscaler monitor and a client server, and
 listen on the machine's outer address; Ray's own Node is therefore used, which is not public: this
 file is the one that may have to change with Ray.
@@ -13,18 +14,27 @@ file is the one that may have to change with Ray.
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tandem.cluster.pools import ClusterSpec
+from tandem.config.cluster import RUN_FOLDER_VARIABLE
 from tandem.pool_sizes import POOL_SIZE_MAX, POOLS
 
 NAMESPACE = "tandem"
 _OBJECT_STORE_BYTES = 80 << 20  # the smallest Ray takes; nothing of Tandem's goes there
 _CONTROLLER_DEADLINE_S = 90.0
+
+LOOPBACK = "127.0.0.1"
+HOST_LABEL = "tandem-host"
+NODE_LABEL = "ray.io/node-id"  # which Ray gives to each of its nodes
+CORES_LABEL = "tandem-cores"
+_TOKEN_FILE = "ray.token"
+_NUM_ACTOR_PORTS = 200
+_FIRST_ACTOR_PORT = 20  # after the first port of the cluster
 
 # Idle cost on a small machine: an actor 0.6% of a core by default, 0.4% with these.
 _QUIET = {
@@ -48,6 +58,60 @@ _QUIET = {
 _SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
 
 
+# A host that is gone is seen in some 10 s. A raylet that was only slow is started again.
+_SEE_LOSS = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "4000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class RayNode(msgspec.Struct, frozen=True):
+    """A machine's part of Ray. Without `first_port` the system chooses all ports."""
+
+    address: str = LOOPBACK
+    host_id: str = ""
+    cores: str = ""  # as `shown_cores` writes them
+    labels: dict[str, str] = {}
+    first_port: int = 0
+    head_address: str = ""  # of the GCS to join; empty: this is the head
+    tls_dir: str = ""  # folder with ca.crt, tls.crt and tls.key; empty: clear text
+
+    @property
+    def gcs_port(self) -> int:
+        return self.first_port and self.first_port + 1
+
+    @property
+    def gcs_address(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return self.head_address or f"{host}:{self.gcs_port}"
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Returns Ray's names of its listeners, and their ports where they are named."""
+        if not self.first_port:
+            return {"gcs_server_port": 0}
+        first = self.first_port
+        return {
+            "gcs_server_port": first + 1,
+            "node_manager_port": first + 2,
+            "object_manager_port": first + 3,
+            "runtime_env_agent_port": first + 4,
+            "metrics_export_port": first + 5,
+            "metrics_agent_port": first + 6,
+            "dashboard_agent_listen_port": first + 7,
+            "dashboard_port": first + 9,  # nobody listens there
+            "min_worker_port": first + _FIRST_ACTOR_PORT,
+            "max_worker_port": first + _FIRST_ACTOR_PORT + _NUM_ACTOR_PORTS - 1,
+        }
+
+    @property
+    def node_labels(self) -> dict[str, str]:
+        own = {HOST_LABEL: self.host_id, CORES_LABEL: self.cores}
+        return {**self.labels, **own} if self.host_id else {}
+
+
 class HeadStarted(msgspec.Struct, frozen=True):
     address: str
     pids: dict[str, int]  # gcs_server and raylet
@@ -55,37 +119,92 @@ class HeadStarted(msgspec.Struct, frozen=True):
     controller_s: float
 
 
-def head_environment(environment: Mapping[str, str], run_folder: Path) -> dict[str, str]:
-    """Returns the head's environment. Makes its token, in the run folder, for joiners."""
-    token = run_folder / "ray.token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+def head_environment(
+    environment: Mapping[str, str], run_folder: Path, node: RayNode | None = None
+) -> dict[str, str]:
+    """Returns the environment of a machine's Ray. A head that nobody joins gets a new token."""
+    node = node or RayNode()
+    if not node.host_id:
+        write_ray_token(run_folder, secrets.token_hex(32))
     return {
         **{k: v for k, v in environment.items() if not k.startswith("RAY_")},
         **_QUIET,
         **_SPARE_AGENTS,
+        **(_SEE_LOSS if node.host_id else {}),
+        **_tls_environment(node),
+        RUN_FOLDER_VARIABLE: str(run_folder),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_AUTH_TOKEN_PATH": str(run_folder / _TOKEN_FILE),
         "RAY_usage_stats_enabled": "0",
         # Everything on the loopback address, where Ray would take the machine's outer one.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if node.address != LOOPBACK else "0",
         # Agents hand their environment to workers, which must see the GPUs.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 
 
-def start_head(temp_dir: Path) -> tuple[str, dict[str, int]]:
-    """Returns (address, pids of GCS and raylet). They outlive this process."""
+def write_ray_token(run_folder: Path, token: str) -> None:
+    """Writes the token of Ray's calls, which all hosts of a cluster share."""
+    path = run_folder / _TOKEN_FILE
+    path.touch(mode=0o600)
+    path.write_text(token)
+
+
+def _tls_environment(node: RayNode) -> dict[str, str]:
+    if not node.tls_dir:
+        return {}
+    folder = Path(node.tls_dir)
+    return {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(folder / "tls.crt"),
+        "RAY_TLS_SERVER_KEY": str(folder / "tls.key"),
+        "RAY_TLS_CA_CERT": str(folder / "ca.crt"),
+    }
+
+
+def shown_cores(cores: Sequence[int]) -> str:
+    """Returns cores as ranges in the form of a label, such as 0-3_8-11; at most 63 characters."""
+    ranges: list[list[int]] = []
+    for core in cores:
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    text = ""
+    for first, last in ranges:
+        more = f"{text and '_'}{first}-{last}"
+        if len(text + more) > 63:
+            break
+        text += more
+    return text
+
+
+def read_cores(text: str) -> list[int]:
+    """Returns the cores that `shown_cores` wrote."""
+    pairs = [part.split("-") for part in text.split("_") if part]
+    return [core for first, last in pairs for core in range(int(first), int(last) + 1)]
+
+
+def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[str, int]]:
+    """Starts a head, or joins the node's. Returns (address of the GCS, pids of what it started).
+    They outlive this process."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    class Head(Node):  # type: ignore[misc]
+    class Small(Node):  # type: ignore[misc]
         def start_api_server(self, **_: Any) -> None:
             self._webui_url = ""
 
+    node = node or RayNode()
+    is_head = not node.head_address
+    ports = node.ports
+    if not is_head:
+        del ports["gcs_server_port"]
     params = RayParams(
-        node_ip_address="127.0.0.1",
-        gcs_server_port=0,
+        node_ip_address=node.address,
+        gcs_address=node.head_address or None,
+        webui=None if is_head else "",
+        labels=node.node_labels or None,
         temp_dir=str(temp_dir),
         num_cpus=0,
         num_gpus=0,
@@ -94,34 +213,38 @@ def start_head(temp_dir: Path) -> tuple[str, dict[str, int]]:
         include_dashboard=False,
         include_log_monitor=False,
         no_monitor=True,
+        **ports,
     )
-    node = Head(params, head=True, shutdown_at_exit=False, spawn_reaper=False)
-    pids = {name: infos[0].process.pid for name, infos in node.all_processes.items()}
-    return node.gcs_address, pids
+    started = Small(params, head=is_head, shutdown_at_exit=False, spawn_reaper=False)
+    pids = {name: infos[0].process.pid for name, infos in started.all_processes.items()}
+    return started.gcs_address, pids
 
 
-def main(run_folder: Path) -> None:
-    started = time.monotonic()
+def main(run_folder: Path, node: RayNode) -> None:
+    began = time.monotonic()
     import ray
 
     from tandem.cluster.ray.controller import start_controller
 
-    address, pids = start_head(run_folder / "ray")
-    head_s = time.monotonic() - started
-    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterSpec)
+    address, pids = start_head(run_folder / "ray", node)
+    head_s = time.monotonic() - began
     spec_at = time.monotonic()
-    ray.init(
-        address=address,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        configure_logging=False,
-        _node_ip_address="127.0.0.1",
-    )
-    controller = start_controller(spec)
-    ray.get(controller.state.remote(), timeout=_CONTROLLER_DEADLINE_S)
+    if not node.head_address:
+        spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterSpec)
+        spec_at = time.monotonic()
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=node.address,
+        )
+        controller = start_controller(spec)
+        ray.get(controller.state.remote(), timeout=_CONTROLLER_DEADLINE_S)
     done = HeadStarted(address, pids, head_s, time.monotonic() - spec_at)
     sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    told = sys.argv[2] if len(sys.argv) > 2 else "{}"
+    main(Path(sys.argv[1]), msgspec.json.decode(told, type=RayNode))

@@ -21,15 +21,18 @@ import msgspec
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes import guardian
 from tandem.cluster.processes.process import failed_start
-from tandem.cluster.ray.head import HeadStarted, head_environment
+from tandem.cluster.ray.head import HeadStarted, RayNode, head_environment
 
 
 class HeadProcess:
     """Runs one head at a time: `start` ends what was left of the one before."""
 
-    def __init__(self, run_folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, run_folder: Path, environment: Mapping[str, str], node: RayNode | None = None
+    ) -> None:
         """`environment` has the cluster's variables."""
         self._run_folder = run_folder
+        self._node = node or RayNode()
         self._log = run_folder / "ray_head.log"
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,21 +43,37 @@ class HeadProcess:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_started(self) -> bool:
+        """Returns whether there is a head, or one that is being started."""
+        return self._process is not None
+
+    def join(self, head_address: str) -> None:
+        """Starts a node of another host's head instead, and returns at once."""
+        self._start(msgspec.structs.replace(self._node, head_address=head_address))
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def start(self, spec: ClusterSpec | None = None) -> None:
         """Starts a head and returns at once. Without `spec` it waits for `tell`."""
+        self._start(self._node)
+        if spec is not None:
+            self.tell(spec)
+
+    def _start(self, node: RayNode) -> None:
         self.end()
+        module, told = "tandem.cluster.ray.head", msgspec.json.encode(node).decode()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tandem.cluster.ray.head", str(self._run_folder)],
-                env=head_environment(self._environment, self._run_folder),
+                [sys.executable, "-m", module, str(self._run_folder), told],
+                env=head_environment(self._environment, self._run_folder, node),
                 cwd=self._run_folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
-        if spec is not None:
-            self.tell(spec)
 
     def tell(self, spec: ClusterSpec) -> None:
         """Sends it the spec, from which it makes the pool controller. Does nothing if it has ended

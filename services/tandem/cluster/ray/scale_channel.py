@@ -4,6 +4,7 @@
                              wait for a controller the newest sizes count, the others never were
     {tandem:CLUSTER}:pools   STRING, JSON of `pools.describe`, written on each change, and again
                              whenever BRPOP comes back: a Redis that lost it gets it anew
+    {tandem:CLUSTER}:controller  the sign of life of store/control_state.py, as often
 
 Routers ask here so that they need no Ray. While Redis is lost nobody can ask and nobody can read:
 the channel tries again, and the controller does not notice.
@@ -11,19 +12,30 @@ the channel tries again, and the controller does not notice.
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 
+import msgspec
+
+from tandem.cluster.processes.head_lease import fenced_set
 from tandem.config.cluster import Pool
 from tandem.errors import BadRequest
 from tandem.pool_sizes import check_sizes
 from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
+from tandem.store.control_state import (
+    BEAT_INTERVAL_S,
+    CONTROLLER_KEY,
+    ControllerBeat,
+    control_key,
+)
 
 log = logging.getLogger(__name__)
 
-_TAKE_TIMEOUT_S = 15
+_TAKE_TIMEOUT_S = BEAT_INTERVAL_S
 _RETRY_INTERVAL_S = 1.0
 _TAKE_MAX = 1000
 
@@ -32,10 +44,19 @@ class ScaleChannel:
     """Calls `on_sizes`, in a thread of its own, with sizes that make sense."""
 
     def __init__(
-        self, redis_url: str, cluster_id: str, on_sizes: Callable[[dict[Pool, int]], None]
+        self,
+        redis_url: str,
+        cluster_id: str,
+        on_sizes: Callable[[dict[Pool, int]], None],
+        *,
+        number: int = 0,
     ) -> None:
+        """`number` is that of the controller's head; 0 on a single machine."""
+        self._cluster_id = cluster_id
+        self._number = number
+        self.is_superseded = False
         self._requests = f"{{tandem:{cluster_id}}}:scale"
-        self._pools = f"{{tandem:{cluster_id}}}:pools"
+        self._num_beats = 0
         self._on_sizes = on_sizes
         self._state: dict[str, object] | None = None
         self._lost = False
@@ -48,14 +69,21 @@ class ScaleChannel:
         """Writes the state now, or as soon as Redis is there again."""
         self._state = state
         try:
-            self._write()
+            if not self._write():
+                self.supersede()
         except UNREACHABLE as error:
             self._note_lost(error)
 
+    def supersede(self) -> None:
+        """Ends the channel: the requests belong to the controller of a later head."""
+        self.is_superseded = True
+
     def _run(self) -> None:
-        while True:
+        while not self.is_superseded:
             try:
-                self._write()
+                if not self._write():
+                    self.supersede()
+                    return
                 first = self._redis.brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
             except UNREACHABLE as error:
                 self._note_lost(error)
@@ -65,7 +93,10 @@ class ScaleChannel:
                 log.info("Redis answers again")
                 self._lost = False
             if first is not None:
-                self._take([first[1], *self._waiting()])
+                taken = [first[1], *self._waiting()]
+                if self._gives_back(taken):
+                    return
+                self._take(taken)
 
     def _waiting(self) -> Sequence[bytes | str]:
         try:
@@ -85,9 +116,27 @@ class ScaleChannel:
         if sizes:
             self._on_sizes(sizes)
 
-    def _write(self) -> None:
+    def _gives_back(self, taken: Sequence[bytes | str]) -> bool:
+        """Returns the requests that came after a later head took over."""
+        with suppress(*UNREACHABLE):
+            if self._write():
+                return False
+            self._redis.rpush(self._requests, *reversed(taken))
+        self.supersede()
+        return True
+
+    def _write(self) -> bool:
+        """Writes the state, if there is one. Returns False if there is a later head."""
+        self._num_beats += 1
+        beat = ControllerBeat(os.getpid(), self._num_beats, self._number)
+        values: dict[str, bytes | str] = {CONTROLLER_KEY: msgspec.json.encode(beat)}
         if self._state is not None:
-            self._redis.set(self._pools, json.dumps(self._state))
+            values["pools"] = json.dumps(self._state)
+        if self._number:
+            return fenced_set(self._redis, self._cluster_id, self._number, values)
+        for name, value in values.items():
+            self._redis.set(control_key(self._cluster_id, name), value)
+        return True
 
     @cached_property
     def _redis(self) -> SyncClient:

@@ -1,0 +1,88 @@
+"""The joiner's side of protocol.py: the authority is checked before the token is sent."""
+
+import hashlib
+import http.client
+import ipaddress
+import json
+import socket
+import ssl
+from importlib.metadata import version
+
+import msgspec
+
+from tandem.cluster.joining.protocol import JoinReply, JoinRequest
+from tandem.errors import ConfigError
+
+_DEADLINE_S = 10.0
+_BYTES_MAX = 100_000
+
+
+def ask_to_join(
+    host: str, port: int, *, token: str, ca_sha256: str, own_address: str
+) -> tuple[JoinReply, str]:
+    """Returns what the cluster answers, and this machine's address (`own_address` if it is given,
+    else that of the connection). Raises ConfigError that says what to do."""
+    where = f"{host}:{port}"
+    try:
+        ca = _fetch_ca(host, port)
+        der = ssl.PEM_cert_to_DER_cert(ca)
+        found = hashlib.sha256(der).hexdigest()
+        if found != ca_sha256.replace(":", "").lower():
+            raise ConfigError(
+                f"{where} has an authority of SHA-256 {found}, which is not that of --ca-sha256: "
+                "it is another cluster, or somebody in between. The token was not sent"
+            )
+        context = ssl.create_default_context(cadata=ca)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        return _ask(host, port, context, _name_in(ca), token, own_address)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ConfigError(f"{where} cannot be joined: {error}") from error
+
+
+def _fetch_ca(host: str, port: int) -> str:
+    """Returns what the server says its authority is. Nothing is sent that is worth hearing."""
+    unverified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unverified.check_hostname = False
+    unverified.verify_mode = ssl.CERT_NONE
+    connection = http.client.HTTPSConnection(host, port, timeout=_DEADLINE_S, context=unverified)
+    try:
+        connection.request("GET", "/ca")
+        return connection.getresponse().read(_BYTES_MAX).decode("ascii")
+    finally:
+        connection.close()
+
+
+def _name_in(ca: str) -> str:
+    """Returns the name of the join server, which follows from that of the authority."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    (name,) = x509.load_pem_x509_certificate(ca.encode()).subject.get_attributes_for_oid(
+        NameOID.COMMON_NAME
+    )
+    return f"join.{str(name.value).removeprefix('CA of ')}.tandem".lower()
+
+
+def _ask(
+    host: str, port: int, context: ssl.SSLContext, name: str, token: str, own_address: str
+) -> tuple[JoinReply, str]:
+    raw = socket.create_connection((host, port), timeout=_DEADLINE_S)
+    with raw, context.wrap_socket(raw, server_hostname=name) as verified:
+        own_address = own_address or str(ipaddress.ip_address(verified.getsockname()[0]))
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = verified
+        told = JoinRequest(version("tandem-llm"), own_address)
+        headers = {"Authorization": f"Bearer {token}"}
+        connection.request("POST", "/join", msgspec.json.encode(told), headers)
+        reply = connection.getresponse()
+        body = reply.read(_BYTES_MAX)
+    if reply.status != 200:
+        raise ConfigError(f"{host}:{port} refuses: {_reason(body)}")
+    return msgspec.json.decode(body, type=JoinReply), own_address
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return repr(body[:200])

@@ -1,0 +1,32 @@
+"""The messages between a machine that joins and a host of the cluster.
+
+    GET  /ca      the authority's certificate, before anything is verified
+    POST /join    `JoinRequest` -> `JoinReply`, both JSON; header `Authorization: Bearer TOKEN`
+
+The joiner compares the certificate's SHA-256 with the one that its operator named. Only then does
+it open a second connection, which must end in that authority and in the name `join.CLUSTER.tandem`,
+and sends the token. So nobody between the two learns a secret.
+"""
+
+import msgspec
+
+TOKEN_BYTES_MIN = 16
+
+
+class JoinRequest(msgspec.Struct, frozen=True):
+    version: str  # of Tandem: hosts run one version
+    address: str  # of the machine that joins
+
+
+class JoinReply(msgspec.Struct, frozen=True):
+    """All that a host needs; it is made of secrets."""
+
+    cluster_id: str
+    options: list[str]  # command line of `tandem up`, without the addresses of its machine
+    cluster_token: str
+    ray_token: str
+    redis_urls: dict[str, str]  # by kind of process; `{tls}` stands for the joiner's tls folder
+    authority: str  # PEM: certificate
+    authority_key: str  # PEM
+    may_lead: bool  # whether a joined host may become the head
+    first_address: str = ""  # of the machine of `tandem up`; its options may name it

@@ -1,0 +1,54 @@
+"""The model that this machine serves: found, and checked before a process starts that reads it.
+
+The tokenizer and the headers of files are read here, and none of their tensors.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.cluster.launch.built_in_model import download_built_in
+from tandem.cluster.launch.options import LaunchOptions
+from tandem.errors import TandemError
+from tandem.models.checkpoint.check import check_weights
+from tandem.models.limits import check_settings
+from tandem.models.lora import open_lora
+from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, is_local, resolve
+from tandem.models.tokenizer import Tokenizer
+
+
+def model_here(options: LaunchOptions) -> ModelFolder | None:
+    """Returns the model if it is on this machine; None if it may have to be downloaded.
+
+    Raises ConfigError naming the file, the adapter or the setting that workers could not serve.
+    """
+    if _needs_download(options.model) or not is_local(options.model):
+        return None
+    return _checked(options)
+
+
+def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
+    """Returns the model, downloaded if it is not here. Raises ConfigError as `model_here` does."""
+    say("looking for the model")
+    if _needs_download(options.model):
+        say("downloading the built-in model (93 MB, once)")
+        download_built_in()
+    return _checked(options)
+
+
+def _checked(options: LaunchOptions) -> ModelFolder:
+    model = resolve(options.model, revision=options.model_revision)
+    check_settings(options.engine, model.config)
+    check_weights(model.weight_files, model.config)
+    Tokenizer.of(model)
+    for name, path in options.engine.lora.items():
+        if options.listen and not Path(path).expanduser().exists():
+            continue  # workers on other machines may have it
+        try:
+            open_lora(path, model.config, rank_max=options.engine.max_lora_rank)
+        except TandemError as error:
+            raise type(error)(f"--lora {name}: {error.message}") from error
+    return model
+
+
+def _needs_download(model: str) -> bool:
+    return model == BUILT_IN and not Path(model).exists() and built_in_file() is None

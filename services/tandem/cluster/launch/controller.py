@@ -1,0 +1,171 @@
+"""`tandem controller` runs the pool controller on a Ray cluster that is there, such as KubeRay's.
+
+    take the lease of the head -> connect to Ray -> controller up -> renew the lease ...
+
+The controller is a detached actor on this program's node, and goes on when the program ends. There
+is one per cluster: a later one has a higher number, and the one before changes nothing any more.
+The program and all nodes have the cluster's variables in their environments. Workers go on while
+Ray has no head, for as long as their nodes do.
+"""
+
+import logging
+import os
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from tandem.cluster.launch.pool_option import PoolSize, as_mapping, labels_of
+from tandem.cluster.pools import ClusterSpec, PoolCommand
+from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, HeadLease
+from tandem.cluster.processes.signals import Interrupted, stop_signals
+from tandem.cluster.ray.head import NAMESPACE
+from tandem.config.cluster import RUN_FOLDER_VARIABLE, ClusterConfig, Pool, Role
+from tandem.errors import ConfigError
+from tandem.observability.logs import configure_logging
+from tandem.options import Options, PositiveSeconds, Switch, Text
+from tandem.store.client import UNREACHABLE, wait_until_answers
+
+log = logging.getLogger(__name__)
+
+_CONTROLLER_DEADLINE_S = 90.0
+_LEASE_DEADLINE_S = 60.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerOptions(Options):
+    """`tandem controller` runs the pool controller on a Ray cluster that is there already."""
+
+    pools: Text
+    """JSON file with the command of each pool's workers, and the resources that one takes."""
+    num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
+    """Number of prefill workers of a new cluster; :LABEL=VALUE,... are those of their nodes."""
+    num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
+    """Number of decode workers of a new cluster."""
+    ray_address: Text = "auto"
+    """Address of Ray's head. auto: that of the Ray on this machine."""
+    request_nodes: Switch = False
+    """Ask Ray's autoscaler for the nodes that the wanted sizes need."""
+    drain_deadline_s: PositiveSeconds = 45.0
+    """Seconds until a worker that was told to end is killed; longer than it drains itself."""
+
+
+def run(options: ControllerOptions) -> int:
+    """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
+    configure_logging("controller")
+    cluster = ClusterConfig.from_environment()
+    commands = _read_pools(options.pools)
+    wait_until_answers(cluster.redis_url)
+    lease = HeadLease(cluster.redis_url, cluster.cluster_id, socket.gethostname())
+    with suppress(Interrupted), stop_signals():
+        number = _take(lease)
+        address, host_id = _connect(options.ray_address)
+        spec = make_spec(options, cluster.cluster_id, commands, host_id=host_id, number=number)
+        _start_controller(spec)
+        log.info("the pool controller is up, number %d", number)
+        while _renew(lease, number, address):
+            time.sleep(RENEW_INTERVAL_S)
+        raise ConfigError("another `tandem controller` owns the pools of this cluster now")
+    return 0
+
+
+def make_spec(
+    options: ControllerOptions,
+    cluster_id: str,
+    commands: dict[Role, PoolCommand],
+    *,
+    host_id: str,
+    number: int,
+) -> ClusterSpec:
+    """`host_id` is Ray's id of this node, `number` the fencing number of its lease."""
+    sizes: dict[Pool, int] = {"prefill": options.num_prefill, "decode": options.num_decode}
+    folder = os.environ.get(RUN_FOLDER_VARIABLE, str(Path(tempfile.gettempdir()) / "tandem"))
+    return ClusterSpec(
+        cluster_id=cluster_id,
+        run_folder=folder,
+        pools={pool: commands[pool] for pool in ("prefill", "decode")},
+        wanted={pool: int(size) for pool, size in sizes.items()},
+        cores=[],
+        drain_deadline_s=options.drain_deadline_s,
+        host_id=host_id,
+        number=number,
+        selectors={pool: as_mapping(labels_of(size)) for pool, size in sizes.items()},
+        on_nodes=True,
+        requests_nodes=options.request_nodes,
+    )
+
+
+def _read_pools(path: str) -> dict[Role, PoolCommand]:
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=dict[Role, PoolCommand])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"the file of --pools, {path}, cannot be used: {error}") from None
+    for role in ("prefill", "decode"):
+        if role not in found or not found[role].command:
+            raise ConfigError(f"{path} has no command of the pool {role}")
+        if any(amount <= 0 for amount in found[role].resources.values()):
+            raise ConfigError(f"{path}: the resources of {role} must be above 0")
+    return found
+
+
+def _take(lease: HeadLease) -> int:
+    give_up_at = time.monotonic() + _LEASE_DEADLINE_S
+    while not (number := lease.take()):
+        if time.monotonic() > give_up_at:
+            raise ConfigError("another `tandem controller` holds the lease of this cluster")
+        time.sleep(_RETRY_S)
+    return number
+
+
+def _renew(lease: HeadLease, number: int, address: str) -> bool:
+    """Returns False if there is a later controller. While Redis is lost all stays as it is."""
+    try:
+        return lease.renew(number, address)
+    except UNREACHABLE as error:
+        log.warning("Redis is lost, the lease is not renewed: %s", error)
+        return True
+
+
+def _connect(address: str) -> tuple[str, str]:
+    """Connects to Ray. Returns (address of its head, Ray's id of this node)."""
+    import ray
+
+    try:
+        context = ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"Ray's head at {address} is not reached: {error}") from None
+    return str(context.address_info["gcs_address"]), ray.get_runtime_context().get_node_id()
+
+
+def _start_controller(spec: ClusterSpec) -> None:
+    """Makes the controller, in place of an older one of the same Ray."""
+    import ray
+
+    from tandem.cluster.ray.agent import CONTROLLER_NAME
+    from tandem.cluster.ray.controller import start_controller
+
+    Path(spec.run_folder).mkdir(parents=True, exist_ok=True)
+    with suppress(ValueError):
+        ray.kill(ray.get_actor(CONTROLLER_NAME))
+    give_up_at = time.monotonic() + _CONTROLLER_DEADLINE_S
+    while True:
+        try:
+            controller = start_controller(spec)
+            break
+        except ValueError:  # Ray forgets the name of the one that was killed a moment later
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(_RETRY_S)
+    try:
+        ray.get(controller.state.remote(), timeout=_CONTROLLER_DEADLINE_S)
+    except ray.exceptions.RayError as error:
+        raise ConfigError(f"the pool controller does not start: {error}") from None

@@ -1,0 +1,190 @@
+"""`tandem join` makes this machine a host of a cluster, in the foreground, until told to stop.
+
+    ask to join -> run folder, certificates, guardian -> model -> Ray node up -> watch
+
+The pool controller places routers and workers here as it does on the first machine. They go on
+while Ray has no head; with a Redis of the cluster's own this host may become the head.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from tandem.cluster.joining.call import ask_to_join
+from tandem.cluster.joining.protocol import JoinReply
+from tandem.cluster.launch.certificates import Authority, write_certificates
+from tandem.cluster.launch.checked_model import fetch_model
+from tandem.cluster.launch.leave import Leaving
+from tandem.cluster.launch.listening import Listening, for_this_host, read_join_token
+from tandem.cluster.launch.options import LaunchOptions, check_listen, make_spec, on_host
+from tandem.cluster.launch.pool_option import Labels
+from tandem.cluster.launch.run import Run
+from tandem.cluster.processes import guardian
+from tandem.cluster.processes.end_watch import EndWatch
+from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S
+from tandem.cluster.processes.owned import write_spec
+from tandem.cluster.processes.signals import Interrupted, stop_signals
+from tandem.cluster.ray.head_process import HeadProcess
+from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
+from tandem.errors import ConfigError
+from tandem.options import Bounds, Options, PositiveOrNone, Text, read
+
+_START_DEADLINE_S = 180.0
+_START_INTERVAL_S = 0.2
+_DEFAULT_PORT = 8100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions(Options):
+    """`tandem join` makes this machine a host of a cluster; Ctrl-C ends what runs here."""
+
+    address: Text
+    """Address of a host of the cluster, or ADDRESS:PORT; it may stand first without the option."""
+    token_file: Text
+    """File with the cluster's secret to join."""
+    ca_sha256: Annotated[Text, Bounds(pattern="[0-9A-Fa-f:]*")]
+    """SHA-256 of the cluster's authority, which `tandem up` prints."""
+    own_address: Annotated[Text, Parameter(metavar="IP")] = ""
+    """Address of this machine for the others. Default: the one that reaches ADDRESS."""
+    model: Text = ""
+    """The model on this machine. Default: as the cluster names it."""
+    labels: Labels = ()
+    """What this machine has, such as gpu=H100: pools can ask for it."""
+    parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
+    """Process whose end stops this host, too. 0: none."""
+
+    def check_together(self) -> None:
+        check_listen(self.own_address, "--own-address")
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Raises ConfigError."""
+        text = self.address
+        if text.count(":") > 1 and not text.startswith("["):
+            return text, _DEFAULT_PORT
+        host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+        if not colon:
+            return text.strip("[]"), _DEFAULT_PORT
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"{text[:80]!r} is no ADDRESS or ADDRESS:PORT")
+        return host.strip("[]"), int(port)
+
+
+def join(options: JoinOptions) -> int:
+    """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
+    token = read_join_token(options.token_file)
+    host, port = options.host_and_port
+    reply, address = ask_to_join(
+        host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
+    )
+    if guardian.cluster_processes(reply.cluster_id):
+        raise ConfigError("this machine is part of that cluster already")
+    signals = stop_signals(parent_pid=options.parent_pid)
+    with suppress(Interrupted), signals, _JoinedHost(options, reply, address, token) as joined:
+        try:
+            joined.start()
+            joined.watch()
+        except Interrupted:
+            if joined.is_joined and options.parent_pid is None:
+                joined.say("leaving; Ctrl-C again ends what runs here at once")
+                with suppress(Interrupted), stop_signals():
+                    joined.leave()
+            joined.say("stopping")
+    return 0
+
+
+class _JoinedHost:
+    """This machine's part of a cluster, from its run folder to its end."""
+
+    def __init__(self, options: JoinOptions, reply: JoinReply, address: str, token: str) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._began = time.monotonic()
+        self._reply = reply
+        self._token = token
+        told = read(LaunchOptions, "tandem join", reply.options)
+        if options.model:
+            told = replace(told, model=options.model)
+        self._options = on_host(
+            told, first=reply.first_address, address=address, labels=options.labels
+        )
+        self._run = Run(reply.cluster_id, reply.cluster_token)
+        authority = Authority.with_key(
+            reply.cluster_id, reply.authority.encode(), reply.authority_key.encode()
+        )
+        write_certificates(self._run.folder, reply.cluster_id, authority)
+        self._run.environment.update(_redis_variables(reply.redis_urls, self._run))
+        self._listening = Listening(self._options, self._run, authority, reply.ray_token)
+        self._ray = self._listening.ray_host(
+            HeadProcess(self._run.folder, self._run.environment, self._listening.node),
+            may_lead=reply.may_lead,
+            say=self.say,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+        self._ray.end()
+        self._run.end_processes()
+        self._run.end()
+
+    def say(self, text: str) -> None:
+        self._console.print(f"[dim]{time.monotonic() - self._began:5.1f} s[/]  {text}")
+
+    def start(self) -> None:
+        """Joins Ray. Raises ConfigError if this host cannot."""
+        model = fetch_model(self._options, self.say)
+        spec = make_spec(
+            self._options,
+            cluster_id=self._run.cluster_id,
+            run_folder=self._run.folder,
+            model=model.path,
+            host_id=self._listening.host_id,
+        )
+        write_spec(self._run.folder, spec)
+        self._ray.take_spec(spec)
+        give_up_at = time.monotonic() + _START_DEADLINE_S
+        while not self._ray.is_up:
+            self._ray.tick()
+            if time.monotonic() > give_up_at:
+                raise ConfigError(f"Ray's head was not joined in {_START_DEADLINE_S:g} s")
+            time.sleep(_START_INTERVAL_S)
+        self._listening.open(self._reply, self._token, lambda who: self.say(f"{who} joins"))
+        self.say(f"[bold green]joined[/] as {self._listening.host_id} ({self._options.listen})")
+        self.say(f"logs {self._run.logs.folder}")
+
+    @property
+    def is_joined(self) -> bool:
+        return self._ray.is_up
+
+    def leave(self) -> None:
+        """Hands over what runs here to other hosts."""
+        Leaving(
+            controller_url=self._run.environment[REDIS_URL_VARIABLE],
+            worker_url=self._run.environment[f"{REDIS_URL_OF_KIND}worker"],
+            cluster_id=self._run.cluster_id,
+            host_id=self._listening.host_id,
+        ).run(self.say, self._ray.tick)
+
+    def watch(self) -> None:
+        """Runs until told to stop; starts Ray and the guardian again when they end."""
+        ends = EndWatch()
+        ends.add("guardian", self._run.guardian.pid)
+        while True:
+            if ends.wait(RENEW_INTERVAL_S):
+                self._run.restart_guardian()
+                ends.add("guardian", self._run.guardian.pid)
+            self._ray.tick()
+
+
+def _redis_variables(urls: Mapping[str, str], run: Run) -> dict[str, str]:
+    """Returns the variables of Redis's URLs for the processes of this host."""
+    found = {kind: for_this_host(url, run) for kind, url in urls.items()}
+    of_kinds = {f"{REDIS_URL_OF_KIND}{kind}": found[kind] for kind in ("router", "worker")}
+    return {**of_kinds, REDIS_URL_VARIABLE: found["controller"]}

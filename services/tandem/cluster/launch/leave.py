@@ -1,0 +1,88 @@
+"""A host leaves a cluster in order, while its processes still serve.
+
+    leaves: the controller places as many members elsewhere --they are ready--> drains: the members
+    here hand over their streams and end --none is left--> the host ends
+
+Each step waits for the one before; `LEAVE_DEADLINE_S` bounds them together.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tandem.cluster.processes.owned import forget_leaving, write_leaving
+from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.store.registry import WorkerRecord
+
+LEAVE_DEADLINE_S = 180.0
+_INTERVAL_S = 0.5
+_ROUTER_STARTS_S = 5.0
+
+
+class Leaving:
+    """The end of one host's time in its cluster."""
+
+    def __init__(
+        self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
+    ) -> None:
+        """The URLs are those of Redis for the users of these kinds."""
+        self._controller_url = controller_url
+        self._worker_url = worker_url
+        self._cluster_id = cluster_id
+        self._host_id = host_id
+
+    def run(self, say: Callable[[str], None], tick: Callable[[], None]) -> None:
+        """Returns when nothing is left here, the time is over or Redis is lost. `tick` is called
+        again and again: this host may have to stay Ray's head meanwhile."""
+        give_up_at = time.monotonic() + LEAVE_DEADLINE_S
+        redis = connect_blocking(self._controller_url)
+        records = connect_blocking(self._worker_url)
+        try:
+            write_leaving(redis, self._cluster_id, self._host_id, "leaves")
+            while (pools := self._pools(redis)) and not self._is_replaced(pools, records):
+                if time.monotonic() > give_up_at:
+                    say("[yellow]no other host took all that runs here")
+                    break
+                tick()
+                time.sleep(_INTERVAL_S)
+            say("draining what runs here")
+            write_leaving(redis, self._cluster_id, self._host_id, "drains")
+            while self._own(self._pools(redis)) and time.monotonic() < give_up_at:
+                tick()
+                time.sleep(_INTERVAL_S)
+            forget_leaving(redis, self._cluster_id, self._host_id)
+        except UNREACHABLE as error:
+            say(f"[yellow]Redis is lost, this host leaves at once: {error}")
+        finally:
+            redis.close()
+            records.close()
+
+    def _pools(self, redis: SyncClient) -> dict[str, Any]:
+        found = redis.get(f"{{tandem:{self._cluster_id}}}:pools")
+        return dict(json.loads(found)) if isinstance(found, bytes | str) else {}
+
+    def _own(self, pools: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the agents of this host that still have a process."""
+        agents = [a for state in pools.values() for a in state["agents"]]
+        return [a for a in agents if a.get("host") == self._host_id and a["state"] != "lost"]
+
+    def _is_replaced(self, pools: dict[str, Any], records: SyncClient) -> bool:
+        """Returns whether each pool has its size on other hosts, of processes that are ready."""
+        for pool, state in pools.items():
+            others = [a for a in state["agents"] if a.get("host") != self._host_id]
+            if sum(self._is_ready(pool, a, records) for a in others) < state["wanted"]:
+                return False
+        return True
+
+    def _is_ready(self, pool: str, agent: dict[str, Any], records: SyncClient) -> bool:
+        if agent["state"] != "running":
+            return False
+        if pool == "router":
+            return time.time() - float(agent["since"]) > _ROUTER_STARTS_S
+        found = records.get(f"{{tandem:{self._cluster_id}}}:worker:{agent['id']}")
+        if not isinstance(found, bytes):
+            return False
+        return msgspec.msgpack.decode(found, type=WorkerRecord).state == "ready"

@@ -1,0 +1,75 @@
+"""The value of `--prefill`, `--decode` and `--routers`: SIZE, or SIZE:LABEL=VALUE,..."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import Parameter, Token
+
+from tandem.errors import ConfigError
+from tandem.options import Bounds, by_comma, to_int
+
+_WORD = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_LABEL = re.compile(f"{_WORD}={_WORD}")
+_OWN = ("ray.io", "tandem-")
+
+
+class LabelledSize(int):
+    """A number of workers and the labels of the hosts that may have them; equal only to such."""
+
+    labels: tuple[str, ...]
+
+    def __new__(cls, size: int, labels: tuple[str, ...]) -> "LabelledSize":
+        made = super().__new__(cls, size)
+        made.labels = labels
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, int)
+            and labels_of(other) == self.labels
+            and int.__eq__(self, int(other))
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.labels))
+
+    def __str__(self) -> str:
+        return f"{int(self)}:{','.join(self.labels)}"
+
+
+def labels_of(size: object) -> tuple[str, ...]:
+    """Returns the labels that a pool's hosts must have; none for a plain number."""
+    return size.labels if isinstance(size, LabelledSize) else ()
+
+
+def parse_labels(text: str) -> tuple[str, ...]:
+    """Parses NAME=VALUE,... as Ray takes labels. Raises ConfigError."""
+    labels = tuple(part.strip() for part in text.split(",") if part.strip())
+    for label in labels:
+        if not _LABEL.fullmatch(label) or label.startswith(_OWN):
+            raise ConfigError(
+                f"{label[:80]!r} is no label; NAME=VALUE of letters, digits, '-', '_' and '.', "
+                "at most 63 each, is allowed"
+            )
+    return labels
+
+
+def as_mapping(labels: tuple[str, ...]) -> dict[str, str]:
+    return dict(label.split("=", 1) for label in labels)
+
+
+def _parse_size(_: object, tokens: Sequence[Token]) -> int:
+    size, colon, labels = tokens[-1].value.partition(":")
+    return LabelledSize(to_int(size), parse_labels(labels)) if colon else to_int(size)
+
+
+Labels = Annotated[tuple[str, ...], by_comma("NAME=VALUE,...", parse_labels)]
+PoolSize = Annotated[
+    int,
+    Bounds(least=0, most=64),
+    Parameter(converter=_parse_size, n_tokens=1, metavar="N[:LABEL=VALUE,...]"),
+]

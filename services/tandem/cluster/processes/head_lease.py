@@ -1,0 +1,121 @@
+"""The lease of Ray's head among the hosts of a cluster, and the fence that goes with it.
+
+    {tandem:CLUSTER}:head         STRING, JSON of `Head`, with a time to live that its host renews
+    {tandem:CLUSTER}:head-number  STRING, the highest number of a head so far
+    {tandem:CLUSTER}:owned        STRING, JSON of `owned.Owned`, as the newest controller wrote it
+
+Each head has a number of its own, higher than all before. Whatever a head or its controller writes
+carries the number, and Redis refuses a number that is not the highest. So a head that was stopped
+or cut off while another took over changes nothing when it is back. A Redis that lost its data gets
+the number anew from the head that lives.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.store.control_state import HEAD_KEY, Head, control_key
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 8.0
+RENEW_INTERVAL_S = 2.0
+
+# KEYS: head, head-number. ARGV: host, ms to live. Returns the new number, or 0 if another host has
+# the lease.
+_TAKE = """
+local held = redis.call('get', KEYS[1])
+if held and cjson.decode(held).host ~= ARGV[1] then return 0 end
+local number = redis.call('incr', KEYS[2])
+local head = cjson.encode({number = number, host = ARGV[1], address = ''})
+redis.call('set', KEYS[1], head, 'PX', ARGV[2])
+return number
+"""
+
+# KEYS: head, head-number. ARGV: number, JSON of the head, ms to live. Returns 1, or 0 if there is a
+# head of a higher number.
+_RENEW = """
+local highest = tonumber(redis.call('get', KEYS[2]) or '0')
+if highest > tonumber(ARGV[1]) then return 0 end
+redis.call('set', KEYS[2], ARGV[1])
+redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+
+# KEYS: head-number, then those to set. ARGV: number, then a value for each. Returns as _RENEW does.
+_SET = """
+local highest = tonumber(redis.call('get', KEYS[1]) or '0')
+if highest > tonumber(ARGV[1]) then return 0 end
+redis.call('set', KEYS[1], ARGV[1])
+for i = 2, #KEYS do redis.call('set', KEYS[i], ARGV[i]) end
+return 1
+"""
+
+
+class HeadLease:
+    """One host's view of the lease. Calls raise what `store.client.UNREACHABLE` lists."""
+
+    def __init__(self, redis_url: str, cluster_id: str, host_id: str) -> None:
+        self._cluster_id = cluster_id
+        self._host_id = host_id
+        self._redis_url = redis_url
+        self._client: SyncClient | None = None
+
+    def read(self) -> Head | None:
+        """Returns the head, or None if no host holds the lease."""
+        found = self._redis.get(_key(self._cluster_id, "head"))
+        return msgspec.json.decode(found, type=Head) if isinstance(found, bytes | str) else None
+
+    def take(self) -> int | None:
+        """Takes the lease and returns this host's new number; None if another host holds it."""
+        number = self._eval(_TAKE, ["head", "head-number"], self._host_id, _ms(LEASE_S))
+        return number or None
+
+    def renew(self, number: int, address: str) -> bool:
+        """Returns False if there is a head of a higher number."""
+        head = msgspec.json.encode(Head(number, self._host_id, address))
+        return bool(self._eval(_RENEW, ["head", "head-number"], number, head, _ms(LEASE_S)))
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    @property
+    def _redis(self) -> SyncClient:
+        if self._client is None:
+            self._client = connect_blocking(self._redis_url)
+        return self._client
+
+    def _eval(self, script: str, names: list[str], *values: bytes | str | int) -> int:
+        keys = [_key(self._cluster_id, name) for name in names]
+        return int(self._redis.eval(script, len(keys), *keys, *values))
+
+
+def fenced_set(
+    redis: SyncClient, cluster_id: str, number: int, values: Mapping[str, bytes | str]
+) -> bool:
+    """Sets the cluster's keys of these names. Returns False, and sets nothing, if there is a head
+    of a higher number. Raises what `store.client.UNREACHABLE` lists."""
+    keys = [_key(cluster_id, name) for name in ("head-number", *values)]
+    return bool(redis.eval(_SET, len(keys), *keys, number, *values.values()))
+
+
+def tell_head(redis_url: str, cluster_id: str, head: Head) -> None:
+    """Tells routers of the head of a single machine, which holds no lease. Does nothing if Redis
+    does not answer."""
+    try:
+        redis = connect_blocking(redis_url)
+        redis.set(control_key(cluster_id, HEAD_KEY), msgspec.json.encode(head))
+        redis.close()
+    except UNREACHABLE as error:
+        log.warning("Redis is lost, routers do not hear of Ray's head: %s", error)
+
+
+def _key(cluster_id: str, name: str) -> str:
+    return control_key(cluster_id, name)
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

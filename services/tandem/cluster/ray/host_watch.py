@@ -1,0 +1,82 @@
+"""The hosts that the pool controller may use, from Ray's list of nodes.
+
+    joined -> alive -> (Ray says that its node is dead) silent -> lost after `LOST_AFTER_S`
+                ^---------------- its node is back ------'-----------------'
+
+A silent host gets no new members and keeps those it has: a raylet that was started again is back in
+a moment. A fresh head gives all hosts `FIRST_JOIN_S` to join it, but the host of the head before:
+it was silent for as long as a lease lasts.
+
+Where Ray's nodes come and go by themselves, each node of Ray that is alive is a host: its id is
+Ray's, and a node that is started again is another host.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from tandem.cluster.pools import Host
+from tandem.cluster.ray.head import CORES_LABEL, HOST_LABEL, NODE_LABEL, read_cores
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+LOST_AFTER_S = 6.0
+FIRST_JOIN_S = 20.0
+
+
+class HostWatch:
+    """`alive` are the hosts that take members, by their ids."""
+
+    def __init__(self, own: Host | None, host_before: str = "") -> None:
+        """Without `own` all nodes of Ray are hosts."""
+        self._label = NODE_LABEL if own is None else HOST_LABEL
+        self._own = {} if own is None else {own.host_id: own}
+        self._host_before = host_before
+        self.alive: dict[str, Host] = dict(self._own)
+        self._seen_at: dict[str, float] = {}
+        self._started_at = time.monotonic()
+
+    def is_lost(self, host_id: str) -> bool:
+        """Returns whether a host has been silent for so long that its members go elsewhere."""
+        if host_id in self.alive:
+            return False
+        if host_id not in self._seen_at:
+            waits_s = 0.0 if host_id == self._host_before else FIRST_JOIN_S
+            return time.monotonic() - self._started_at > waits_s
+        return time.monotonic() - self._seen_at[host_id] > LOST_AFTER_S
+
+    def start(self, changed: Callable[[], None]) -> None:
+        """Calls `changed` every second, from a thread of its own: the owner then calls `update`."""
+
+        def tick() -> None:
+            while True:
+                changed()
+                time.sleep(INTERVAL_S)
+
+        threading.Thread(target=tick, name="hosts", daemon=True).start()
+
+    def update(self) -> None:
+        """Reads Ray's nodes. Without an answer all stays as it is."""
+        with suppress(ray.exceptions.RayError, RuntimeError):
+            self._take(ray.nodes())
+
+    def _take(self, nodes: list[dict[str, Any]]) -> None:
+        alive = dict(self._own)
+        for node in nodes:
+            labels = dict(node.get("Labels") or {})
+            if not node.get("Alive") or self._label not in labels:
+                continue
+            host_id, cores = labels[self._label], read_cores(labels.get(CORES_LABEL, ""))
+            alive[host_id] = Host(host_id, cores, labels, dict(node.get("Resources") or {}))
+            self._seen_at[host_id] = time.monotonic()
+        for host_id in alive.keys() - self.alive.keys():
+            log.info("host %s has joined", host_id)
+        for host_id in self.alive.keys() - alive.keys():
+            log.warning("host %s does not answer", host_id)
+        self.alive = alive

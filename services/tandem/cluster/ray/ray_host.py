@@ -1,0 +1,153 @@
+"""One host's part in Ray where machines can join: the head while it holds the lease, else a node.
+
+    apart --the lease names an address--> node --its raylet ends, or a new number--> node ...
+      |                                     |
+      `--no lease, and it may lead: take it-'--> starting --GCS, raylet, controller up--> head
+                                                    ^--- one of them ends: a new number ---|
+    head --Redis knows a higher number--> apart
+
+`tick` is called every `RENEW_INTERVAL_S` or so. Ending a head or a node ends its agents; the
+processes that they kept go on, and the next agents adopt them. While Redis is lost all stays as it
+is: a head that cannot renew its lease goes on, and its controller changes nothing (controller.py).
+"""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.cluster.pools import ClusterSpec
+from tandem.cluster.processes.end_watch import EndWatch
+from tandem.cluster.processes.head_lease import HeadLease
+from tandem.cluster.ray.head import HeadStarted, RayNode
+from tandem.cluster.ray.head_process import HeadProcess
+from tandem.errors import ConfigError
+from tandem.store.client import UNREACHABLE
+from tandem.store.control_state import Head
+
+log = logging.getLogger(__name__)
+
+
+class RayHost:
+    """Owns the host's Ray processes; `say` tells a person what changes."""
+
+    def __init__(
+        self,
+        process: HeadProcess,
+        lease: HeadLease,
+        node: RayNode,
+        *,
+        may_lead: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._process = process
+        self._lease = lease
+        self._node = node
+        self._may_lead = may_lead
+        self._say = say
+        self._spec: ClusterSpec | None = None
+        self._number = 0  # of the head that this host is, or has joined
+        self._leads = False
+        self._up: HeadStarted | None = None
+        self._ends = EndWatch()
+        self._ended = False
+        self._redis_lost = False
+        self._host_before = ""  # of the last head that held the lease
+
+    @property
+    def is_up(self) -> bool:
+        return self._up is not None
+
+    @property
+    def leads(self) -> bool:
+        return self._leads
+
+    def lead_first(self) -> int:
+        """Takes the lease of a cluster that has no head yet, and returns the number under which the
+        caller starts the head. Raises what `store.client.UNREACHABLE` lists."""
+        number = self._lease.take()
+        assert number, "the cluster is new"
+        self._leads, self._number = True, number
+        return number
+
+    def take_spec(self, spec: ClusterSpec) -> None:
+        """Sets the processes of this host; it leads only with them."""
+        self._spec = spec
+
+    def take_started(self, started: HeadStarted) -> None:
+        """Sets that Ray's processes are up, and watches them."""
+        self._up = started
+        for name, pid in started.pids.items():
+            self._ends.add(name, pid)
+
+    def tick(self) -> None:
+        """Does what the lease and the state of Ray's processes ask for."""
+        try:
+            self._tick()
+        except UNREACHABLE as error:
+            if not self._redis_lost:
+                log.warning("Redis is lost, Ray stays as it is: %s", error)
+            self._redis_lost = True
+        else:
+            self._redis_lost = False
+
+    def end(self) -> None:
+        self._process.end()
+        self._lease.close()
+
+    def _tick(self) -> None:
+        has_ended = self._has_ended()
+        if self._leads:
+            if not has_ended:
+                address = self._node.gcs_address if self._up else ""
+                if self._lease.renew(self._number, address):
+                    return
+                self._say("[yellow]another host is Ray's head now; this one becomes a node")
+            self._stop()
+            if not has_ended:
+                return
+        head = self._lease.read()
+        if head is not None:
+            self._host_before = head.host
+        if head is None or head.host == self._node.host_id:
+            self._lead()
+        elif head.address and (has_ended or head.number != self._number):
+            self._follow(head)
+
+    def _has_ended(self) -> bool:
+        """Returns whether what was started is gone, or could not be started."""
+        if not self._process.is_started:
+            return True
+        if self._up is None:
+            try:
+                if (started := self._process.started()) is None:
+                    return False
+            except ConfigError as error:
+                self._say(f"[red]{error.message}")
+                return True
+            self.take_started(started)
+            self._say("Ray's head is up" if self._leads else "joined Ray's head")
+        self._ended = self._ended or self._ends.wait(0.0) is not None
+        return self._ended
+
+    def _lead(self) -> None:
+        if not self._may_lead or self._spec is None or not (number := self._lease.take()):
+            return
+        self._stop()
+        self._say(f"this host becomes Ray's head (number {number})")
+        self._leads, self._number = True, number
+        before = "" if self._host_before == self._node.host_id else self._host_before
+        spec = msgspec.structs.replace(self._spec, number=number, host_before=before)
+        self._process.start(spec)
+
+    def _follow(self, head: Head) -> None:
+        self._stop()
+        self._say(f"joining Ray's head at {head.address} (number {head.number})")
+        self._number = head.number
+        self._process.join(head.address)
+
+    def _stop(self) -> None:
+        self._process.end()
+        self._ends.close()
+        self._ends, self._ended = EndWatch(), False
+        self._leads, self._up, self._number = False, None, 0
