@@ -82,6 +82,17 @@ psutil.Process(1).children()[0].send_signal(signal.SIGSTOP)'
   test "$(restarts)" -gt "$before" || fail "the engine hangs for 180 s and nothing came of it"
   k wait --for=condition=Ready "pod/$release-decode-0" --timeout=10m
 
+  say "a pod that is deleted while its program loads ends at once"
+  k delete pod "$release-prefill-0"
+  until k get pod "$release-prefill-0" -o jsonpath='{.status.containerStatuses[0].state.running.startedAt}' \
+    2>/dev/null | grep -q .; do
+    sleep 0.2
+  done
+  began=$SECONDS
+  k delete pod "$release-prefill-0"
+  test $((SECONDS - began)) -lt 20 || fail "it took $((SECONDS - began)) s"
+  k rollout status statefulset "$release-prefill" --timeout=10m
+
   say "internal ports are closed to others"
   ip=$(k get pod "$release-decode-0" -o jsonpath='{.status.podIP}')
   k run stranger --image="$image" --restart=Never --rm --attach --quiet --command -- python -c "

@@ -9,11 +9,19 @@
 {{- fail (printf "options.%s of prefill is %s, of decode %s: workers that differ in it cannot exchange blocks" $option $one $other) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq .root.Values.router.options.autoscale "on") (not (include "tandem.scaleObjects" .root)) -}}
+{{- if and .root.Values.gateway.enabled .root.Values.rayCluster.enabled -}}
+{{- fail "gateway.enabled and rayCluster.enabled are true, and an endpoint picker knows the fronts of a StatefulSet's pods only: set one of them to false" -}}
+{{- end -}}
+{{- if and (eq .root.Values.router.options.autoscale "on") (not (or (include "tandem.scaleObjects" .root) (include "tandem.hasController" .root))) -}}
 {{- fail "router.options.autoscale is on, and routers may set no pool's size (router.scalesPools, rbac.create, sizeOwner, rayCluster.enabled): set dry-run" -}}
 {{- end -}}
+{{- with .root.Values.router.options -}}
+{{- if and (ne .autoscale "off") (eq (int64 .autoscaleDecodeMin) 0) (lt (float64 .holdDeadline) (float64 .autoscaleColdStart)) -}}
+{{- fail (printf "router.options.autoscaleDecodeMin is 0, a worker takes %v s to come (autoscaleColdStart), and a request waits %v s for it (holdDeadline): set holdDeadline to more" .autoscaleColdStart .holdDeadline) -}}
+{{- end -}}
+{{- end -}}
 {{- range $pool, $values := dict "prefill" $prefill "decode" $decode -}}
-{{- if and (eq $.root.Values.router.options.autoscale "on") (eq $values.sizeOwner "chart") -}}
+{{- if and (eq $.root.Values.router.options.autoscale "on") (eq $values.sizeOwner "chart") (not (include "tandem.hasController" $.root)) -}}
 {{- fail (printf "router.options.autoscale is on, and each upgrade would set %s.replicas again: set %s.sizeOwner to other" $pool $pool) -}}
 {{- end -}}
 {{- if and (eq $values.sizeOwner "hpa") (not $values.hpa.metrics) -}}

@@ -62,7 +62,7 @@ labels:
 {{- range $key, $value := index .root.Values .pool -}}
 {{- if and (eq $key "image") (kindIs "map" $value) -}}
 {{- $_ := set $values $key (include "tandem.imageOver" (dict "base" $values.image "over" $value) | fromYaml) -}}
-{{- else if and (kindIs "map" $value) (has $key (list "options" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa" "keda")) -}}
+{{- else if and (kindIs "map" $value) (has $key (list "options" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa" "keda" "nearPeers")) -}}
 {{- range $inner, $given := $value -}}
 {{- $_ := set (index $values $key) $inner $given -}}
 {{- end -}}
@@ -89,6 +89,11 @@ labels:
 {{- if $found -}}
 {{- append $found (printf "router=deployments/%s-router" $name) | join "," -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Whether the pool controller runs the workers, in pods that Ray's autoscaler adds and removes. */}}
+{{- define "tandem.hasController" -}}
+{{- if and .Values.rayCluster.enabled .Values.rayCluster.autoscaling.enabled -}}true{{- end -}}
 {{- end -}}
 
 {{/* The Secret that holds one of our secrets: root, existing (its name or empty), name. */}}
@@ -124,12 +129,19 @@ labels:
 
 {{/* The number of replicas of an object: root, kind, component, replicas, sizeOwner. Empty: not stated.
      An upgrade states the size that is there: server-side apply refuses another one that `kubectl scale`
-     owns, and a field that is left out falls back to 1. Only a changed value of `replicas` replaces it. */}}
+     owns, and a field that is left out falls back to 1. Only a changed value of `replicas` replaces it. A
+     release of a chart that did not note the value keeps a size that somebody set by the scale. */}}
 {{- define "tandem.replicas" -}}
 {{- $name := printf "%s-%s" (include "tandem.fullname" .root) .component -}}
 {{- $live := lookup "apps/v1" .kind .root.Release.Namespace $name -}}
 {{- $told := dig "metadata" "annotations" (include "tandem.toldReplicas" .) "" $live -}}
-{{- if and $live (or (ne .sizeOwner "chart") (eq $told (toString .replicas))) -}}
+{{- $isScaled := false -}}
+{{- range dig "metadata" "managedFields" list $live -}}
+{{- if and (eq (default "" .subresource) "scale") (hasKey (dig "fieldsV1" "f:spec" dict .) "f:replicas") -}}
+{{- $isScaled = true -}}
+{{- end -}}
+{{- end -}}
+{{- if and $live (or (ne .sizeOwner "chart") (eq $told (toString .replicas)) (and $isScaled (not $told))) -}}
 {{- $live.spec.replicas -}}
 {{- else if eq .sizeOwner "chart" -}}
 {{- .replicas -}}

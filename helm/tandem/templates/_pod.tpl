@@ -124,10 +124,11 @@ failureThreshold: 3
 {{/* The password of the Redis user of a kind of process: root, kind. */}}
 {{- define "tandem.redisPassword" -}}
 {{- $redis := .root.Values.redis.builtin -}}
-{{- $isRouter := eq .kind "router" -}}
-{{- with $isRouter | ternary $redis.password $redis.workerPassword -}}
+{{- $passwords := dict "router" $redis.password "worker" $redis.workerPassword "controller" $redis.controllerPassword -}}
+{{- $name := eq .kind "router" | ternary "redis" (printf "redis-%s" .kind) -}}
+{{- with index $passwords .kind -}}
 secretKeyRef:
-  name: {{ include "tandem.secretName" (dict "root" $.root "existing" .existingSecret "name" ($isRouter | ternary "redis" "redis-worker")) }}
+  name: {{ include "tandem.secretName" (dict "root" $.root "existing" .existingSecret "name" $name) }}
   key: {{ .key }}
 {{- end -}}
 {{- end -}}
