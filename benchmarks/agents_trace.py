@@ -1,5 +1,9 @@
 """A trace of agents, by its seed: prompts as blocks of 16 bytes, in the order in which they come.
 
+    python benchmarks/agents_trace.py agents.jsonl [--requests 400] [--seed 0]
+
+As a program it writes the trace in Mooncake's form, for `tandem simulate --block-size 16`.
+
 Agents of a few kinds share their kind's system prompt. A session asks again and again, with its
 whole conversation and a tool's result at the end, and pauses while the tool runs. Between them come
 prompts that nobody repeats. The working set is the most blocks that open sessions have at once.
@@ -7,9 +11,12 @@ prompts that nobody repeats. The working set is the most blocks that open sessio
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 BLOCK = 16  # tokens
@@ -67,3 +74,34 @@ class Trace:
 
     def _fresh(self, sizes: tuple[int, int]) -> list[bytes]:
         return [self._rng.randbytes(16) for _ in range(self._rng.randint(*sizes))]
+
+
+def mooncake_rows(requests: list[Request]) -> Iterator[dict[str, object]]:
+    """Yields requests in Mooncake's form, each answered with one token."""
+    ids: dict[bytes, int] = {}
+    for request in requests:
+        yield {
+            "timestamp": round(1000 * request.at),
+            "input_length": BLOCK * len(request.blocks),
+            "output_length": 1,
+            "hash_ids": [ids.setdefault(block, len(ids)) for block in request.blocks],
+            "session_id": "agent" if request.in_session else "",
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    trace = Trace(args.seed)
+    requests = list(trace.requests(args.requests))
+    args.file.write_text("".join(json.dumps(row) + "\n" for row in mooncake_rows(requests)))
+    print(f"written: {args.file}; the working set has {trace.working_set} blocks of {BLOCK} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,9 @@
     TRITON_INTERPRET=1 python -m benchmarks.gpu --smoke      tiny shapes on a CPU, to run the code
 
 Random bfloat16 weights; needs torch, Triton and, for the last part, transformers: neither Ray nor
-NIXL nor Redis. The floors are measured in the same run: a copy's bandwidth, a product's rate. Parts
-that fail are reported and do not stop the others. Writes benchmarks/results/gpu.json.
+NIXL nor Redis. The floors are measured in the same run: a copy's bandwidth, a product's rate. KV
+tiers' copies of blocks are checked byte by byte. Parts that fail are reported and do not stop the
+others. Writes benchmarks/results/gpu.json.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_model import LLAMA_3_8B, SMOKE, Size, make_weights, weight_bytes
 from benchmarks.gpu_peer import generate_with_transformers
+from benchmarks.gpu_tiers import measure_tiers
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.executor.triton_steps import TritonSteps
 from tandem.engine.executor.weights import ModelWeights
@@ -286,6 +288,8 @@ def measure_model(bench: Bench, config: ModelConfig, weights: ModelWeights) -> f
     )
     steps.prepare(pools)
     measure_steps(bench, steps, pools)
+    with bench.part("tiers"):
+        measure_tiers(bench, steps, pools[0])
     seconds = bench.wall_seconds(lambda: generate(bench, steps, pools), 1)
     print(f"ours: {size.batch * size.made / seconds:,.0f} tokens/s")
     return seconds

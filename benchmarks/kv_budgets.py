@@ -21,14 +21,14 @@ from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.kv_budget import KvBudget
+from tandem.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem_bench.perplexity import cut, losses
 from tandem_bench.prose import english_prose
 
 _DEPTHS = 10
-_NAMES = ("full attention", "sinks and window", "window alone")
+_NAMES = ("full attention", "heavy hitters", "sinks and window", "window alone")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="as for `tandem up --model`")
     parser.add_argument("--tokens", type=int, default=50_000, help="tokens to predict")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a text, of a haystack")
-    parser.add_argument("--sinks", type=int, default=4, help="of the budget with sinks")
+    parser.add_argument("--sinks", type=int, default=4, help="of the budgets with sinks")
     parser.add_argument("--repeats", type=int, default=5, help="needles at each depth")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
@@ -59,7 +59,12 @@ def main() -> None:
     tokenizer, half = Tokenizer(folder.path), window // 2
     texts = cut(tokenizer, english_prose(), tokens=args.tokens, window=window)
     hay = tokenizer.encode(english_prose(), add_special_tokens=False)
-    budgets = (None, KvBudget(half, args.sinks), KvBudget(half, 0))
+    budgets = (
+        None,
+        KvBudget(half, args.sinks, HEAVY_HITTERS),
+        KvBudget(half, args.sinks),
+        KvBudget(half, 0),
+    )
     config = EngineConfig(
         model=args.model, max_num_seqs=1, itl_target_s=0.0, num_threads=1, kv_bytes_max=256 << 20
     )

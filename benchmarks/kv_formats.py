@@ -1,6 +1,9 @@
 """Decode with a quantized KV cache beside one of bfloat16: capacity, and speed at long contexts.
 
     python benchmarks/kv_formats.py [--formats int8,k8v4,int4] [--contexts 2000,8000] [--threads 1]
+    python benchmarks/kv_formats.py --model random-deepseek --output FILE
+
+`random-deepseek` is a random model with latent attention (latent_model.py).
 
 Each sequence's blocks lie scattered over its pool. For each context steps with both pools take
 turns; the figure is the median of the ratios of each turn, with the quartiles beside it. The bound
@@ -21,12 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import latent_model
 from benchmarks.peers.machine import conditions
 from tandem.config.engine import EngineConfig
 from tandem.engine.cache.kv_groups import model_layout
 from tandem.engine.cache.pool_memory import populate
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.config import ModelConfig
 from tandem.models.shape import num_parameters
 from tandem.models.source import ModelFolder, resolve
 
@@ -49,7 +54,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     before = conditions()
-    folder = resolve(args.model)
+    is_random = args.model == latent_model.NAME
+    folder = resolve(str(latent_model.latent_model()) if is_random else args.model)
     contexts = [int(word) for word in args.contexts.split(",")]
     plain = Pool(folder, PLAIN, max(contexts), args.batch, args.threads)
     rows = []
@@ -98,7 +104,7 @@ class Pool:
             end = min(context, first + 512)
             tokens = Random(first).choices(range(100, 40_000), k=end - first)
             self._forward([SequenceSlice(tokens, end, table, False) for table in self._tables()])
-        self.weight_bytes = 2.0 * num_parameters(folder.config)
+        self.weight_bytes = 2.0 * _num_read(folder.config)
 
     def _tables(self) -> list[list[int]]:
         return [self._blocks[i * self._each : (i + 1) * self._each] for i in range(self.batch)]
@@ -115,6 +121,14 @@ class Pool:
             self._forward(slices)
             taken.append(time.perf_counter() - began)
         return min(taken)
+
+
+def _num_read(model: ModelConfig) -> int:
+    """Returns how many parameters a step of one token reads."""
+    experts = [layer.experts for layer in model.layers if layer.experts is not None]
+    idle = sum((each.num - each.top_k) * 3 * each.inner for each in experts)
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size
+    return num_parameters(model) - (idle + embedding) * model.hidden_size
 
 
 def compare(plain: Pool, other: Pool, context: int, turns: int) -> dict[str, Any]:

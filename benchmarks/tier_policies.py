@@ -26,6 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.agents_trace import BLOCK, Request, Trace
 from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.tiers.device_blocks import BlocksInPlace
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.keep_policy import keep_policy
 from tandem.engine.tiers.tier import Tier
@@ -86,18 +90,22 @@ class OwnTier:
     """A tier of the engine's with its policies."""
 
     def __init__(self, pool: BlockPool, num_slots: int, policy: Policy) -> None:
-        storage = HostStorage(num_slots=num_slots, block_bytes=1)
-        tier = Tier(0, storage, keep_policy(policy.name, num_slots, BLOCK))
-        memory = np.zeros((pool.num_blocks, 1), np.uint8)
-        self._tiers = Tiers(pool, memory, [tier], lambda _: InCall())
+        blocks = BlocksInPlace(np.zeros((pool.num_blocks, 1), np.uint8))
+        storage = HostStorage(blocks.host_pages(num_slots), block_bytes=1)
+        layout = KvLayout.of_one(BlockLayout(pool.num_blocks, 1, 1, BLOCK, 1, "int8"))
+        tier = Tier(0, [storage], keep_policy(policy.name, num_slots, BLOCK), layout)
+        self._tiers = Tiers([pool], layout, [blocks], [tier], lambda _: InCall())
         self._policy = policy
         self._pools = (pool, tier.pool)
         for each in self._pools:
             each.pins.capacity = int(PIN_SHARE * each.num_blocks)
-        self.depth = self._tiers.depth
+
+    def depth(self, hashes: list[bytes]) -> int:
+        return self._tiers.reach(hashes)[0].num_blocks
 
     def load(self, request: Request, first: int, table: list[int]) -> None:
-        self._tiers.load("", request.blocks, first, table)
+        wanted = [UnfilledBlock(0, index, block) for index, block in enumerate(table, first)]
+        self._tiers.load("", request.blocks[: first + len(table)], wanted)
         self._tiers.take_ended()
 
     def take(self, request: Request) -> None:

@@ -1,31 +1,40 @@
-"""TTFT of prompts that a throttled tier has, beside loading all of them and computing all of them.
+"""TTFT of prompts that a throttled tier or peer has, beside loading all and computing all of them.
 
-    python benchmarks/tier_prices.py [--bandwidths 10 30 200] [--lengths 256 512 1024] [--rounds 5]
+    python benchmarks/tier_prices.py [--tiers host disk store peer decode] [--rounds 5]
 
 An engine with SmolLM2 and one tier, whose reads are slowed down to a bandwidth (MB/s). A prompt is
 written to the tier, leaves the pool, and is asked again: once as the engine chooses, once with all
-of its blocks loaded, and once computed, by turns. The engine should choose what is soonest: its
-TTFT over the better one of the two others is at most 1.05 on average, and in each cell at most 1.10
-or 10 ms longer. Tokens of all are compared. Writes benchmarks/results/tier_prices.json.
+of its blocks loaded, and once computed, by turns. The store is moto's server. For `peer` another
+worker has the prompt, and its blocks are pulled over a link of that bandwidth (peer_prices.py). For
+`decode` a decode worker has the prompt in its tier, a prefill worker has it in its pool, and the
+bandwidths of tier and link differ: once as the decode worker chooses, once without the prefill
+worker, and once without the tier. What counts there is the time to the second token.
+
+The engine should choose what is soonest: its TTFT over the better one of the two others is at most
+1.05 on average, and in each cell at most 1.10 or 10 ms longer. Tokens of all are compared. Writes
+benchmarks/results/tier_prices.json, in which it replaces the tiers that it measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.peer_prices import DecodeBench, PeerBench, peer_bench
 from benchmarks.peers.machine import conditions
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
@@ -34,25 +43,49 @@ from tandem.engine.tiers.storage import Bytes
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import resolve
 from tandem.perf_model.soonest import Choice, Prompt, Reach
+from tests.harness.object_store import BUCKET, ObjectStoreServer
 
 RESULTS = Path(__file__).parent / "results" / "tier_prices.json"
 CHOOSE = "tandem.engine.scheduler.loads.choose_soonest"
 TIER_BYTES = 1 << 30
 BLOCK = 16
-WAYS = ("soonest", "load", "compute")
+KINDS = ("host", "disk", "store", "peer", "decode")
+BOTH_MB_PER_S = ((30.0, 200.0), (200.0, 30.0), (30.0, 30.0))  # of a decode worker's tier and link
 
 
-class Bench:
+class Bench(Protocol):
+    """A prompt is asked of it in each of the ways; the first one is the choice."""
+
+    @property
+    def ways(self) -> Sequence[str]: ...
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """Lets blocks come at this rate from now on."""
+
+    def prepare(self, prompt: list[int]) -> None:
+        """Has the prompt computed where the blocks come from."""
+
+    def ask(self, prompt: list[int], way: str) -> tuple[float, int]:
+        """Returns the milliseconds to the first token, and the token."""
+
+
+class TierBench:
     """An engine with one tier, and the prompts that it was asked."""
+
+    ways = ("soonest", "load", "compute")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._storage: Any = engine._tiers.tiers[0].storage
-        self._read = self._storage.read
+        self._is_store = self._storage.name == "store"
+        self._read = self._storage._get if self._is_store else self._storage.read
         self._num_asked = 0
 
     def throttle(self, bytes_per_s: float) -> None:
-        """Lets each read take as long as its bytes do at this rate."""
+        """Lets reads take as long as their bytes do at this rate, one after the other."""
+        if self._is_store:
+            self._storage._get = one_by_one(self._read, bytes_per_s)
+            return
 
         def read(slot: int, block_hash: bytes, target: Bytes) -> None:
             until = time.perf_counter() + target.nbytes / bytes_per_s
@@ -60,6 +93,9 @@ class Bench:
             time.sleep(max(0.0, until - time.perf_counter()))
 
         self._storage.read = read
+
+    def prepare(self, prompt: list[int]) -> None:
+        self.ask(prompt, "compute")
 
     def ask(self, prompt: list[int], way: str) -> tuple[float, int]:
         """Returns the milliseconds to the first token, and the token."""
@@ -86,6 +122,22 @@ class Bench:
         return [token for new in self._engine.step().new_tokens for token in new.token_ids]
 
 
+def one_by_one(get: Callable[[bytes], bytes], bytes_per_s: float) -> Callable[[bytes], bytes]:
+    """Returns a call for several threads, whose answers share a link of this rate."""
+    lock, free_at = threading.Lock(), 0.0
+
+    def slow_get(block_hash: bytes) -> bytes:
+        nonlocal free_at
+        began = time.perf_counter()
+        data = get(block_hash)
+        with lock:
+            free_at = until = max(free_at, began) + len(data) / bytes_per_s
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return data
+
+    return slow_get
+
+
 @contextmanager
 def _forced(engine: Engine, way: str) -> Iterator[None]:
     if way == "soonest":
@@ -105,11 +157,49 @@ def _load_all(prompt: Prompt, tiers: Sequence[Reach], **_: Any) -> Choice:
 
 def measure(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each bandwidth and length."""
-    with tempfile.TemporaryDirectory() as folder:
-        more: dict[str, Any] = {
-            "disk": {"kv_disk_path": folder, "kv_disk_bytes": TIER_BYTES},
-            "host": {"kv_host_bytes": TIER_BYTES},
-        }[kind]
+    if kind == "decode":
+        return measure_decode(args)
+    num_blocks = max(args.lengths) // BLOCK + 8
+    make = peer_bench(num_blocks, args.threads) if kind == "peer" else tier_bench(kind, args)
+    rows = []
+    with make as bench:
+        for bandwidth in args.bandwidths:
+            bench.throttle(bandwidth * 1e6)
+            for length in args.lengths:
+                about = {"tier": kind, "mb_per_s": bandwidth, "tokens": length}
+                rows.append(measure_cell(bench, about, args.rounds))
+    return rows
+
+
+def measure_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each pair of bandwidths and length."""
+    rows = []
+    with peer_bench(max(args.lengths) // BLOCK + 8, args.threads, DecodeBench) as bench:
+        for tier, link in BOTH_MB_PER_S:
+            assert isinstance(bench, DecodeBench)
+            bench.throttle_both(tier * 1e6, link * 1e6)
+            for length in args.lengths:
+                about = {"tier": "decode", "mb_per_s": tier, "link_mb_per_s": link}
+                rows.append(measure_cell(bench, {**about, "tokens": length}, args.rounds))
+    return rows
+
+
+@contextmanager
+def tier_bench(kind: str, args: argparse.Namespace) -> Iterator[TierBench]:
+    """Runs an engine with one tier."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        more: dict[str, Any] = {}
+        if kind == "host":
+            more = {"kv_host_bytes": TIER_BYTES}
+        elif kind == "disk":
+            more = {"kv_disk_path": str(folder), "kv_disk_bytes": TIER_BYTES}
+        else:
+            os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+            server = ObjectStoreServer(folder)
+            stack.callback(server.kill)
+            more = {"kv_store_url": f"s3://{BUCKET}/kv", "kv_store_endpoint": server.url}
+            more["kv_store_region"] = "us-east-1"
         config = EngineConfig(
             model="smollm2",
             device="cpu",
@@ -119,36 +209,27 @@ def measure(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         files = resolve(config.model)
         engine = Engine(config, ModelRunner(files, config), files.fingerprint)
-        try:
-            bench = Bench(engine)
-            return [
-                measure_cell(bench, kind, bandwidth, length, args.rounds)
-                for bandwidth in args.bandwidths
-                for length in args.lengths
-            ]
-        finally:
-            engine.close()
+        stack.callback(engine.close)
+        yield TierBench(engine)
 
 
-def measure_cell(
-    bench: Bench, kind: str, bandwidth: float, length: int, rounds: int
-) -> dict[str, Any]:
+def measure_cell(bench: Bench | PeerBench, about: dict[str, Any], rounds: int) -> dict[str, Any]:
+    length, ways = about["tokens"], bench.ways
     rng = Random(length)
     prompt = [rng.randrange(100, 40_000) for _ in range(length)]
-    bench.throttle(bandwidth * 1e6)
-    for way in ("compute", "load", "load", "load"):  # the rates of this cell are known then
+    bench.prepare(prompt)
+    for way in (ways[2], "load", "load", "load"):  # the rates of this cell are known then
         bench.ask(prompt, way)
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    found: dict[str, list[float]] = {way: [] for way in ways}
     tokens = set()
     for number in range(rounds):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+        for way in ways if number % 2 == 0 else reversed(ways):
             ttft_ms, token = bench.ask(prompt, way)
             found[way].append(ttft_ms)
             tokens.add(token)
     assert len(tokens) == 1, tokens
-    row: dict[str, Any] = {"tier": kind, "mb_per_s": bandwidth, "tokens": length}
-    row |= {f"{way}_ms": statistics.median(values) for way, values in found.items()}
-    best_ms = min(row["load_ms"], row["compute_ms"])
+    row = about | {f"{way}_ms": statistics.median(values) for way, values in found.items()}
+    best_ms = min(row[f"{way}_ms"] for way in ways[1:])
     row["ratio"] = row["soonest_ms"] / best_ms
     row["is_within"] = row["ratio"] <= 1.10 or row["soonest_ms"] <= best_ms + 10
     print(json.dumps(row), flush=True)
@@ -159,25 +240,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--tiers", choices=["host", "disk"], nargs="*", default=["host", "disk"])
+    parser.add_argument("--tiers", choices=KINDS, nargs="*", default=KINDS)
     parser.add_argument("--bandwidths", type=float, nargs="*", default=[10.0, 30.0, 200.0])
     parser.add_argument("--lengths", type=int, nargs="*", default=[256, 512, 1024])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    before = conditions()
-    rows = [row for kind in args.tiers for row in measure(kind, args)]
-    results = {
-        "before": before,
-        "after": conditions(),
-        "arguments": {k: str(v) for k, v in vars(args).items()},
-        "mean_ratio": statistics.mean(row["ratio"] for row in rows),
-        "within": f"{sum(row['is_within'] for row in rows)} of {len(rows)} cells",
-        "found": rows,
-    }
-    print(results["mean_ratio"], results["within"])
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    found = json.loads(args.output.read_text())["tiers"] if args.output.exists() else {}
+    for kind in args.tiers:
+        before = conditions()
+        rows = measure(kind, args)
+        found[kind] = {
+            "before": before,
+            "after": conditions(),
+            "arguments": {k: str(v) for k, v in vars(args).items()},
+            "rows": rows,
+        }
+        rows = [row for name in found if name != "decode" for row in found[name]["rows"]]
+        rows = rows or found["decode"]["rows"]
+        results = {
+            "mean_ratio": statistics.mean(row["ratio"] for row in rows),
+            "within": f"{sum(row['is_within'] for row in rows)} of {len(rows)} cells",
+            "tiers": found,
+        }
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
+        print(results["mean_ratio"], results["within"])
 
 
 if __name__ == "__main__":

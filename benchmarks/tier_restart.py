@@ -27,7 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.keep_policy import keep_policy
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.seal import Plain
 from tandem.engine.tiers.storage import Entry
@@ -39,6 +42,8 @@ from tandem.store.client import connect
 
 RESULTS = Path(__file__).parent / "results" / "tier_restart.json"
 BLOCK_BYTES = 4096
+BLOCK_SIZE = 16
+LAYOUT = KvLayout.of_one(BlockLayout(1, 1, 1, BLOCK_SIZE, BLOCK_BYTES // 2 // BLOCK_SIZE, "int8"))
 HOLDER = holder_of("decode-0", "disk")
 
 
@@ -62,7 +67,12 @@ def fill(folder: Path, num_blocks: int, chain: int) -> None:
 async def restart(folder: Path, num_blocks: int, index: RedisIndex, epoch: str) -> dict[str, float]:
     started = time.perf_counter()
     disk = storage(folder, num_blocks)
-    stored = [s.block_hash for s in Tier(0, disk).take_events().stored]
+    stored = [
+        s.block_hash
+        for s in Tier(0, [disk], keep_policy("lru", num_blocks, BLOCK_SIZE), LAYOUT)
+        .take_events()
+        .stored
+    ]
     restored = time.perf_counter()
     publisher = Publisher(index, HOLDER, epoch)
     publisher.add(stored, [])

@@ -4,9 +4,10 @@
 
 Users take turns with one engine; each comes back when all others have asked, with a prompt that
 goes on from its last answer. The working set at the end is 1.3 times the pool. Engines without a
-tier, with one on disk, with one in host memory, and with a pool for everything (an infinite cache)
-take turns. Figures are of each chat's second turn and later: TTFT, the share of prompt tokens that
-were cached, and the time of the tier in the engine's thread for each step.
+tier, with one on disk, with one in host memory, with a pool for everything (an infinite cache), and
+with a cache that is emptied before each request take turns. Figures are of each chat's second turn
+and later: TTFT, the share of prompt tokens that were cached, and the time of the tier in the
+engine's thread for each step.
 
 Then prompts that nobody repeats, and documents with several questions each, of which the pool holds
 two and none comes back: a tier only costs there. One prompt of 6,000 tokens that has left
@@ -54,9 +55,12 @@ READS_S = 0.3  # between an answer and the next request
 LONG = 6_000  # tokens
 STREAM = 400  # tokens of a stream's answer
 EVERY = 8  # tokens of a stream, a prompt comes
-OTHERS, OTHER = 6, 512  # such prompts, and their tokens
+OTHERS, OTHER = 6, 512  # such prompts, and their tokens that come again
+QUESTION = 8  # new tokens at the end of each
 KINDS = ("none", "disk", "host", "infinite")
+NO_CACHE = "no cache"
 BY_VALUE = "host, value"  # not of sessions: the policy has to see each block twice
+ROWS = (*KINDS, BY_VALUE, NO_CACHE)
 
 
 @dataclass
@@ -91,8 +95,10 @@ class Measured:
 class Client:
     """Asks one engine, one request at a time."""
 
-    def __init__(self, engine: Engine, measured: Measured) -> None:
+    def __init__(self, engine: Engine, measured: Measured, *, forgets: bool) -> None:
+        """The pool is emptied before each request if it `forgets`."""
         self._engine = engine
+        self._forgets = forgets
         self.block_bytes = engine.layout.block_bytes
         self.measured = measured
         self._num_asked = 0
@@ -113,6 +119,8 @@ class Client:
     def ask(self, prompt: list[int], *, counts: bool = True) -> list[int]:
         """Returns the answer's tokens; the engine works on while its user reads them."""
         self._num_asked += 1
+        if self._forgets:
+            self._engine.reset_prefix_cache()
         start, first, answer, cached = time.perf_counter(), 0.0, list[int](), None
         self._add(str(self._num_asked), prompt, ANSWER)
         while cached is None:
@@ -147,7 +155,8 @@ class Client:
                         self.measured.between_ms.append(1e3 * (now - last))
                     last = now
                     if num_tokens % EVERY == 0:
-                        self._add(f"o{num_tokens}", next(others), 1)
+                        question = _random(Random(num_tokens), QUESTION)
+                        self._add(f"o{num_tokens}", next(others) + question, 1)
         self.measured.tokens += told.values()
         self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.load().tiers)
 
@@ -182,7 +191,7 @@ def client_of(kind: str, num_blocks: int, threads: int, measured: Measured) -> I
         files = resolve(config.model)
         engine = Engine(config, ModelRunner(files, config), files.fingerprint)
         try:
-            yield Client(engine, measured)
+            yield Client(engine, measured, forgets=kind == NO_CACHE)
             measured.num_dropped += engine.load().blocks_dropped
         finally:
             engine.close()
@@ -213,19 +222,23 @@ def ask_documents(client: Client, args: argparse.Namespace) -> None:
             client.ask(document + _random(rng, SAYS), counts=number > 0)
 
 
+WORKS = {"chat": chat, "new": ask_new, "documents": ask_documents}
+
+
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns a row for each work and kind of engine."""
     last = args.tokens + args.turns * (ANSWER + SAYS)
     needed = args.chats * (last // BLOCK + 1)
     rows = {}
-    for work in (chat, ask_new, ask_documents):
-        found = {kind: Measured() for kind in (*KINDS, BY_VALUE)}
+    for work in (WORKS[name] for name in args.works):
+        found = {kind: Measured() for kind in args.kinds}
         for number in range(args.rounds):
             for kind in found if number % 2 == 0 else reversed(found):
                 num_blocks = 2 * needed if kind == "infinite" else int(needed / WORKING_SET)
                 with client_of(kind, num_blocks, args.threads, found[kind]) as client:
                     work(client, args)
-        assert all(each.tokens == found["none"].tokens for each in found.values())
+        first, *others = found.values()
+        assert all(each.tokens == first.tokens for each in others)
         for kind, measured in found.items():
             rows[f"{work.__name__} {kind}"] = measured.row()
             print(work.__name__, kind, json.dumps(rows[f"{work.__name__} {kind}"]), flush=True)
@@ -262,7 +275,7 @@ def measure_between(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             rng = Random(3)
             chats = [_random(rng, OTHER) for _ in range(OTHERS)]
             streams = [_random(rng, 64) for _ in range(2)]
-            needed = 2 * ((64 + STREAM) // BLOCK + 1) + 2 * OTHER // BLOCK
+            needed = 2 * ((64 + STREAM) // BLOCK + 1) + 2 * (OTHER // BLOCK + 1)
             num_blocks = needed + (OTHERS * OTHER if kind == "infinite" else OTHER) // BLOCK
             with client_of(kind, num_blocks, args.threads, found[kind]) as client:
                 for prompt in chats:
@@ -303,6 +316,8 @@ def main() -> None:
     parser.add_argument("--long-rounds", type=int, default=3)
     parser.add_argument("--between-rounds", type=int, default=3)
     parser.add_argument("--only", choices=["long", "rows", "between"], nargs="*", help="parts")
+    parser.add_argument("--works", choices=[*WORKS], nargs="+", default=[*WORKS], help="of rows")
+    parser.add_argument("--kinds", choices=ROWS, nargs="+", default=ROWS, help="of rows")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()

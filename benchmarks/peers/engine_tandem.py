@@ -1,6 +1,6 @@
 """Tandem's engine under test: scheduler, paged KV and sampling, as a worker runs it.
 
-python engine_tandem.py MODEL DTYPE THREADS [WEIGHTS]
+python engine_tandem.py MODEL DTYPE THREADS [WEIGHTS [KERNELS]]
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.peers.engine_turns import redirect, serve
 
 
-def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
+def main(
+    model: str, dtype: str, threads: str, weights: str = "auto", kernels: str = "auto"
+) -> None:
     answers = redirect()
     import torch
 
@@ -32,6 +34,7 @@ def main(model: str, dtype: str, threads: str, weights: str = "auto") -> None:
         device="cpu",
         dtype=dtype,  # type: ignore[arg-type]
         weights=weights,  # type: ignore[arg-type]
+        kernels=kernels,  # type: ignore[arg-type]
         num_threads=int(threads),
         itl_target_s=0.0,  # prefill is measured alone, and decode after it
     )

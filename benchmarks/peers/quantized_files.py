@@ -53,7 +53,7 @@ def quantized(name: str) -> str:
                 data, kind = gguf.quantize(gguf.dequantize(data, kind), wanted), wanted
             writer.add_tensor(tensor.name, data, raw_dtype=kind)
 
-    return _written(f"{source.stem.split('.')[0]}.{name}.gguf", {}, add_tensors)
+    return written(f"{source.stem.split('.')[0]}.{name}.gguf", {}, add_tensors)
 
 
 def random_model(name: str) -> str:
@@ -73,7 +73,7 @@ def random_model(name: str) -> str:
         for norm in norms:
             writer.add_tensor(f"{norm}.weight", np.ones(HIDDEN, np.float32))
 
-    return _written(f"random-{HIDDEN}.{name}.gguf", _SIZES, add_tensors)
+    return written(f"random-{HIDDEN}.{name}.gguf", _SIZES, add_tensors)
 
 
 def num_bytes(file: str, of_number: int | None = None) -> int:
@@ -90,7 +90,7 @@ def _built_in() -> Path:
     return source
 
 
-def _written(
+def written(
     name: str,
     sizes: dict[str, int],
     add_tensors: Callable[[gguf.GGUFReader, gguf.GGUFWriter], None],

@@ -101,7 +101,8 @@ class GrpcBench:
         ready = await self._link.start()
         if not ready.pool_is_shared:
             raise InternalError("this system has no memory that two processes can map")
-        line = await asyncio.wait_for(self._process.stdout.readline(), _DEADLINE_S)
+        async with asyncio.timeout(_DEADLINE_S):
+            line = await self._process.stdout.readline()
         if not line:
             raise InternalError("the gRPC producer did not come up")
         address, by_tls = (f"127.0.0.1:{int(port)}" for port in line.split())
@@ -153,7 +154,8 @@ class GrpcBench:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), _DEADLINE_S)
+            async with asyncio.timeout(_DEADLINE_S):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()

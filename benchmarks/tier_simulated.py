@@ -1,0 +1,120 @@
+"""Hits of an agents' trace by tier policy, simulated, beside those of the engine.
+
+    python benchmarks/tier_simulated.py [--requests 400] [--seed 0]
+
+The trace, the pool and the host tier are those of benchmarks/tier_agents.py, whose results of the
+real engine stand beside the simulated ones: requests come one after another, and a load is always
+made. `tandem simulate` runs the same simulation; here its workers get no rates that differ. Writes
+benchmarks/results/tier_simulated.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.agents_trace import BLOCK, Request, Trace, mooncake_rows
+from benchmarks.tier_policies import DEVICE
+from tandem.perf_model.rates import TierRate
+from tandem.simulator.output.report import Report, summarize
+from tandem.simulator.policies import make_policy
+from tandem.simulator.scenario import DEFAULT_RATES, Scenario
+from tandem.simulator.simulation import Simulation
+from tandem.simulator.traces import Arrival
+
+RESULTS = Path(__file__).parent / "results" / "tier_simulated.json"
+REAL = Path(__file__).parent / "results" / "tier_agents.json"
+APART_S = 10.0  # between requests: each ends before the next
+HOST_S = 1e-6  # to load a block: sooner than computing it, as the engine believes in tier_agents.py
+# Policies by their names in the results of the engine: that of the tier, and whether it is told of
+# sessions.
+POLICIES = {
+    "lru": ("lru", False),
+    "prefix": ("prefix", False),
+    "value": ("value", False),
+    "value, sessions": ("value", True),
+}
+
+
+def arrivals_of(requests: list[Request]) -> list[Arrival]:
+    return [
+        Arrival(
+            number * APART_S,
+            row["input_length"],
+            row["output_length"],
+            tuple(row["hash_ids"]),
+            in_session=bool(row["session_id"]),
+        )
+        for number, row in enumerate(mooncake_rows(requests))
+    ]
+
+
+def simulated(
+    arrivals: list[Arrival], pool_blocks: int, host_blocks: int, policy: str, *, sessions: bool
+) -> Report:
+    rates = msgspec.structs.replace(
+        DEFAULT_RATES, block_bytes=1, tiers=(TierRate("host", HOST_S),) if host_blocks else ()
+    )
+    scenario = Scenario(
+        num_decode=1,
+        kv_tokens=pool_blocks * BLOCK,
+        tier_blocks=(host_blocks,) if host_blocks else (),
+        tier_policy=policy,
+        rates=rates,
+        rate_error=0.0,
+        admission=False,
+        block_size=BLOCK,
+    )
+    told = arrivals if sessions else [replace(a, in_session=False) for a in arrivals]
+    simulation = Simulation(scenario, told, make_policy("tandem"))
+    simulation.run()
+    report = summarize(simulation, "tandem", 0.0)
+    assert report.num_served == len(arrivals)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--real", type=Path, default=REAL, help="results of tier_agents.py")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    trace = Trace(args.seed)
+    requests = list(trace.requests(args.requests))
+    arrivals = arrivals_of(requests)
+    pool = max(int(DEVICE * trace.working_set), max(len(r.blocks) for r in requests) + 64)
+    all_blocks = len({block for request in requests for block in request.blocks})
+    real = json.loads(args.real.read_text())
+    is_same = (real["requests"], real["seed"]) == (args.requests, args.seed)
+    infinite = simulated(arrivals, pool, all_blocks, "lru", sessions=False).hit_rate
+    rows = {}
+    print(f"infinite: {infinite:.3f}; without a tier: ", end="")
+    print(f"{simulated(arrivals, pool, 0, 'lru', sessions=False).hit_rate:.3f}")
+    for name, (policy, sessions) in POLICIES.items():
+        report = simulated(arrivals, pool, trace.working_set, policy, sessions=sessions)
+        row = {
+            "hits": report.hit_rate,
+            "host": report.tier_hit_rates["host"],
+            "of_infinite": report.hit_rate / infinite,
+        }
+        if is_same:
+            row["real"] = real["rows"][name]["hits"]
+        rows[name] = row
+        print(name, {key: f"{value:.3f}" for key, value in row.items()})
+    results = {"requests": args.requests, "seed": args.seed, "working_set": trace.working_set}
+    results |= {"device": pool, "blocks": all_blocks, "infinite": infinite, "rows": rows}
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
