@@ -14,6 +14,8 @@ from typing import Any
 
 from cyclopts import Argument, Group
 
+from tandem.cluster.launch.controller import ControllerOptions
+from tandem.cluster.launch.joined_host import JoinOptions
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.config.cluster import ClusterConfig
 from tandem.config.groups import MEASUREMENT, PROCESS
@@ -31,6 +33,8 @@ PAGE = "docs/reference/options.md"
 VALUES, SCHEMA = "helm/tandem/values.yaml", "helm/tandem/values.schema.json"
 PROGRAMS = {
     "tandem up": LaunchOptions,
+    "tandem join": JoinOptions,
+    "tandem controller": ControllerOptions,
     "tandem router": RouterOptions,
     "tandem worker": WorkerOptions,
     "tandem redis-front": RedisFrontOptions,
@@ -57,7 +61,7 @@ def generated() -> dict[str, str]:
         values = _spliced(values, f"  options: # {title}", _yaml(mirrored))
         lines = ",\n".join(f'"{_camel(a)}": {json.dumps(_schema(a))}' for a in mirrored).split("\n")
         schema = _spliced(schema, f'"description": "{title}', lines, below='"properties": {')
-    kinds: tuple[Kind, ...] = ("router", "worker")
+    kinds: tuple[Kind, ...] = ("router", "worker", "controller")
     users = {f"helm/tandem/redis/{kind}.acl": rules(kind, "%CLUSTER%") + "\n" for kind in kinds}
     return {PAGE: _page(), VALUES: values, SCHEMA: schema, **users}
 

@@ -1,0 +1,134 @@
+"""Writes the tables of families.md: what each family has, and the tests' checkpoints of it.
+
+    python -m docs.reference.families
+
+A test compares them with services/tandem/models/families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tandem.models.families import FAMILIES, Family
+from tandem.models.gguf.config import ARCHITECTURES
+from tests.tiny_models import families_of
+from tests.unit.engine.test_triton_families import KINDS, OTHERS
+from tests.unit.models.test_gguf_families import files_of
+
+PAGE = Path(__file__).with_suffix(".md")
+_HAS = "family", "attention", "positions", "norms", "biases", "MLP", "factors", "GGUF"
+_SHOWN = "family", "checkpoints", "on Triton", "GGUF files"
+
+
+def page() -> str:
+    """Returns the whole page: its text, with the tables anew."""
+    text = PAGE.read_text("utf-8")
+    has = [(f"`{name}`", *_has(name, family)) for name, family in FAMILIES.items()]
+    shown = [(f"`{name}`", *_shown(name)) for name in FAMILIES]
+    return _with_table(_with_table(text, _HAS, has), _SHOWN, shown)
+
+
+def _has(name: str, family: Family) -> tuple[str, ...]:
+    return (
+        _attention(family),
+        _positions(family),
+        _norms(family),
+        {"config": "by `attention_bias`", "qkv": "q, k, v", "none": "none"}[family.biases],
+        _mlp(family),
+        _factors(family),
+        ", ".join(f"`{each}`" for each in _gguf_names(name)),
+    )
+
+
+def _attention(family: Family) -> str:
+    parts = {
+        "none": "full",
+        "all": "a window in all layers, or full",
+        "switched": "full, or with `use_sliding_window` a window in all layers",
+        "chosen": "full, or with `use_sliding_window` a window in some layers",
+        "pattern": f"a window, but for the last of each {family.pattern} layers",
+    }
+    words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.has_sinks:
+        words.append("sinks")
+    if family.has_caps and "attn_logit_softcapping" not in family.refuses:
+        words.append("capped scores")
+    return "; ".join(words)
+
+
+def _positions(family: Family) -> str:
+    if family.is_latent:
+        return "in a key that all heads share"
+    if family.has_partial_rope:
+        return "in all or a part of each head; longrope"
+    if family.has_rope_by_kind:
+        return "others in layers with a window"
+    return "none in some layers" if family.has_no_rope_layers else "in all layers"
+
+
+def _norms(family: Family) -> str:
+    where = {"before": "before", "after": "after", "around": "before and after"}[family.norms]
+    weights = f", with {family.norm_offset:g} + w" if family.norm_offset else ""
+    of_heads = {"": "", "head": "; of each head of q and k", "all": "; of all of q, of all of k"}
+    latents = "; of latents" if family.is_latent else ""
+    return where + weights + of_heads[family.qk_norm] + latents
+
+
+def _mlp(family: Family) -> str:
+    experts = {
+        "": "dense",
+        "mixtral": "experts",
+        "qwen": "experts, dense in some layers",
+        "gpt_oss": "experts with biases, also in MXFP4",
+        "deepseek": "dense, then experts beside a shared MLP",
+    }
+    words = [experts[family.experts]]
+    if family.is_corrected:
+        words.append("chosen by sigmoids with a correction")
+    if family.has_clamped_gates:
+        words.append("clamped gates")
+    if family.is_fused:
+        words.append("stored as one matrix, and so are q, k, v")
+    if family.defaults.get("hidden_activation") == "gelu_pytorch_tanh":
+        words.append("GELU")
+    return "; ".join(words)
+
+
+def _factors(family: Family) -> str:
+    factors = {
+        "": [],
+        "granite": ["of embeddings, scores, residuals and logits"],
+        "gemma": ["of embeddings and scores"],
+    }
+    words = [*factors[family.multipliers], *(["capped logits"] if family.has_caps else [])]
+    return "; ".join(words)
+
+
+def _gguf_names(name: str) -> list[str]:
+    """Returns the architectures that a GGUF file of the family may name."""
+    if name in ("MistralForCausalLM", "MixtralForCausalLM"):
+        return ["llama"]  # the file's other keys tell them apart
+    return [gguf for gguf, (architecture, _) in ARCHITECTURES.items() if architecture == name]
+
+
+def _shown(name: str) -> tuple[str, ...]:
+    tiny = families_of(name)
+    on_triton = [
+        each if each in KINDS else f"({each})" for each in tiny if each in (*KINDS, *OTHERS)
+    ]
+    return ", ".join(tiny), ", ".join(on_triton), ", ".join(files_of(name))
+
+
+def _with_table(text: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns the text with other rows below these columns."""
+    head, *lines = (f"| {' | '.join(line)} |\n".replace("  ", " ") for line in (columns, *rows))
+    rule = "|---" * len(columns) + "|\n"
+    before, after = text.split(head)
+    rest = after.splitlines(keepends=True)
+    num_old = next((n for n, line in enumerate(rest) if not line.startswith("|")), len(rest))
+    return "".join([before, head, rule, *lines, *rest[num_old:]])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
