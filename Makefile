@@ -15,8 +15,6 @@ KEY := $(shell cat pyproject.toml constraints.txt deploy/locks/*.txt Makefile se
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)
 
-PURE_TESTS := tests/unit
-
 # What is in the lock has to have one of its hashes. torch is not in it: its build is the user's choice.
 INSTALL = $(PIP) install --require-hashes --no-deps -r deploy/locks/$(1).txt \
 	&& $(PIP) install -c constraints.txt $(2) \
@@ -41,9 +39,7 @@ test: $(DEV) ## run the tests (a part of them: make test ARGS=tests/unit)
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-# Those that start no cluster share the cores; the others want all of them, and are run in any case.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PURE_TESTS); pure=$$?; \
-	$(BIN)/python -m pytest --ignore=$(PURE_TESTS) && exit $$pure
+	@$(BIN)/python tests/lanes.py
 endif
 
 .PHONY: check

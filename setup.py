@@ -3,12 +3,40 @@
 Optional: where there is no compiler, plain Python and torch do the same, more slowly, and say so.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 NATIVE = "kernels/tandem_kernels/native"
 INSTRUCTIONS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 
+
+class BuildAtOnce(build_ext):
+    """Compiles the sources of one module at the same time, as many as there are cores.
+
+    Each instruction set is a source of its own, which takes the compiler half a minute.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        compile_in_turn = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                made = threads.map(lambda source: compile_in_turn([source], **options), sources)
+                return [name for names in made for name in names]
+
+        self.compiler.compile = compile_at_once
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = compile_in_turn
+
+
 setup(
+    cmdclass={"build_ext": BuildAtOnce},
     ext_modules=[
         Extension(
             "tandem._block_hash",
@@ -29,10 +57,12 @@ setup(
                     "amx",
                     "attention",
                     "attention_dot",
+                    "block_sums",
                     "blocks",
                     "decoder",
                     "experts",
                     "forward",
+                    "fp8",
                     "gated",
                     "inputs",
                     "kv_fp8",
@@ -44,6 +74,7 @@ setup(
                     "linear",
                     "linear_amx",
                     "linear_avx512_bf16",
+                    "linear_fp8",
                     "linear_quantized",
                     "logprobs",
                     "lora",
@@ -54,9 +85,10 @@ setup(
                     "stages",
                 )
             ],
-            extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-Wno-psabi"],
+            # Debug information would be most of the file, and a quarter of the compiler's time.
+            extra_compile_args=["-std=c++17", "-O3", "-g0", "-fopenmp", "-Wno-psabi"],
             extra_link_args=["-fopenmp"],
             optional=True,
         ),
-    ]
+    ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,10 @@ from redis.asyncio import Redis
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config.cluster import ClusterConfig
 from tandem.store.client import connect
+
+# What is imported and collected is a million objects and no garbage: the collector waits for the
+# tests, and leaves these alone then.
+gc.disable()
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported first, which any test may bring about.
@@ -35,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if of_gpu and not torch.cuda.is_available():
         for item in of_gpu:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

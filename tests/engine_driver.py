@@ -10,7 +10,10 @@ import numpy as np
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.cache.block_pool import BlockPool
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.engine import Engine
+from tandem.engine.tiers.device_blocks import BlocksInPlace
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport
@@ -32,7 +35,8 @@ def make_engine(
 
 
 def no_tiers(pool: BlockPool) -> Tiers:
-    return Tiers(pool, np.empty((0, 0), np.uint8), [])
+    layout = KvLayout.of_one(BlockLayout(pool.num_blocks, 1, 1, 1, 1, "float32"))
+    return Tiers([pool], layout, [BlocksInPlace(np.empty((0, 0), np.uint8))], [])
 
 
 def make_spec(

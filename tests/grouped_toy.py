@@ -8,7 +8,7 @@ The tokens follow from the KV of all groups, so whatever is wrong in one of them
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tandem.engine.cache.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import SequenceSlice
+from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.kv_budget import KvBudget, VisibleKeys
 from tests.toy_runner import ToyRunner, attend, logits_of
 
@@ -152,6 +153,7 @@ def make_grouped_engine(
     block_size: int = 4,
     max_model_len: int = 1000,
     kv_dtype: str = "float32",
+    start_thread: Callable[[str], JobThread] = IoThread,
     **settings: Any,
 ) -> tuple[Engine, GroupedToyRunner]:
     runner = GroupedToyRunner(
@@ -160,7 +162,7 @@ def make_grouped_engine(
     config = EngineConfig(
         model="toy", block_size=block_size, num_blocks=num_blocks, itl_target_s=0.0, **settings
     )
-    return Engine(config, runner, "toy"), runner
+    return Engine(config, runner, "toy", start_thread=start_thread), runner
 
 
 def _mixed(values: Sequence[int]) -> int:

@@ -8,9 +8,10 @@ import gguf
 import numpy as np
 import torch
 
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import Blocks, BlocksType, ZeroedType
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+ZEROED = ("Q4_Z32", "Q4_Z64")  # which no GGUF file has
 # Bytes of a block where its float16 numbers are, and how large they are for weights of about 1.
 _SCALES: dict[str, dict[int, float]] = {
     "Q4_0": {0: 1 / 4.6},
@@ -22,14 +23,21 @@ _SCALES: dict[str, dict[int, float]] = {
     "Q5_K": {0: 0.7 / 31 / 9.2, 2: 0.7 * 15.5 / 31 / 9.2},
     "Q6_K": {208: 1 / 74 / 18},
     "MXFP4": {},
+    "Q4_Z32": {0: 1 / 6.7},
+    "Q4_Z64": {0: 1 / 6.7},
 }
 
 
 def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: float = 1.0) -> Blocks:
     """Returns weights of about size / sqrt(num_in), of blocks whose bits are all random."""
     chance = np.random.default_rng(seed)
-    block_type = gguf.GGMLQuantizationType[name]
-    block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[block_type]
+    block_type: BlocksType
+    if name in ZEROED:
+        block_type, block_inputs = ZeroedType[name], int(name.removeprefix("Q4_Z"))
+        block_bytes = 3 + block_inputs // 2
+    else:
+        block_type = gguf.GGMLQuantizationType[name]
+        block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[block_type]
     num_blocks = num_out * num_in // block_inputs
     blocks = chance.integers(0, 256, (num_blocks, block_bytes), np.uint8)
     for at, scale in _SCALES[name].items():
@@ -39,4 +47,6 @@ def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: flo
         blocks[:, 0] = (
             127 - round(math.log2(3 * num_in**0.5 / size)) + chance.integers(-1, 1, num_blocks)
         )
+    if name in ZEROED:
+        blocks[:, 2] %= 17
     return Blocks(torch.from_numpy(blocks.reshape(num_out, -1)), block_type, (num_out, num_in))

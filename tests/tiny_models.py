@@ -257,6 +257,11 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
 FAMILIES = tuple(_FAMILIES)
 
 
+def families_of(architecture: str) -> list[str]:
+    """Returns the names of the checkpoints of an architecture."""
+    return [name for name, (kind, *_) in _FAMILIES.items() if kind.__name__ == architecture]
+
+
 def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, PreTrainedModel]:
     """A folder as from the hub, and transformers' own model of it, both in fp32.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,7 @@ from tests.harness.kept_cluster import KeptCluster
 
 AnyCluster = LocalCluster | KeptCluster
 
+_STARTS_OF_RECORDS = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.M)
 _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 
 
@@ -82,14 +84,16 @@ def total(cluster: AnyCluster, name: str, role: str = "", **labels: str) -> floa
 
 
 def errors_logged(cluster: AnyCluster) -> list[str]:
-    """Errors that Tandem's processes logged, but for engines that hang, as they were made to."""
-    found = []
-    for log in sorted(cluster.folder.glob("*.log")):
-        for line in log.read_text().splitlines():
-            is_error = " ERROR " in line or line.startswith("Traceback")
-            if is_error and "UCX" not in line and "the engine made no turn" not in line:
-                found.append(f"{log.name}: {line}")
-    return found
+    """Errors that Tandem's processes logged, each with its traceback, but for engines that hang,
+    as they were made to."""
+    return [
+        f"{log.name}: {record}"
+        for log in sorted(cluster.folder.glob("*.log"))
+        for record in _STARTS_OF_RECORDS.split(log.read_text())
+        if (" ERROR " in record.partition("\n")[0] or "\nTraceback" in f"\n{record}")
+        and "UCX" not in record
+        and "the engine made no turn" not in record
+    ]
 
 
 def router_outcomes(cluster: AnyCluster) -> Counter[str]:

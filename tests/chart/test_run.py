@@ -88,6 +88,8 @@ def test_strangers_are_refused_and_prometheus_key_reads_metrics_alone(pods: Loca
 def test_workers_and_router_go_in_order_when_told_to(pods: LocalPods) -> None:
     for component in ("router", "decode", "prefill", "redis/tls", "redis/redis"):
         assert pods.pods[component].end(60) == 0, pods.pods[component].words()
+    for worker in ("decode", "prefill"):
+        assert "drained in" in pods.pods[worker].words()
 
 
 def _decode_sees_prefill(pods: LocalPods) -> bool:

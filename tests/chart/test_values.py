@@ -19,6 +19,7 @@ from tests.harness.chart import (
     options,
     render,
     values_of,
+    worker_command,
 )
 from tests.harness.programs import parse_router, parse_worker, program_defaults
 
@@ -48,10 +49,11 @@ CHART_SETS = {
             "tls-key",
         ),
         "scale-objects",
+        *("endpoint-picker", "picker-fallbacks", "picker-stays", "objectives", "front-of"),
     },
 }
 # For tests and measurements, or, as cores, not an operator's choice inside a container.
-CHART_LEAVES = {"cores", "transfer-delay", "overlap"}
+CHART_LEAVES = {"cores", "transfer-delay", "transfer-bandwidth", "overlap"}
 ALL = [{}, *map(values_of, EXAMPLES)]
 
 
@@ -106,8 +108,8 @@ def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None
     objects = render(values)
     for role in ("prefill", "decode"):
         made = container(objects, role, "worker")
-        command = command_line(made, {"POD_NAME": f"{role}-0", "POD_IP": "10.0.0.7"})
-        given = parse_worker(command)
+        variables = {"POD_NAME": f"{role}-0", "POD_IP": "10.0.0.7"}
+        given = parse_worker(worker_command(objects, role, variables))
         assert (given.role, given.host) == (role, "10.0.0.7")
         ports = {p["name"]: p["containerPort"] for p in made["ports"]}
         assert (given.port, given.metrics_port) == (ports["grpc"], ports["metrics"])
@@ -254,6 +256,10 @@ def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
             "router.options.autoscale",
         ),
         ({"router": {"options": {"autoscale": "on"}}}, "autoscale"),
+        (
+            {"router": {"options": {"autoscale": "dry-run", "autoscaleDecodeMin": 0}}},
+            "set holdDeadline to more",
+        ),
         ({"decode": {"sizeOwner": "hpa"}}, "hpa.metrics is empty"),
         ({"model": {"source": "s3"}}, "source"),
         ({"model": {"source": "pvc"}}, "claimName"),

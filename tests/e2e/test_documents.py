@@ -39,6 +39,7 @@ class Documented:
     """The cluster that `make up` starts."""
 
     adapter: Path  # of the model
+    agents: Path  # the trace of agents that docs/simulator.md makes, but short
     http_port: int
     grpc_port: int
     admin_port: int
@@ -68,6 +69,7 @@ class Documented:
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{self.http_port}")
         text = text.replace("127.0.0.1:8002", f"127.0.0.1:{self.admin_port}")
         text = text.replace("/adapters/sql", str(self.adapter))
+        text = text.replace("agents.jsonl", str(self.agents))
         for trace, small in TRACES.items():
             text = text.replace(trace, str(ROOT / "tests" / "data" / small))
         if command.words[0] == "curl":
@@ -83,7 +85,10 @@ def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]
     assert STARTS.words == ["make", "up"]
     folder = tmp_path_factory.mktemp("documents")
     write_adapter(folder / "adapter", resolve("smollm2").config)
-    cluster = Documented(folder / "adapter", *(free_port() for _ in range(4)))
+    agents = folder / "agents.jsonl"
+    make_trace = [sys.executable, "benchmarks/agents_trace.py", str(agents), "--requests", "60"]
+    subprocess.run(make_trace, cwd=ROOT, check=True, timeout=60)
+    cluster = Documented(folder / "adapter", agents, *(free_port() for _ in range(4)))
     options = f"--port {cluster.http_port} --grpc-port {cluster.grpc_port} --kv-memory 67108864"
     options += f" --admin-port {cluster.admin_port} --admin-grpc-port {cluster.admin_grpc_port}"
     told = subprocess.run(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import StartCluster
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tests.e2e.conftest import StartCluster, running_cluster
 from tests.harness.client import (
     EDITED,
     GOLDEN,
@@ -20,10 +22,11 @@ from tests.harness.client import (
 )
 from tests.harness.cluster import LocalCluster
 
-REMOTE_ALL = ("--local-prefill-max-tokens", "0")
+PULLING = ("--transport", "nixl", "--verify-blocks", "all", "--local-prefill-max-tokens", "0")
 ALL = tuple(range(8))
 STRINGS = {"type": "array", "items": {"type": "string"}, "minItems": 2}
 WORDS = "[a-z]{3,9}( [a-z]{1,9}){3}"
+HITTERS = {"policy": "heavy_hitters", "tokens": 224}
 LONG = (5, 6)  # entries of 170 and 487 tokens
 
 
@@ -37,8 +40,8 @@ _sampled: list[list[int]] = []
 _edited: list[list[dict[str, Any]]] = []
 
 
-def blocks_moved(cluster: LocalCluster, transport: str) -> float:
-    return metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+def blocks_moved(cluster: LocalCluster, transport: str, worker_id: str = "decode-0") -> float:
+    return metric(cluster, worker_id, "tandem_kv_blocks_pulled_total", transport=transport)
 
 
 async def assert_sampled_alike(cluster: LocalCluster) -> None:
@@ -54,6 +57,7 @@ async def assert_sampled_alike(cluster: LocalCluster) -> None:
             {**EDITED, "prompt": prompt, "max_tokens": 24, "guided_json": STRINGS},
             {"prompt": prompt, "max_tokens": 24, "guided_regex": WORDS, "logprobs": 1},
             {"prompt": prompt, "max_tokens": 24, "kv_budget": {"tokens": 60}, "logprobs": 1},
+            {"prompt": [*prompt, *prompt], "max_tokens": 70, "kv_budget": HITTERS, "logprobs": 1},
         ]
         edited = [await complete_choice(client, **fields) for fields in asked]
     _sampled.append(answer.token_ids)
@@ -79,19 +83,56 @@ async def test_decode_worker_alone(start_cluster: StartCluster) -> None:
         cluster.wait_idle()
 
 
-@pytest.mark.parametrize("transport", ["nixl", "grpc"])
-async def test_disaggregated(start_cluster: StartCluster, transport: str) -> None:
+@pytest.fixture(scope="module")
+def pulling(
+    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
+    """A cluster whose decode worker pulls every prompt over NIXL, for the next two tests."""
+    with running_cluster(redis_server, tmp_path_factory.mktemp("pulling"), *PULLING) as started:
+        yield started
+
+
+async def test_disaggregated(pulling: LocalCluster) -> None:
+    await check_disaggregated(pulling, "nixl")
+
+
+@pytest.mark.slow
+async def test_disaggregated_over_grpc(start_cluster: StartCluster) -> None:
+    # The short form of it: tests/chaos and tests/parity compare tokens over gRPC in each run.
+    with start_cluster(*PULLING, "--transport", "grpc") as cluster:
+        await check_disaggregated(cluster, "grpc")
+
+
+async def check_disaggregated(cluster: LocalCluster, transport: str) -> None:
     prompts, expected = golden()
-    options = ("--transport", transport, "--verify-blocks", "all", *REMOTE_ALL)
-    with start_cluster(*options) as cluster:
-        answers = await complete_all(cluster, prompts)
-        assert [a.token_ids for a in answers] == expected
-        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
-        needed = sum(-(-len(p) // 16) for p in prompts)
-        cached = sum(a.cached_tokens for a in answers)
-        assert blocks_moved(cluster, transport) >= needed - cached // 16 > 0
-        await assert_sampled_alike(cluster)
-        cluster.wait_idle()
+    answers = await complete_all(cluster, prompts)
+    assert [a.token_ids for a in answers] == expected
+    assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+    needed = sum(-(-len(p) // 16) for p in prompts)
+    cached = sum(a.cached_tokens for a in answers)
+    assert blocks_moved(cluster, transport) >= needed - cached // 16 > 0
+    await assert_sampled_alike(cluster)
+    cluster.wait_idle()
+
+
+@some_or_all(5)
+async def test_warm_prefix_on_the_prefill_side_only(
+    pulling: LocalCluster, numbers: tuple[int, ...]
+) -> None:
+    prompts, expected = golden(*numbers)
+    first = await complete_all(pulling, prompts)
+    (known,) = {"decode-0", "decode-1"} & pulling.workers.keys()
+    new = "decode-1" if known == "decode-0" else "decode-0"
+    pulling.workers[known].stop()
+    pulling.start_worker(new, "decode")
+    pulling.wait_ready(new)
+    del pulling.workers[known]
+    again = await complete_all(pulling, prompts)
+    assert [a.token_ids for a in first] == expected
+    assert [a.token_ids for a in again] == expected
+    assert [a.cached_tokens for a in again] == [(len(p) - 1) // 16 * 16 for p in prompts]
+    assert blocks_moved(pulling, "nixl", new) >= -(-len(prompts[-1]) // 16)
+    pulling.wait_idle()
 
 
 @some_or_all(*LONG)
@@ -108,26 +149,6 @@ async def test_warm_prefix_on_the_decode_side(
     assert [a.cached_tokens for a in again] == [len(p) - 1 for p in prompts]
     assert blocks_moved(cluster, "nixl") == before
     cluster.wait_idle()
-
-
-@some_or_all(5)
-async def test_warm_prefix_on_the_prefill_side_only(
-    start_cluster: StartCluster, numbers: tuple[int, ...]
-) -> None:
-    prompts, expected = golden(*numbers)
-    with start_cluster("--transport", "nixl", *REMOTE_ALL) as cluster:
-        first = await complete_all(cluster, prompts)
-        cluster.workers["decode-0"].stop()
-        cluster.start_worker("decode-1", "decode")
-        cluster.wait_ready("decode-1")
-        del cluster.workers["decode-0"]
-        again = await complete_all(cluster, prompts)
-        assert [a.token_ids for a in first] == expected
-        assert [a.token_ids for a in again] == expected
-        assert [a.cached_tokens for a in again] == [(len(p) - 1) // 16 * 16 for p in prompts]
-        moved = metric(cluster, "decode-1", "tandem_kv_blocks_pulled_total", transport="nixl")
-        assert moved >= -(-len(prompts[-1]) // 16)
-        cluster.wait_idle()
 
 
 @some_or_all(0, 1, *LONG)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from redis.asyncio import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.prefix_index.redis import RedisIndex
-from tests.e2e.conftest import StartCluster, running_cluster
+from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden, open_client, stream_completion, tokens_of
 from tests.harness.cluster import LocalCluster, wait_for
 
@@ -143,23 +139,6 @@ async def test_client_that_disconnects_leaves_nothing(
                 )
             except TimeoutError:
                 pytest.fail(f"still held after a disconnect in phase {phase}: {held(cluster)}")
-
-
-async def test_redis_killed_and_started_again_under_load(tmp_path: Path) -> None:
-    prompts, expected = golden(0, 1, 2, 3, 5)
-    with EmbeddedRedis() as redis, running_cluster(redis, tmp_path) as cluster:
-        load = asyncio.create_task(complete_all(cluster, prompts * 3, max_tokens=24))
-        redis.kill()
-        during = await complete_all(cluster, prompts, max_tokens=24)
-        redis.restart()
-        answers = [*await load, *during, *await complete_all(cluster, prompts, max_tokens=24)]
-        assert [a.token_ids for a in answers] == [tokens[:24] for tokens in expected] * 5
-        async with Redis.from_url(redis.url) as client:
-            index = RedisIndex(client, cluster.cluster_id)
-            async with asyncio.timeout(20):
-                while not await index.num_blocks("decode-0"):  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-        await asyncio.to_thread(cluster.wait_ready)
 
 
 async def test_two_and_two_serve_64_and_workers_join_meanwhile(start_cluster: StartCluster) -> None:

@@ -20,10 +20,12 @@ LONG_S = 600.0
 
 
 @asynccontextmanager
-async def hung_in_a_long_drain(cluster: LocalCluster) -> AsyncIterator[WorkerProcess]:
+async def hung_in_a_long_drain(
+    cluster: LocalCluster, *options_of_the_next: str
+) -> AsyncIterator[WorkerProcess]:
     """A decode worker that has a request, drains, and whose engine then stands still.
 
-    At the end, when it is gone: the request goes on elsewhere, as if nothing had been.
+    At the end, when it is gone: the request goes on at the next worker, as if nothing had been.
     """
     (prompt,), (expected,) = golden(5)
     worker = cluster.workers["decode-0"]
@@ -37,22 +39,22 @@ async def hung_in_a_long_drain(cluster: LocalCluster) -> AsyncIterator[WorkerPro
     drains = lambda: cluster.records()["decode-0"]["state"] == "draining"  # noqa: E731
     await asyncio.to_thread(wait_for, drains, deadline_s=30, what="the drain")
     yield worker
-    cluster.start_worker("decode-0", "decode")  # as its agent would
+    cluster.start_worker("decode-0", "decode", *options_of_the_next)  # as its agent would
     (answer,) = await asking
     assert answer.token_ids == expected
 
 
-async def test_sigterm_in_a_long_drain_brings_its_own_deadline(start_cluster: StartCluster) -> None:
+async def test_sigterm_in_a_long_drain_brings_its_own_deadline_and_a_hung_engine_ends_it(
+    start_cluster: StartCluster,
+) -> None:
+    """Two workers in turn: one that is told, and one that is not."""
     with start_cluster("--prefill-at", "local", "--drain-deadline", "1", prefill=0) as cluster:
-        async with hung_in_a_long_drain(cluster) as worker:
+        async with hung_in_a_long_drain(cluster, "--engine-hang-timeout", "3") as worker:
             worker.process.terminate()
             assert await asyncio.to_thread(worker.process.wait, 30) == 0
             assert "drain deadline: 1 sequences" in worker.log.read_text()
-
-
-async def test_an_engine_that_hangs_in_a_long_drain_is_ended(start_cluster: StartCluster) -> None:
-    options = ("--prefill-at", "local", "--engine-hang-timeout", "3")
-    with start_cluster(*options, prefill=0) as cluster:
+            assert "the engine made no turn for" not in worker.log.read_text()
+        await asyncio.to_thread(cluster.wait_ready)
         async with hung_in_a_long_drain(cluster) as worker:
             assert await asyncio.to_thread(worker.process.wait, 30) == 1
             assert "the engine made no turn for" in worker.log.read_text()

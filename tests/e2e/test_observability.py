@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.monitoring import ALERTS, DASHBOARDS, alerts, queries
 from tests.harness.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.harness.prometheus import Prometheus
+from tests.harness.vllm_dashboards import GAUGES
+from tests.harness.vllm_dashboards import queries as queries_of_vllm
 
 GEN_AI_HISTOGRAMS = (
     "gen_ai.server.request.duration",
@@ -32,17 +35,6 @@ STAGES_OF = {
     "tandem-decode": {"queue", "prefill", "transfer", "first_decode", "decode"},
     "tandem-prefill": {"queue", "prefill", "transfer"},
 }
-VLLM_HISTOGRAMS = (
-    "e2e_request_latency_seconds",
-    "inter_token_latency_seconds",
-    "time_to_first_token_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "request_queue_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_max_num_generation_tokens",
-)
 # Alerts that a slow machine may raise, whose autoscaler only says what it would do.
 MAY_FIRE = {"TandemTimeToFirstTokenHigh", "TandemInterTokenLatencyHigh", "TandemPoolTooSmall"}
 
@@ -221,24 +213,26 @@ def metric_names(url: str) -> set[str]:
 
 
 def check_vllm_names(prometheus: Prometheus) -> None:
-    """The dashboard of vLLM (examples/observability/prometheus_grafana) asks for rates of sums and
-    buckets, and for gauges, all of one model."""
-    (model,) = {s["metric"]["model_name"] for s in prometheus.query("vllm:prompt_tokens_total")}
-    of_model = f'{{model_name="{model}"}}'
-    for name in VLLM_HISTOGRAMS:
-        for suffix in ("bucket", "sum", "count"):
-            expression = f"rate(vllm:{name}_{suffix}{of_model}[20s])"
-            assert prometheus.query(expression), expression
-        median = f"histogram_quantile(0.5, sum by(le) (rate(vllm:{name}_bucket{of_model}[20s])))"
-        assert len(prometheus.query(median)) == 1, median
-    for name in ("prompt_tokens_total", "generation_tokens_total", "request_success_total"):
-        assert prometheus.query(f"increase(vllm:{name}{of_model}[20s])"), name
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        engines = {s["metric"]["engine"] for s in prometheus.query(f"vllm:{name}{of_model}")}
+    """Every query of vLLM's dashboards answers, with no division by nothing."""
+    (series,) = prometheus.query("vllm:prompt_tokens_total")
+    of = {name: series["metric"][name] for name in ("job", "instance")}
+    asked = list(queries_of_vllm(**of, model=series["metric"]["model_name"]))
+    now = time.time()  # of them all, however long they take
+    answers = {query: prometheus.query(query, at=now) for query in asked}
+    assert [query for query, found in answers.items() if not found] == []
+    empty = [query for query, found in answers.items() if found[0]["value"][1] == "NaN"]
+    assert empty == []
+    for name in GAUGES:
+        engines = {s["metric"]["engine"] for s in prometheus.query(name)}
         assert engines == {"decode-0", "prefill-0"}, name
-    by_reason = f"sum by(finished_reason) (vllm:request_success_total{of_model})"
+    by_reason = "sum by(finished_reason) (vllm:request_success_total)"
     reasons = {s["metric"]["finished_reason"]: s["value"][1] for s in prometheus.query(by_reason)}
-    assert reasons["length"] == "12", "six requests, twice"
+    assert reasons == {"length": "12", "stop": "0", "abort": "0", "error": "0"}, "six, twice"
+    sourced = "sum(vllm:prompt_tokens_by_source_total) == sum(vllm:prompt_tokens_total)"
+    # Workers tell their counts in their records.
+    wait_for(lambda: prometheus.query(sourced), deadline_s=20, what="a source of each token")
+    answered = 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'
+    assert [calls["value"][1] for calls in prometheus.query(answered)] == ["12"]
 
 
 def test_dashboards_and_alerts_answer_and_an_alert_fires(

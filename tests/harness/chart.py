@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -97,6 +98,15 @@ def environment(objects: list[Object], made: Object, fields: Mapping[str, str]) 
 
 def command_line(made: Object, variables: Mapping[str, str]) -> list[str]:
     return [_expand(a, variables) for a in (*made["command"], *made.get("args", []))]
+
+
+def worker_command(objects: list[Object], pool: str, variables: Mapping[str, str]) -> list[str]:
+    """The command of a pool's worker: its container's, or the one that Ray's agent runs in it."""
+    for made in objects:
+        if "pools.json" in made.get("data", {}):
+            words = json.loads(made["data"]["pools.json"])[pool]["command"]
+            return [_expand(word, variables) for word in words]
+    return command_line(container(objects, pool, "worker"), variables)
 
 
 def options(command: list[str]) -> dict[str, str]:

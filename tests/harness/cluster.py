@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import httpx
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config.cluster import REDIS_URL_VARIABLE
+from tandem.observability.logs import STACKS_SIGNAL
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
@@ -30,7 +32,9 @@ from tests.harness.network import Place
 START_DEADLINE_S = 120.0
 
 
-def wait_for(probe: Callable[[], Any], *, deadline_s: float, what: str) -> Any:
+def wait_for(
+    probe: Callable[[], Any], *, deadline_s: float, what: str, interval_s: float = 0.02
+) -> Any:
     """Polls until `probe` answers something true. TimeoutError says that `what` did not come."""
     deadline = time.monotonic() + deadline_s
     while True:
@@ -38,18 +42,35 @@ def wait_for(probe: Callable[[], Any], *, deadline_s: float, what: str) -> Any:
             return found
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come in {deadline_s} s")
-        time.sleep(0.02)
+        time.sleep(interval_s)
+
+
+_reserved: deque[socket.socket] = deque()
+_RESERVED_MAX = 64
 
 
 def free_port() -> int:
-    """Returns a port that nobody has now. It is none of those that the system gives to clients:
-    one of theirs may be taken again before a server binds it. Nor is it one that Ray gives to its
-    workers (10,002 to 19,999), where a head refuses its own."""
+    """Returns a port that nobody has now, and that no other test process is given for a while.
+
+    It is none of those that the system gives to clients: one of theirs may be taken again before a
+    server binds it. Nor is it one that Ray gives to its workers (10,002 to 19,999), where a head
+    refuses its own. A server may bind it half a minute later, so a socket of the port's name, which
+    ends with this process at the latest, tells the tests that run beside these.
+    """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0tandem-test-port-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            mark.close()
+            continue
+        _reserved.append(mark)
+        if len(_reserved) > _RESERVED_MAX:
+            _reserved.popleft().close()
+        return port
 
 
 class Served(Protocol):
@@ -190,14 +211,14 @@ class LocalCluster:
     def start_router(self) -> None:
         self.http_port, self.grpc_port, self.admin_port = free_port(), free_port(), free_port()
         admin = ("--admin-port", str(self.admin_port))
-        self.router = self._spawn_router(self.http_port, self.grpc_port, *admin)
+        self.router = self.spawn_router(self.http_port, self.grpc_port, *admin)
 
     @contextmanager
     def another_router(self, *options: str) -> Iterator[str]:
         """Beside the cluster's own, with options of its own: its URL, once it is ready."""
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        router = self._spawn_router(port, free_port(), *options)
+        router = self.spawn_router(port, free_port(), *options)
 
         def ready() -> bool:
             assert router.poll() is None, "the router ended; see its log"
@@ -213,9 +234,10 @@ class LocalCluster:
             router.terminate()
             router.wait(10)
 
-    def _spawn_router(
+    def spawn_router(
         self, http_port: int, grpc_port: int, *options: str
     ) -> subprocess.Popen[bytes]:
+        """Starts a router on these ports, whose admin ports nobody knows."""
         command = [sys.executable, "-m", "tandem.router", "--model", self.model]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         command += ["--admin-port", "0", "--admin-grpc-port", "0"]
@@ -243,7 +265,21 @@ class LocalCluster:
                     return False
             return True
 
-        wait_for(ready, deadline_s=START_DEADLINE_S, what=f"readiness of {sorted(wanted)}")
+        # A start takes seconds of both cores: this process and the router leave them to it.
+        what = f"readiness of {sorted(wanted)}"
+        try:
+            wait_for(ready, deadline_s=START_DEADLINE_S, what=what, interval_s=0.1)
+        except TimeoutError as error:
+            for worker_id in sorted(wanted):
+                error.add_note(f"{worker_id}:\n{self._stacks_of(self.workers[worker_id])}")
+            raise
+
+    def _stacks_of(self, worker: WorkerProcess) -> str:
+        """The end of its log, after each thread of it and of its engine wrote where it is."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, STACKS_SIGNAL)
+        time.sleep(1)
+        return worker.log.read_text()[-8000:]
 
     def is_ready(
         self, worker: WorkerProcess, records: dict[str, dict[str, Any]] | None = None

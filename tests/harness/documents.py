@@ -135,6 +135,14 @@ def check(command: Command) -> None:
             _check_pytest(arguments)
         case ["pip", *arguments] | ["python", "-m", "pip", *arguments]:
             _check_pip(arguments)
+        case ["python", "-m", "venv", folder]:
+            assert any(folder in c.text for c in commands() if c != command), "nothing uses it"
+        case [pip, *arguments] if pip.endswith("/bin/pip"):
+            _check_pip(arguments)
+        case [tool, *arguments] if tool.endswith(("/bin/aiperf", "/bin/guidellm")):
+            _check_script("benchmarks/tandem_bench/serve_tools.py", arguments)
+        case ["python", "-c", code]:
+            subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
         case ["python", "-m", module, *arguments]:
             _check_script(f"{module.replace('.', '/')}.py", arguments)
         case ["python", script, *arguments]:
@@ -143,6 +151,16 @@ def check(command: Command) -> None:
             _check_docker_build(arguments)
         case ["docker", "push", image]:
             assert image in _built_images(), f"no command builds {image}"
+        case ["helm", "package", folder]:
+            assert (ROOT / folder / "Chart.yaml").exists()
+        case ["helm", "push", archive, address]:
+            assert archive == f"{chart().name}-{chart().version}.tgz"
+            assert address.startswith("oci://")
+        case ["helm", "install", release, address, "--version", version, *arguments] if (
+            address.startswith("oci://")
+        ):
+            assert (address.rpartition("/")[2], version) == (chart().name, chart().version)
+            assert _install(release, arguments=arguments)
         case ["helm", "install", release, folder, *arguments]:
             assert _install(release, folder, arguments)
         case ["helm", "upgrade", release, folder, "--reuse-values", *arguments]:

@@ -7,6 +7,8 @@ that sizes depend on, of which `spec.replicas` is the only field that it looks a
 - a field that its only owner leaves out falls back to its default, 1;
 - who changes a scale owns the field alone.
 
+It also refuses changes of fields that nobody may change (422).
+
 https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
 
@@ -38,6 +40,16 @@ _KINDS = {
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
 }
+# https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#update-strategies
+_STATEFUL_SET_CHANGES = (
+    "replicas",
+    "ordinals",
+    "template",
+    "updateStrategy",
+    "revisionHistoryLimit",
+    "persistentVolumeClaimRetentionPolicy",
+    "minReadySeconds",
+)
 _HELM, _SCALER = "helm", "kubectl"
 
 
@@ -66,11 +78,18 @@ class HelmServer:
 
     def scale(self, path: str, replicas: int) -> None:
         """Sets a size as `kubectl scale` does."""
-        self.objects[path]["spec"]["replicas"] = replicas
+        made = self.objects[path]
+        made["spec"]["replicas"] = replicas
         self.owners[path] = {_SCALER}
+        owned = {"f:spec": {"f:replicas": {}}}
+        made["metadata"]["managedFields"] = [
+            {"manager": _SCALER, "operation": "Update", "subresource": "scale", "fieldsV1": owned}
+        ]
 
     def apply(self, path: str, applied: Object) -> int:
         """Applies an object as Helm, and returns the status of the answer."""
+        if path in self.objects and fixed_fields(self.objects[path]) != fixed_fields(applied):
+            return 422
         before = self.objects.get(path, {}).get("spec", {}).get("replicas")
         owners = self.owners.setdefault(path, set())
         replicas = applied.get("spec", {}).get("replicas")
@@ -105,6 +124,23 @@ class HelmServer:
         if (version := re.sub("^/apis?/", "", path)) in _KINDS:
             return _resources(version)
         return self.objects.get(path)
+
+
+def fixed_fields(made: Object) -> Object:
+    """Returns the fields of an object that an update may not change."""
+    spec = made.get("spec", {})
+    match made["kind"]:
+        case "StatefulSet":
+            return {k: v for k, v in spec.items() if k not in _STATEFUL_SET_CHANGES}
+        case "Deployment":
+            return {"selector": spec["selector"]}
+        case "Service":
+            return {"clusterIP": spec.get("clusterIP")}
+        case "RoleBinding":
+            return {"roleRef": made["roleRef"]}
+        case "Secret":
+            return {"type": made.get("type", "Opaque")}
+    return {}
 
 
 def _group(version: str) -> Object:
@@ -170,7 +206,7 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
 
         def _send(self, status: int, answer: Object | None) -> None:
             if status >= 400:
-                reason = {404: "NotFound", 409: "Conflict"}[status]
+                reason = {404: "NotFound", 409: "Conflict", 422: "Invalid"}[status]
                 answer = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
                 answer |= {"reason": reason, "code": status, "message": f"{reason}: {self.path}"}
             body = json.dumps(answer).encode()

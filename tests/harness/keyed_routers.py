@@ -153,3 +153,10 @@ async def is_accepted(url: str, key: str) -> bool:
 
 async def refused_soon(url: str, key: str) -> None:
     await until(partial(is_refused, url, key), 2.0)
+
+
+async def taken_soon(url: str, key: str) -> None:
+    async def is_taken() -> bool:
+        return (await call(url, key)).status_code == 200
+
+    await until(is_taken, 2.0)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.harness.cluster import free_port, wait_for
+from tests.harness.debian import unpacked
 
-_CACHE = Path(os.environ.get("TANDEM_CACHE_DIR", Path.home() / ".cache" / "tandem"))
-_FETCH_DEADLINE_S = 60.0
 SCRAPE_INTERVAL = "1s"
 
 
@@ -27,48 +22,7 @@ def program(name: str) -> str:
     """Path of `prometheus` or `promtool`; skips the test where there is none to be had."""
     if found := shutil.which(name):
         return found
-    folder = _CACHE / "prometheus"
-    fetched = folder / "usr" / "bin" / name
-    if not fetched.exists() and (failure := _why_not(folder)):
-        pytest.skip(f"no {name} here, and apt does not bring Debian's: {failure}")
-    return str(fetched)
-
-
-@cache
-def _why_not(folder: Path) -> str:
-    """Fetches the package; empty when that was done. Tried once a session."""
-    try:
-        _fetch(folder)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        return str(said).strip()[-300:]
-    return ""
-
-
-def _fetch(folder: Path) -> None:
-    """Needs the system's apt and dpkg, but no root: package lists are read into our own folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "lists" / "partial").mkdir(parents=True, exist_ok=True)
-    own = [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder}", "Acquire::Retries=0"]
-    ways: list[list[str]] = [[], [word for option in own for word in ("-o", option)]]
-    for options in ways:
-        try:
-            if options:
-                _run(["apt-get", *options, "-qq", "update"], folder)
-            _run(["apt-get", *options, "-qq", "download", "prometheus"], folder)
-            break
-        except subprocess.CalledProcessError:
-            if options == ways[-1]:
-                raise
-    (package,) = folder.glob("prometheus_*.deb")
-    _run(["dpkg", "-x", str(package), str(folder)], folder)
-    package.unlink()
-
-
-def _run(command: Sequence[str], folder: Path) -> None:
-    subprocess.run(
-        command, cwd=folder, check=True, capture_output=True, text=True, timeout=_FETCH_DEADLINE_S
-    )
+    return str(unpacked("prometheus", f"usr/bin/{name}"))
 
 
 class Prometheus:
@@ -119,9 +73,11 @@ class Prometheus:
         self._process.kill()  # nothing of it is kept
         self._process.wait()
 
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """An instant query's series. Raises AssertionError with what Prometheus says of it."""
-        answer = self._get("query", query=expression)
+    def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
+        """An instant query's series, now or `at` seconds of the Unix epoch. Raises AssertionError
+        with what Prometheus says of it."""
+        then = {} if at is None else {"time": str(at)}
+        answer = self._get("query", query=expression, **then)
         result = answer["result"]
         return [{"value": result}] if answer["resultType"] == "scalar" else result
 
@@ -129,8 +85,11 @@ class Prometheus:
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def firing(self) -> set[str]:
-        alerts = self._get("alerts")["alerts"]
-        return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
+        return {a["labels"]["alertname"] for a in self.alerts() if a["state"] == "firing"}
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """Returns the alerts whose expression holds: pending, and firing after their time."""
+        return self._get("alerts")["alerts"]  # type: ignore[no-any-return]
 
     def wait_scrapes(self, count: int = 2) -> None:
         """Waits until every target has been scraped `count` times from now on."""

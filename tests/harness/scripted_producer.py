@@ -72,6 +72,7 @@ COMPATIBILITY = KvCompatibility(
     layout="l",
     hash_version=HASH_VERSION,
 )
+HOLDER = pb.PrefixHolder(worker_id="p0", epoch="e", address="x", num_blocks=PREFIX_BLOCKS)
 Script = Callable[[AsyncIterator[pb.PrefillCommand], Any], AsyncIterator[pb.PrefillEvent]]
 
 
@@ -174,13 +175,22 @@ class Consumer:
     server: grpc.aio.Server
     channel: grpc.aio.Channel
 
-    def submit(self, request_id: str = "r") -> asyncio.Task[None]:
-        """Submits a request whose blocks are reserved at once; its prefill task."""
+    def submit(self, request_id: str = "r", *, has_holder: bool = False) -> asyncio.Task[None]:
+        """Submits a request whose blocks are reserved at once; its prefill task. `has_holder`: the
+        producer has the first blocks of its prompt."""
         message = pb.SubmitSequence(
             request_id=request_id,
             attempt=1,
             input=pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=10),
-            prefill_candidates=[pb.PrefillCandidate(worker_id="p0", epoch="e", address="x")],
+            prefill_candidates=[
+                pb.PrefillCandidate(
+                    worker_id="p0",
+                    epoch="e",
+                    address="x",
+                    cached_blocks=PREFIX_BLOCKS if has_holder else 0,
+                )
+            ],
+            prefix_holders=[HOLDER] if has_holder else [],
         )
         return self._submit(message)
 
@@ -190,9 +200,7 @@ class Consumer:
             request_id=request_id,
             attempt=1,
             input=pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=10),
-            prefix_holders=[
-                pb.PrefixHolder(worker_id="p0", epoch="e", address="x", num_blocks=PREFIX_BLOCKS)
-            ],
+            prefix_holders=[HOLDER],
         )
         return self._submit(message)
 

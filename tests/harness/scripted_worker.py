@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from redis.asyncio import Redis
 
+from tandem.cancellation import cancel
 from tandem.config.cluster import ClusterConfig
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
@@ -144,10 +145,15 @@ class ScriptedWorker(WorkerServicer):
 
     async def stop(self) -> None:
         if self._recording is not None:
-            self._recording.cancel()
+            await cancel(self._recording)
         await self._registry.remove(self.worker_id)
         if self._server is not None:
             await self._server.stop(0)
+
+    async def keep_no_record(self) -> None:
+        """Its record expires from now on, as that of a process that is stopped or cut off."""
+        assert self._recording is not None
+        await cancel(self._recording)
 
     @property
     def has_stream(self) -> bool:

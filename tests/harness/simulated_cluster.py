@@ -51,6 +51,8 @@ from tests.harness.simulated_loop import SimulatedLoop
 class Socket:
     """One end of a pair of ZeroMQ sockets."""
 
+    closed = False
+
     def __init__(self) -> None:
         self.received: deque[list[Any]] = deque()
         self.sent: deque[list[Any]] = deque()

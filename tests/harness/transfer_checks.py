@@ -154,7 +154,7 @@ class TransferChecks:
     def _watch_commits(self, node: Node) -> None:
         commit = node.engine.commit
 
-        def checked(sequence_id: str, first_token_id: int) -> None:
+        def checked(sequence_id: str, first_token_id: int, block_sums: list[float]) -> None:
             request_id = sequence_id.rpartition("#")[0]
             streams = [s for s in self.streams if s.start and s.start.request_id == request_id]
             assert streams, "a commit without a lease"
@@ -163,7 +163,7 @@ class TransferChecks:
             assert self._holds_kv_of(node, sequence.tables, sequence.token_ids), (
                 "what is committed is not the prompt's KV"
             )
-            commit(sequence_id, first_token_id)
+            commit(sequence_id, first_token_id, block_sums)
 
         node.engine.commit = checked  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from tandem.models.source import read_folder
 from tests.harness.client import open_client
 from tests.lora_adapters import ALL, merged, write_adapter
 from tests.parity.models import make_random_model
-from tests.parity.ways import Answer, Asked, Way, all_disturbed, ask_all_ways, five_ways
+from tests.parity.ways import Answer, Asked, Way, all_disturbed, ask_all_ways, start_ways
 
 _NUM_TOKENS = 48
 _PROMPTS = [
@@ -68,7 +68,7 @@ def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     asked = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
     bodies = [_asked(*one) for one in asked]
     options = ("--lora", f"early={tmp_path / 'early'}", "--max-loras", "2")
-    with five_ways(redis_server, tmp_path, str(tmp_path / _BASE), *options) as ways:
+    with start_ways(redis_server, tmp_path, str(tmp_path / _BASE), *options) as ways:
         for way in ways.values():
             reply = asyncio.run(_load(way, tmp_path / "late"))
             assert reply.status_code == 200, reply.text

@@ -22,7 +22,7 @@ from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.models import make_random_model
 from tests.parity.rows import Row, drawn, pairwise
-from tests.parity.ways import Way, all_disturbed, ask_all_ways, five_ways
+from tests.parity.ways import Way, all_disturbed, ask_all_ways, start_ways
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def ways(
     redis_server: EmbeddedRedis,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Way]]:
-    with five_ways(redis_server, tmp_path_factory.mktemp("ways"), str(tiny[0])) as started:
+    with start_ways(redis_server, tmp_path_factory.mktemp("ways"), str(tiny[0])) as started:
         yield started
 
 
@@ -79,6 +79,6 @@ def test_long_on_a_real_model(redis_server: EmbeddedRedis, tmp_path: Path) -> No
     whole = export(resolve("smollm2"), tmp_path / "float32")
     # In float32 the reference itself is off by more than half of what is allowed.
     model = LlamaForCausalLM.from_pretrained(whole, dtype=torch.float64).eval()
-    with five_ways(redis_server, tmp_path, str(folder)) as ways:
+    with start_ways(redis_server, tmp_path, str(folder)) as ways:
         # Seven engines at once would take so long that requests time out.
         check(ways, model, pairwise(3) + pairwise(4), in_turn=True)

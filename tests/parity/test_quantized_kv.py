@@ -15,7 +15,7 @@ import torch
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config.engine import KvDtype
 from tests.parity.models import engine_tokens, make_random_model
-from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, five_ways
+from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, start_ways
 
 _NUM_TOKENS = 80
 _PROMPTS = [
@@ -58,7 +58,7 @@ def test_five_ways(
     make_random_model(tmp_path / "model", family)
     made = engine_tokens(model, _PROMPTS, kv_dtype=kv_dtype, max_tokens=_NUM_TOKENS)
     expected, asked = [[tokens] * 2 for tokens in made], [_asked(prompt) for prompt in _PROMPTS]
-    with five_ways(redis_server, tmp_path, model, "--kv-dtype", kv_dtype) as ways:
+    with start_ways(redis_server, tmp_path, model, "--kv-dtype", kv_dtype) as ways:
         with all_disturbed(ways):
             for _ in range(2):
                 answers = asyncio.run(ask_all_ways(ways, asked))

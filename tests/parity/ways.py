@@ -27,6 +27,7 @@ from tests.harness.slow_engine import HOLD_VARIABLE
 Answer = dict[str, Any]
 Asked = tuple[str, dict[str, Any]]  # path, body
 
+WAYS = ("aggregated", "nixl", "grpc", "preempted", "migrated")
 AT_ONCE = 8
 _SMALL_POOL = 20  # blocks: for any one sequence, not for the rows at once
 _SLOW = "tests.harness.slow_engine"
@@ -122,10 +123,15 @@ def all_disturbed(ways: Mapping[str, Way]) -> Iterator[None]:
 
 
 @contextmanager
-def five_ways(
-    redis: EmbeddedRedis, folder: Path, model: str, *more: str, small_pool: int = _SMALL_POOL
+def start_ways(
+    redis: EmbeddedRedis,
+    folder: Path,
+    model: str,
+    *more: str,
+    small_pool: int = _SMALL_POOL,
+    names: Sequence[str] = WAYS,
 ) -> Iterator[dict[str, Way]]:
-    """Starts the clusters of all ways at once, their workers with `more` options; nothing is left
+    """Starts the clusters of these ways at once, their workers with `more` options; nothing is left
     when it ends. `small_pool` has so many blocks that requests are preempted."""
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
@@ -137,7 +143,8 @@ def five_ways(
     }
     ways = {}
     with ThreadPoolExecutor() as closing, ExitStack() as stack:
-        for name, (kind, (prefill, decode), options) in wanted.items():
+        for name in names:
+            kind, (prefill, decode), options = wanted[name]
             (folder / name).mkdir()
             cluster = LocalCluster(redis, folder / name, model)
             cluster.options = (*cluster.options, *options, *more)

@@ -49,6 +49,8 @@ ADMIN_CALLS = [
     ("POST", "/v1/cluster"),
     ("GET", "/v1/cluster/audit"),
     ("GET", "/v1/cluster/events"),
+    ("GET", "/v1/cluster/live"),
+    ("POST", "/v1/cluster/chat"),
     ("POST", "/v1/cluster/index/verify"),
     ("POST", "/reset_prefix_cache"),
     ("POST", "/v1/cluster/workers/decode-0/role"),
@@ -173,6 +175,21 @@ async def test_the_admin_port_serves_no_completion(door: Door) -> None:
     assert not door.worker.submitted
 
 
+@pytest.mark.parametrize("kind", ["missing", "user", "metrics"])
+async def test_the_pages_chat_needs_an_operators_key(door: Door, kind: str) -> None:
+    num_submitted = len(door.worker.submitted)
+    answer = await door.call(kind, "POST", "/v1/cluster/chat")
+    assert answer.status_code == (401 if kind == "missing" else 403)
+    assert len(door.worker.submitted) == num_submitted
+
+
+@pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/page.css"])
+async def test_the_page_itself_needs_no_key_and_has_none(door: Door, path: str) -> None:
+    answer = await door.call("missing", "GET", path)
+    assert answer.status_code == 200
+    assert not any(text and text in answer.text for text in door.keys.values())
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/started"])
 async def test_probes_are_answered_on_both_ports_without_a_key(door: Door, path: str) -> None:
     for public in (True, False):
@@ -207,6 +224,10 @@ async def test_the_public_grpc_port_has_no_cluster_service(door: Door) -> None:
         ("operator", "/metrics", 200, None),
         ("metrics", "/v1/keys", 403, None),
         ("user", "/v1/cluster/audit", 403, None),
+        ("missing", "/v1/cluster/live", 401, None),
+        ("revoked", "/v1/cluster/live", 401, None),
+        ("user", "/v1/cluster/live", 403, None),
+        ("metrics", "/v1/cluster/live", 403, None),
     ],
 )
 async def test_each_refused_call_has_one_line_and_one_entry(
@@ -340,5 +361,5 @@ async def test_the_page_asks_for_a_key_and_needs_none_itself(door: Door) -> None
     answer = await door.call("missing", "GET", "/")
     assert answer.status_code == 200
     assert 'id="sign-in"' in answer.text
-    assert "script-src 'sha256-" in answer.headers["content-security-policy"]
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
     assert not [key for key in door.keys.values() if key and key in answer.text]

@@ -30,6 +30,7 @@ from tests.harness.keyed_routers import (
     ready,
     refused_soon,
     routers,
+    taken_soon,
     tandem,
     until,
 )
@@ -52,6 +53,7 @@ async def test_from_open_to_closed(routers: Routers, caplog: pytest.LogCaptureFi
     operator = await create(admin, "operators", "operator")
     for url, name in ((one, "r1"), (two, "r2")):
         await refused_soon(url, "")
+        await taken_soon(url, operator)  # the last one: it knows all
         assert (await call(url, user)).status_code == 200
         caplog.clear()
         refused = await call(url)

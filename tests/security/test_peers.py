@@ -115,6 +115,17 @@ async def test_each_kind_may_call_its_own_methods(certificates: Path) -> None:
         assert await as_router(address, other) == "PERMISSION_DENIED"
 
 
+@pytest.mark.parametrize("encrypted", [True, False])
+async def test_a_channel_tells_its_state(certificates: Path, encrypted: bool) -> None:
+    calls = peer(certificates / "router" if encrypted else None)
+    async with worker(certificates / "worker" if encrypted else None) as address:
+        channel = calls.open(address)
+        await asyncio.wait_for(channel.channel_ready(), 10)
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
+        await channel.close()
+        assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+
 @pytest.mark.parametrize(
     ("folder", "status"),
     [

@@ -17,9 +17,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.cluster.processes import guardian
+from tandem.observability.log_file import FILE_VARIABLE
 from tests.harness.cluster import free_port
+from tests.harness.explained import KILLED, OTHER_MODEL, STOPPED, WRONG_TOKEN, Faulty, look
+from tests.harness.surfaces import Surfaces, report
+from tests.lora_adapters import write_adapter
+from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.service
 
@@ -203,22 +210,44 @@ def test_workers_tell_of_their_hosts_memory(up: Up) -> None:
         (["--num-blocks", "90000000"], "--num-blocks 90000000: 2 workers need 2 x ("),
     ],
 )
-def test_more_memory_than_there_is_is_refused_before_workers_start(
+def test_more_memory_than_there_is_is_refused_before_anything_starts(
     options: list[str], at_fault: str
 ) -> None:
+    said = _refusal(options)
+    assert f"tandem: {at_fault}" in said
+    assert "GB weights) = " in said
+
+
+def test_a_model_or_an_adapter_that_does_not_fit_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path / "model")
+    write_adapter(tmp_path / "adapter", folder.config, r=8)
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"no weights")
+    options = ["--model", str(folder.path), "--lora", f"mine={tmp_path / 'adapter'}"]
+    assert "tandem: --lora mine: " in _refusal(options)
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = {**load_file(weights), "model.norm.weight": torch.ones(47)}
+    weights.unlink()
+    save_file(tensors, weights, metadata={"format": "pt"})
+    named = f"tandem: {weights}: model.norm.weight has shape [47]; config.json implies [96]"
+    assert named in _refusal(options)
+
+
+def _refusal(options: list[str]) -> str:
+    """Returns what `tandem up` says that starts no process."""
     done = subprocess.run(
         command(free_ports(), *options, "--device", "cpu"),
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 1
-    assert f"tandem: {at_fault}" in done.stderr
-    assert "GB weights) = " in done.stderr
-    assert "workers" not in done.stdout  # none was started
+    assert "redis" not in done.stdout  # which is started first
     assert "Traceback" not in done.stderr
+    return done.stderr
 
 
 def test_a_second_one_on_a_taken_port_says_which_and_what_to_do(up: Up) -> None:
@@ -248,6 +277,23 @@ def test_scale_and_status_talk_to_it(up: Up) -> None:
     assert tandem("scale", "prefill=1", "decode=1") == "prefill=1 decode=1\n"
     running = up.pids("tandem.worker --role prefill")
     assert len(running) == 1
+
+
+def test_faults_of_workers_are_named_by_the_page_the_status_and_a_log(
+    up: Up, tmp_path: Path
+) -> None:
+    """The short form of tests/chaos/test_explained.py."""
+    cluster = Faulty(up.admin_url, tmp_path, "prefill-0")
+    (router,) = up.pids("tandem.router")
+    logs = Path(psutil.Process(router).environ()[FILE_VARIABLE]).parent
+    surfaces = Surfaces(up.admin_url, [logs, tmp_path], prometheus=None)
+    try:
+        for fault in (STOPPED, KILLED, WRONG_TOKEN, OTHER_MODEL):
+            unnamed = set(report(fault.what, look(cluster, surfaces, fault))) - {"alert"}
+            assert not unnamed, (fault.what, surfaces.page.lines(time.time() - 30))
+        assert up.complete()
+    finally:
+        surfaces.close()
 
 
 def test_redis_is_started_again_where_it_was(up: Up) -> None:

@@ -36,15 +36,24 @@ CHATS, TURNS = 20, 4  # prompts of several turns: each begins with the one befor
 SLOTS = 100  # of a tier, for the 140 blocks of all chats
 FULL_BYTES = 1 << 17  # of a file on a full disk
 AT_ONCE = 6
+ENGINE = "tandem.worker.engine_process.process"
+STAGED_ENGINE = "tests.harness.staged_engine"  # a device's copies, as late as they may be
 
 
 class Process:
     """An engine process with a pool of 16 blocks, in which two of the prompts fit."""
 
     def __init__(
-        self, model: str, folder: Path | None, *, disk_bytes: int = 1 << 34, **settings: str
+        self,
+        model: str,
+        folder: Path | None,
+        *,
+        disk_bytes: int = 1 << 34,
+        engine_module: str = ENGINE,
+        **settings: str,
     ) -> None:
         """`settings` are further ones of the engine."""
+        self._engine_module = engine_module
         self._config = WorkerConfig(
             role="decode",
             cluster=ClusterConfig(cluster_id="c", redis_url="redis://localhost", token="t"),
@@ -65,13 +74,15 @@ class Process:
         self.load = EngineLoad()
 
     async def start(self) -> None:
-        self._link = EngineLink(self._config, "1", self._on_event)
+        self._link = EngineLink(
+            self._config, "1", self._on_event, engine_module=self._engine_module
+        )
         try:
             ready = await self._link.start()
         except BaseException:
             await self._link.stop()  # else its sockets hold up the collection of their context
             raise
-        self.block_bytes = ready.spans.pools[0][1]
+        self.sizes = [size for _, size in ready.spans.pools]  # of a block of each KV group
 
     @property
     def tier(self) -> TierLoad:
@@ -129,21 +140,26 @@ class Process:
                 end.set_result(new)
 
 
-async def test_a_killed_engines_blocks_are_found_by_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "engine_module"), [("llama", ENGINE), ("gemma3", ENGINE), ("gemma3", STAGED_ENGINE)]
+)
+async def test_a_killed_engines_blocks_are_found_by_the_next(
+    family: str, engine_module: str, tmp_path: Path
+) -> None:
     model, folder = tmp_path / "model", tmp_path / "kv"
-    make_tiny_model("llama", model)
+    make_tiny_model(family, model)
     async with asyncio.timeout(DEADLINE_S):
         plain = Process(str(model), None)
         await plain.start()
         expected = [(await plain.answer(str(n), p))[0] for n, p in enumerate(PROMPTS)]
         await plain.stop()
-        first = Process(str(model), folder)
+        first = Process(str(model), folder, engine_module=engine_module)
         await first.start()
         for number, prompt in enumerate(PROMPTS):
             assert (await first.answer(str(number), prompt))[0] == expected[number]
         await first.wait_for_writes(20)
         await first.kill()
-        second = Process(str(model), folder)
+        second = Process(str(model), folder, engine_module=engine_module)
         await second.start()
         found = [await second.answer(str(n), p) for n, p in enumerate(PROMPTS)]
         await second.check_idle()
@@ -173,14 +189,14 @@ class Struggle:
             self.expected[model] = [tokens for tokens, _ in answers]
             await plain.stop()
             if model == self.model:
-                self.block_bytes = plain.block_bytes
+                self.sizes = plain.sizes
         self.processes: list[Process | None] = [None, None]
         self.is_up = asyncio.Event()
         for number in range(2):
             await self.bring_up(number)
 
     async def make(self, model: str) -> Process:
-        disk_bytes = HEADER_BYTES + SLOTS * (self.block_bytes + RECORD_BYTES)
+        disk_bytes = sum(HEADER_BYTES + SLOTS * (size + RECORD_BYTES) for size in self.sizes)
         process = Process(model, self.folder, disk_bytes=disk_bytes)
         await process.start()
         return process
@@ -235,8 +251,9 @@ class Struggle:
     async def flip_bits(self, number: int) -> None:
         for each in range(2):
             await self.take_down(each)
-        for path in self.folder.glob("*/blocks"):
-            data, size = path.read_bytes(), self.block_bytes
+        for path in self.folder.glob("*/blocks*"):
+            group = int(path.name.removeprefix("blocks").removeprefix("-") or 0)
+            data, size = path.read_bytes(), self.sizes[group]
             starts = [at for at in range(0, len(data), size) if any(data[at : at + size])]
             with path.open("r+b") as file:
                 for start in self.rng.sample(starts, k=-(-len(starts) // 100)):
@@ -299,8 +316,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-async def test_no_fault_changes_a_token(tmp_path: Path) -> None:
-    make_tiny_model("llama", tmp_path / "model")
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+async def test_no_fault_changes_a_token(family: str, tmp_path: Path) -> None:
+    make_tiny_model(family, tmp_path / "model")
     make_tiny_model("qwen3", tmp_path / "other")
     async with asyncio.timeout(DEADLINE_S):
         await struggle(str(tmp_path / "model"), str(tmp_path / "other"), tmp_path / "kv", 5, 60)
@@ -308,10 +326,11 @@ async def test_no_fault_changes_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 async def test_no_fault_changes_a_token_of_10_000_requests(
-    tmp_path: Path, small_disk: Path
+    family: str, tmp_path: Path, small_disk: Path
 ) -> None:
-    make_tiny_model("llama", tmp_path / "model")
+    make_tiny_model(family, tmp_path / "model")
     make_tiny_model("qwen3", tmp_path / "other")
     found = await struggle(str(tmp_path / "model"), str(tmp_path / "other"), small_disk, 20, 500)
     assert found.num_loaded > 0

@@ -77,7 +77,7 @@ def test_the_wheel_holds_all_that_it_needs_and_nothing_else(wheel: Path) -> None
     data = {
         path.relative_to(harness.ROOT / source).as_posix()
         for source in ("services", "kernels")
-        for kind in ("lua", "html", "j2", "pyi", "typed")
+        for kind in ("lua", "html", "css", "js", "LICENSE", "j2", "pyi", "typed")
         for path in (harness.ROOT / source).rglob(f"*.{kind}")
     }
     assert {"tandem/py.typed", "tandem_kernels/py.typed"} < data

@@ -45,9 +45,11 @@ def test_the_cli_loads_what_a_command_needs_only_when_it_runs() -> None:
 
 
 def test_the_simulator_is_light_too() -> None:
-    engine = {m for m in HEAVY if m != "tandem.worker"}  # it takes one pure choice from there
+    heavy = set(HEAVY) - {"tandem.worker", "tandem.engine"}  # it takes pure parts from there
     loaded = loaded_by("tandem.simulator.command")
-    assert loaded.isdisjoint((*engine, "ray", "grpc", "fastapi", "matplotlib"))
+    assert loaded.isdisjoint((*heavy, "ray", "grpc", "fastapi", "matplotlib"))
+    parts = {name for name in loaded if name.count(".") > 1 and name.startswith("tandem.engine.")}
+    assert {name.split(".")[2] for name in parts} <= {"cache", "tiers", "types"}
 
 
 def test_only_the_cluster_knows_ray() -> None:

@@ -75,7 +75,7 @@ def test_weights_count_by_their_dtype_and_whether_they_are_converted(model: Mode
 def test_weights_of_checkpoints_that_stay_quantized_count_as_their_files(
     model: ModelFolder,
 ) -> None:
-    """Weights of 4 bits may have 5.5 once they are repacked."""
+    """Weights of 4 bits may have 4.5 once they are repacked."""
 
     def weights(is_mxfp4: bool = False, scheme: Scheme | None = None, **settings: str) -> float:
         quantized = replace(model.config, is_mxfp4=is_mxfp4, quantization=scheme)
@@ -84,11 +84,19 @@ def test_weights_of_checkpoints_that_stay_quantized_count_as_their_files(
         return worker_need(config, folder).weights_bytes / Path(__file__).stat().st_size
 
     assert weights(is_mxfp4=True) == 1
-    assert weights(scheme=Scheme("awq", 4)) == pytest.approx(5.5 / 4, rel=0.01)
+    assert weights(scheme=Scheme("awq", 4)) == pytest.approx(4.5 / 4, rel=0.01)
     assert weights(scheme=Scheme("scaled", 8)) == pytest.approx(8.5 / 8, rel=0.01)
-    for settings in ({"dtype": "bfloat16"}, {"kernels": "torch"}, {"weights": "int8"}):
+    fp8 = Scheme("scaled", 8, is_float=True)
+    assert weights(scheme=fp8) == pytest.approx(1.04, rel=0.01)
+    assert weights(scheme=fp8, numerics="invariant", dtype="float32") == weights(scheme=fp8)
+    assert weights(scheme=fp8, weights="int8") > 1000
+    converted = {"dtype": "bfloat16"}
+    for settings in (converted, converted | {"kernels": "torch"}, {"weights": "int8"}):
         assert weights(is_mxfp4=True, **settings) > 1000
-    assert weights(scheme=Scheme("scaled", 8, is_float=True)) > 1000
+    for kernels in ("torch", "triton"):
+        for scheme in (None, Scheme("awq", 4), fp8):
+            kept = weights(is_mxfp4=scheme is None, scheme=scheme, kernels=kernels)
+            assert kept == pytest.approx(1.06, rel=0.01)
 
 
 def cgroup(folder: Path, limit: str, current: int, cached: int) -> None:

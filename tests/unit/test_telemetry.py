@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,33 @@ def root_logger() -> Iterator[None]:
         root.removeHandler(handler)  # else `force` would close pytest's own
     yield
     root.handlers, root.level = handlers, level
+
+
+def test_a_process_that_hangs_writes_its_stacks_when_asked() -> None:
+    hangs = """
+import os
+from tandem.observability.logs import configure_logging
+configure_logging("decode-0/engine")
+def waits_for_ever():
+    os.read(0, 1)
+print("begun", flush=True)
+waits_for_ever()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", hangs],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGUSR2)
+        lines = iter(process.stderr.readline, "")
+        assert any("in waits_for_ever" in line for line in lines)
+        _, rest = process.communicate("x")
+        assert process.returncode == 0, rest  # it went on
 
 
 def test_text_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:

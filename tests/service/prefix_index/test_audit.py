@@ -9,6 +9,7 @@ from hashlib import blake2b
 import pytest
 from redis.asyncio import Redis
 
+from tandem.cancellation import cancel
 from tandem.prefix_index.audit import Differences, Held, TreeInspector
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
@@ -126,14 +127,14 @@ async def test_what_is_being_published_is_no_difference(
     assert found.num_checked > 500
     # A publisher that ended without a word is found out.
     assert publisher._task is not None
-    publisher._task.cancel()
+    await cancel(publisher._task)
     before = set(truth)
     while len(before - truth) < 80 or len(truth - before) < 80:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     found = await tree.audit("w", holding(truth))
     assert found.missing
     assert found.stale
-    task.cancel()
+    await cancel(task)
 
 
 async def test_stats_count_entries_workers_bytes_and_what_was_swept(

@@ -60,7 +60,7 @@ class RunningRouter:
     def outcomes(self) -> dict[str, float]:
         """Requests counted so far, by outcome."""
         found: dict[str, float] = {}
-        for family in self.router.generator._metrics.requests.collect():
+        for family in self.router.generator.metrics.requests.collect():
             for sample in family.samples:
                 if sample.name.endswith("_total"):
                     name = sample.labels["outcome"]
@@ -68,7 +68,7 @@ class RunningRouter:
         return found
 
     def num_running(self) -> float:
-        return self.router.generator._metrics.requests_running._value.get()
+        return self.router.generator.metrics.requests_running._value.get()
 
 
 @pytest.fixture(scope="module")

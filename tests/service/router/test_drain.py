@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.cluster.operate import drain_worker
 from tandem.errors import OperateError
@@ -20,6 +21,7 @@ from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 DRAIN = "/v1/cluster/workers/{}/drain"
 
 
@@ -91,6 +93,28 @@ async def test_what_cannot_be_asked(
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+async def test_a_router_that_will_leave_says_so_and_serves_on(router: RunningRouter) -> None:
+    """The router of this module is leaving after this test."""
+    ids = router.tokenizer.encode("one two")
+
+    async def script(submit: pb.SubmitSequence, say: Say) -> None:
+        say(update(submit, ids, "length"))
+
+    router.script(script)
+    router.router.announce_end()
+    ready = await router.http.get("/ready")
+    assert (ready.status_code, ready.json()["error"]["message"]) == (503, "this router will leave")
+    answer = await router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": len(ids)})
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "one two")
+    assert answer.headers["connection"] == "close"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        async with asyncio.timeout(5):
+            request = health_pb2.HealthCheckRequest()
+            while (await health.Check(request)).status != _NOT_SERVING:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
 async def test_a_router_that_is_stopped_ends_its_streams_first(router: RunningRouter) -> None:
     """The last of this module: the router is gone after it."""
     ids = router.tokenizer.encode("one two three four")
@@ -108,9 +132,8 @@ async def test_a_router_that_is_stopped_ends_its_streams_first(router: RunningRo
         begun = await anext(lines)
         router.router.stop()
         async with asyncio.timeout(5):
-            while not router.router.generator.not_ready_reason():  # noqa: ASYNC110
+            while router.router.generator.not_ready_reason() != "this router is draining":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert router.router.generator.not_ready_reason() == "this router is draining"
         with pytest.raises(httpx.TransportError):
             async with httpx.AsyncClient(base_url=router.http.base_url) as late:
                 await late.get("/health")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cancellation import cancel
 from tandem.cluster.operate import show_events
 from tandem.router.workers.events import EventLog
 from tests.service.router.conftest import RunningRouter
@@ -64,9 +65,7 @@ async def test_two_routers_tell_once_of_a_process_and_count_their_own_requests(
             log.count("migrated", "decode-1", "migrated after a loss")
     running = [asyncio.create_task(log.run()) for log in logs]
     await told(router, "lost", "migrated")
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    await cancel(*running)
     later = EventLog(view.redis, view.cluster.cluster_id)
     events = await later.read(100, router.router._trail)
     assert [e.about for e in events if e.kind == "lost"] == ["decode-1"]

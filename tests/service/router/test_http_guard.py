@@ -111,7 +111,8 @@ async def test_no_route_that_changes_something_is_forgotten(router: RunningRoute
 
 async def test_the_routers_own_page_and_json_clients_are_taken(owned: RunningRouter) -> None:
     port = owned.router.admin.http_port
-    assert 'fetch("v1/cluster", ' in (await owned.admin.get("/")).text
+    assert "page/main.js" in (await owned.admin.get("/")).text
+    assert 'fetch("v1/cluster/live", ' in (await owned.admin.get("/page/feed.js")).text
     assert (await owned.admin.get("/v1/cluster")).status_code == 200
     assert await to_zero(owned, content_type="Application/JSON; charset=utf-8") == 202
     assert await to_zero(owned, content_type=JSON, origin=f"http://127.0.0.1:{port}") == 202

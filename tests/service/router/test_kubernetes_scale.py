@@ -348,3 +348,34 @@ async def test_the_autoscaler_sets_sizes_and_sees_what_others_set(
     await loop._turn()
     assert [(d.size, d.to) for d in view.decisions] == [(2, 2), (2, 2)]
     cluster.answer = None
+
+
+async def test_a_request_wakes_empty_pools_at_once_whichever_router_it_waits_in(
+    router: RunningRouter, cluster: ApiServer, pod: Callable[[ApiServer], KubernetesScale]
+) -> None:
+    """The next decision would come in ten minutes."""
+    pod(cluster)
+    held = 0
+    loops = []
+    for name in ("decides", "has the request"):
+        autoscale = AutoscaleConfig(mode="on", prefill_min=0, decode_min=0, interval_s=600.0)
+        config = replace(router.router._config, autoscale=autoscale, router_id=name)
+        view, trail = router.router.view, router.router._trail
+        counts = (lambda: 0) if name == "decides" else (lambda: held)
+        loops.append(AutoscaleLoop(config, view, DemandMeter(), trail, num_held=counts))
+    await view.redis.delete(loops[0]._leader_key)
+    cluster.replicas |= {PREFILL: 0, DECODE: 0}
+    running = []
+    for loop in loops:
+        await loop._turn()
+        running.append(asyncio.create_task(loop.run()))
+    assert [loop._policy is not None for loop in loops] == [True, False]
+    assert (cluster.replicas[PREFILL], cluster.replicas[DECODE]) == (0, 0)
+    held = 1
+    try:
+        async with asyncio.timeout(20):
+            while not cluster.replicas[DECODE]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        for task in running:
+            task.cancel()

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from tandem.cancellation import cancel
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.errors import RateLimited, UsageUnknown
 from tandem.router.limits.counts import LEASE_MS, TenantCounts
@@ -58,8 +59,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         redis = connect(server.url)
         found = Cluster(server, redis)
         yield found
-        for run in found.runs.values():
-            run.cancel()
+        await cancel(*found.runs.values())
         await redis.aclose()
 
 
@@ -136,7 +136,7 @@ async def test_requests_at_once_of_a_router_that_is_killed_end_to_count(cluster:
         assert not await ask(two, limits)
         await asyncio.sleep(LEASE_MS / 1000 + 0.5)
         assert not await ask(two, limits)  # it lives, and says so
-        cluster.runs[one].cancel()
+        await cancel(cluster.runs[one])
         killed_at = time.monotonic()
         while not await ask(two, limits):  # noqa: ASYNC110
             await asyncio.sleep(0.1)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.harness.scripted_worker import refusal, refusing, saying, update
-from tests.service.router.conftest import RunningRouter
+from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -48,6 +48,7 @@ def says(router: RunningRouter, text: str, **more: Any) -> int:
     """Scripts the next answer, and forgets the requests before it. Returns its tokens."""
     for worker in router.workers:
         worker.submitted.clear()
+        worker.kept.clear()
     ids = [*router.tokenizer.encode(text, add_special_tokens=False), EOS]
     router.script(saying(ids, finish_reason="stop", **more))
     return len(ids)
@@ -159,8 +160,18 @@ async def test_a_history_reaches_the_template(
     )
     usage = answer.usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_creation_input_tokens
-    # A text of the history has a mark: what is in full blocks is created.
-    assert usage.cache_creation_input_tokens == counted.input_tokens // 16 * 16
+    # A text of the history has a mark: what is in full blocks before it is created, and pinned.
+    (submit,) = router.submitted
+    given = submit.input  # type: ignore[attr-defined]
+    num_pinned = given.retention.num_tokens
+    beginning = router.tokenizer.decode(list(given.token_ids)[:num_pinned])
+    assert beginning.strip().endswith("Rain\n</tool_response>")
+    assert usage.cache_creation_input_tokens == num_pinned // 16 * 16
+
+    def num_kept() -> set[int]:
+        return {len(each.block_hashes) for worker in router.workers for each in worker.kept}
+
+    await eventually(lambda: num_pinned // 16 in num_kept(), deadline_s=30)
     assert usage.cache_creation.ephemeral_5m_input_tokens == usage.cache_creation_input_tokens
 
 

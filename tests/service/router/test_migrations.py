@@ -86,7 +86,7 @@ class Reading:
 @pytest.fixture
 async def migrations(router: RunningRouter) -> AsyncIterator[Any]:
     """Returns a function that counts the migrations since the test began, by reason."""
-    counter = router.router.generator._metrics.migrations
+    counter = router.router.generator.metrics.migrations
 
     def counts() -> dict[str, float]:
         return {r: counter.labels(reason=r)._value.get() for r in ("crash", "drain")}

@@ -149,8 +149,7 @@ async def test_a_worker_with_an_expired_record_is_gone(setup: Setup) -> None:
     """Its stream may still be up: a process that hangs keeps its connections."""
     worker = await setup.add_worker("decode-0")
     await eventually(lambda: setup.usable() == ["decode-0"])
-    assert worker._recording is not None
-    worker._recording.cancel()
+    await worker.keep_no_record()
     await eventually(lambda: not setup.router.view.known())
 
 
@@ -159,8 +158,7 @@ async def test_workers_that_stood_still_with_the_router_are_not_gone(setup: Setu
     first."""
     worker = await setup.add_worker("decode-0")
     await eventually(lambda: setup.usable() == ["decode-0"])
-    assert worker._recording is not None
-    worker._recording.cancel()
+    await worker.keep_no_record()
     time.sleep(setup.cluster.record_ttl_s + 0.2)  # noqa: ASYNC251 # worker and router are here
     for _ in range(3):
         assert (await setup.http.post("/v1/completions", json=BODY)).status_code == 200
@@ -225,3 +223,30 @@ async def test_nobody_is_refused_or_held_by_a_load_that_redis_cannot_renew(setup
     assert (await setup.http.post("/v1/completions", json=BODY)).status_code == 200
     setup.redis.restart()
     await eventually(lambda: view.redis_state == "ok")
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+async def test_a_worker_whose_record_expires_keeps_requests_while_its_stream_speaks(
+    setup: Setup, speaks: bool
+) -> None:
+    """A process that is stopped or cut off says nothing on either."""
+
+    async def slowly(submit: pb.SubmitSequence, say: Say) -> None:
+        while speaks and submit.request_id not in first.cancelled:
+            say(update(submit, [1000], "length" if is_over else ""))
+            await asyncio.sleep(0.1)
+
+    is_over = False
+    first = await setup.add_worker("decode-0", script=slowly)
+    await eventually(lambda: setup.usable() == ["decode-0"])
+    body = {**BODY, "max_tokens": 1000, "ignore_eos": True}
+    asked = asyncio.create_task(setup.http.post("/v1/completions", json=body))
+    await eventually(lambda: first.submitted)
+    second = await setup.add_worker("decode-1", script=saying([1001] * 1000))
+    await first.keep_no_record()
+    await eventually(lambda: setup.usable() == ["decode-1"])
+    await asyncio.sleep(1.0)
+    is_over = True
+    answer = await asyncio.wait_for(asked, 10)
+    assert answer.status_code == 200, answer.text
+    assert len(second.submitted) == (not speaks)

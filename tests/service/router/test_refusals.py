@@ -113,7 +113,7 @@ OF_COMPLETIONS = [
         for budget in (
             {"tokens": 0},
             {"tokens": 8, "sinks": 8},
-            {"tokens": 8, "policy": "heavy_hitters"},
+            {"tokens": 8, "policy": "window"},
         )
     ),
     Refused("kv_budget", {"kv_budget": {"sinks": 1}}, None),

@@ -60,7 +60,7 @@ async def test_refuses_what_would_come_too_late(router: RunningRouter, stream: b
 
 
 async def test_refuses_while_too_many_wait_for_a_running_slot(router: RunningRouter) -> None:
-    router.router.generator._metrics.demand.ended(100)  # so long are answers here
+    router.router.generator.metrics.demand.ended(100)  # so long are answers here
     await tell_load(router, 0, num_running=2, num_running_slots=2, num_waiting=10**6)
     answer = await router.http.post("/v1/completions", json={"prompt": [5]})
     assert answer.status_code == 429

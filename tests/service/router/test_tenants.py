@@ -112,7 +112,7 @@ async def test_a_request_that_would_wait_too_long_for_its_turn_is_refused(
 
 
 def num_waiting(router: RunningRouter) -> float:
-    return router.router.generator._metrics.requests_pending._value.get()
+    return router.router.generator.metrics.requests_pending._value.get()
 
 
 def noting(order: list[int]) -> Script:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 async def slow(submit: pb.SubmitSequence, say: Say) -> None:
     await asyncio.sleep(0.05)
-    timings = pb.SequenceTimings(queue_ms=10, prefill_ms=20, transport="local")
+    timings = pb.SequenceTimings(queue_ms=10, shared_wait_ms=7.5, prefill_ms=20, transport="local")
     say(update(submit, [5], "length", timings=timings))
 
 
@@ -38,6 +38,7 @@ async def test_the_stages_of_a_request_sum_to_its_ttft(
         seen |= set(stages)
         before = sum(stages.get(name, 0.0) for name in TTFT_STAGES)
         assert before == pytest.approx(record["ttft_ms"], rel=0.02)
+        assert record["shared_wait_ms"] == 7.5
     assert {"tokenize", "route", "queue", "prefill", "retry", "wire"} <= seen
     await asyncio.to_thread(show_why, str(router.http.base_url), "why-5")
     told = capsys.readouterr().out
@@ -45,3 +46,4 @@ async def test_the_stages_of_a_request_sum_to_its_ttft(
     assert "100%" in told
     assert "placed: load" in told
     assert "decoded by decode-1" in told
+    assert "7.5 ms of its queue: for blocks that other requests computed" in told

@@ -13,8 +13,18 @@ from typing import Any
 import grpc
 import pytest
 
+from tandem.engine.types import Mode
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tests.harness.scripted_producer import CONFIG, Consumer, accepted, consumer_of, prefilled, run
+from tandem.worker.engine_process.messages import Add, Restart
+from tests.harness.scripted_producer import (
+    CONFIG,
+    PREFIX_BLOCKS,
+    Consumer,
+    accepted,
+    consumer_of,
+    prefilled,
+    run,
+)
 
 pytestmark = pytest.mark.service
 
@@ -54,6 +64,34 @@ async def test_a_whole_lease_commits() -> None:
         assert consumer.link.names() == ["Commit"]
         assert tokens(consumer) == [5]
         await ended(consumer)
+
+
+async def test_an_engine_with_tiers_hears_what_peers_would_give() -> None:
+    """Nobody is left to ask after the lease failed: the prompt waits for nobody then."""
+
+    async def fails(commands: Commands, context: Any) -> Events:
+        await anext(aiter(commands))
+        yield accepted()
+        yield run(0, *ALL_BLOCKS[:3])
+        await context.abort(grpc.StatusCode.INTERNAL, "as the test wants it")
+
+    transfer = replace(CONFIG.transfer, prefill_at="auto", local_prefill_max_tokens=0)
+    engine = replace(CONFIG.engine, kv_host_bytes=1 << 20)
+    config = replace(CONFIG, transfer=transfer, engine=engine)
+    async with consumer_of(fails, config=config) as consumer:
+        await asyncio.wait_for(consumer.submit(has_holder=True), 20)
+        added, restarted = (c.spec for c in consumer.link.sent if isinstance(c, (Add, Restart)))
+        assert added.offer is not None
+        assert added.offer.num_blocks == PREFIX_BLOCKS
+        assert added.producer is not None
+        assert added.producer.num_blocks == PREFIX_BLOCKS  # it has them, too
+        assert (restarted.mode, restarted.producer) == (Mode.LOCAL, None)
+        await ended(consumer)
+    for other in (CONFIG, replace(config, transfer=CONFIG.transfer)):  # no tier; asked anyway
+        async with consumer_of(whole, config=other) as consumer:
+            await asyncio.wait_for(consumer.submit(has_holder=True), 20)
+            (added,) = (c.spec for c in consumer.link.sent if isinstance(c, Add))
+            assert (added.offer, added.producer) == (None, None)
 
 
 async def test_release_waits_for_the_reads() -> None:

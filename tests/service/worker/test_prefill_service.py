@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import pytest
 from tandem.cached_tokens import CachedTokens
 from tandem.config.transfer import TransferConfig
 from tandem.engine.types import (
+    Admitted,
     Failed,
     FinalBlocks,
     Held,
@@ -122,6 +124,12 @@ def start(lease_id: str = "l", **fields: Any) -> pb.PrefillCommand:
     sequence = pb.SequenceInput(token_ids=PROMPT, num_prompt_tokens=len(PROMPT), max_tokens=1)
     fields = {"consumer_worker_id": "d0", **fields}
     return pb.PrefillCommand(start=pb.StartPrefill(lease_id=lease_id, input=sequence, **fields))
+
+
+def hold(lease_id: str) -> pb.PrefillCommand:
+    chain = [b"h" * 16]
+    opening = pb.HoldBlocks(lease_id=lease_id, block_hashes=chain, consumer_worker_id="p1")
+    return pb.PrefillCommand(hold=opening)
 
 
 RELEASE = pb.PrefillCommand(release=pb.ReleaseLease())
@@ -254,9 +262,46 @@ async def test_a_producer_whose_consumers_lag_refuses_until_one_releases() -> No
 
 async def test_a_draining_producer_refuses_for_good() -> None:
     async with producer_of() as producer:
-        producer.service.draining = True
+        producer.service.leave(lambda: True)
         refused = await refusal(producer, start())
         assert ("draining" in refused.message, refused.wait_estimate_s) == (True, 0.0)
+
+
+async def test_a_producer_that_leaves_hands_back_what_its_engine_has_not_begun() -> None:
+    async with producer_of() as producer:
+        begun, waits = (
+            await opened(producer, start("begun")),
+            await opened(producer, start("waits")),
+        )
+        producer.report(admitted=[Admitted("begun", time.monotonic())])
+        producer.service.leave(lambda: False)
+        refused = (await next_event(waits)).refused
+        assert ("draining" in refused.message, refused.wait_estimate_s) == (True, 0.0)
+        assert (await producer.sent(Remove)).sequence_id == "waits"
+        producer.report(
+            final_blocks=[FinalBlocks("begun", 0, [3])], prefilled=[Prefilled("begun", 1)]
+        )
+        await begun.write(RELEASE)
+        assert list((await next_event(begun)).run.block_ids) == [3]
+        assert (await next_event(begun)).HasField("prefilled")
+        assert (await next_event(begun)).released.whole
+
+
+async def test_holds_of_a_prefix_that_many_want_do_not_keep_a_drain_going() -> None:
+    """There is always one of them under load; new ones are for sequences that leave alone."""
+    async with producer_of() as producer:
+        sequences = 1
+        first = await opened(producer, hold("first"))
+        producer.service.leave(lambda: sequences > 0)
+        second = await opened(producer, hold("second"))  # by who takes the sequence over
+        sequences = 0
+        assert "draining" in (await refusal(producer, hold("third"))).message
+        for call, lease_id in ((first, "first"), (second, "second")):
+            producer.report(held=[Held(lease_id, 0)])
+            await call.write(RELEASE)
+            assert (await next_event(call)).HasField("held")
+            assert (await next_event(call)).released.whole
+        assert producer.service.num_leases == 0
 
 
 @pytest.mark.parametrize(("code", "helps"), [("queue_full", True), ("kv_capacity_exceeded", False)])

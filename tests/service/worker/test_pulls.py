@@ -162,6 +162,14 @@ async def test_a_small_pull_goes_by_one_stream() -> None:
         assert len(pair.producer.streams) == 1
 
 
+async def test_a_pull_over_a_slow_link_takes_as_long_as_its_bytes() -> None:
+    async with a_pair(bytes_per_s=BLOCK / 0.05) as pair:
+        started = asyncio.get_running_loop().time()
+        await pair.pull([5, 6])
+        assert asyncio.get_running_loop().time() - started >= 0.1
+        assert pair.written[:2] == [6, 7]
+
+
 async def test_blocks_that_were_not_announced_are_refused() -> None:
     async with a_pair() as pair:
         pair.producer.lease.block_ids = ALL[:10]

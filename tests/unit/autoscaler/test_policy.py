@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -99,7 +99,7 @@ def test_a_missed_first_token_adds_to_the_pool_where_it_waits() -> None:
     for _ in range(5):
         day.turn(requests=1, prefill_s=0.1)
     prefill, decode = day.turn(requests=20, prefill_s=0.01, ttft=3.0)
-    assert (prefill.to, prefill.why, decode.why) == (2, "ttft", "load")
+    assert (prefill.to, prefill.why, decode.why) == (2, "ttft", "step")
 
     day = Day()
     for _ in range(5):
@@ -163,6 +163,62 @@ def test_without_a_prefill_pool_decode_workers_carry_both() -> None:
     assert decode.to == 4  # 2 of prefill and 0.44 of decode, at 0.8
 
 
+def test_a_ten_fold_step_is_met_at_the_next_decision_and_in_full() -> None:
+    day = Day()
+    for _ in range(60):
+        day.turn(requests=4, prefill_s=0.9)
+    prefill, decode = day.turn(requests=40, prefill_s=0.9)
+    assert (prefill.to, prefill.why) == (5, "step")  # 3.6 workers' time at 0.8
+    assert decode.to == 2  # 400 tokens/s of 450, at 0.8
+
+
+def test_a_step_is_met_though_the_pool_has_just_shrunk() -> None:
+    day = Day()
+    for requests in (30, *[8] * 75):  # up, then down: it turned
+        prefill, _ = day.turn(requests=requests, prefill_s=0.9)
+    assert prefill.to < 4
+    shrunk = prefill.to
+
+    prefill, _ = day.turn(requests=80, prefill_s=0.9)
+    assert (prefill.to, prefill.why) == (8, "bounds")
+    assert shrunk < 8
+
+
+def test_pools_without_any_request_get_their_smallest_size_at_once() -> None:
+    day = Day()
+    for _ in range(5):
+        day.turn(requests=40, prefill_s=0.9)
+    running = PoolSeen(2, 2, num_running=1)
+    for _ in range(10):
+        prefill, decode = day.turn(decode=running)
+    assert (prefill.to, decode.to) == (5, 2), "somebody still reads an answer"
+
+    for _ in range(4):
+        prefill, decode = day.turn()
+    assert (prefill.to, decode.to, prefill.why) == (1, 1, "idle")
+    assert prefill.line == "prefill 5 -> 1: no request for 40 s"
+
+    prefill, decode = day.turn(requests=40, prefill_s=0.9)
+    assert (prefill.to, decode.to) == (5, 2), "what comes back finds no old history"
+
+
+def test_a_pause_of_sparse_requests_is_not_idleness() -> None:
+    day = Day()
+    for number in range(60):  # one in 80 s
+        prefill, _ = day.turn(requests=number % 8 == 1, prefill_s=9.0)
+        assert prefill.why != "idle"
+
+
+def test_without_a_time_of_idleness_pools_shrink_slowly() -> None:
+    day = Day(AutoscaleConfig(utilization=0.8, idle_s=0.0))
+    for _ in range(5):
+        day.turn(requests=40, prefill_s=0.9)
+    for _ in range(50):
+        prefill, _ = day.turn()
+
+    assert prefill.to == 5
+
+
 def test_a_decision_explains_itself_in_one_line() -> None:
     day = Day()
     for _ in range(3):
@@ -191,29 +247,36 @@ TURN = st.tuples(st.integers(0, 60), st.floats(0, 3), st.floats(0, 9), st.floats
 @given(st.lists(TURN, min_size=5, max_size=200))
 def test_whatever_comes_sizes_keep_bounds_and_turn_once_in_ten_minutes(turns: list) -> None:  # type: ignore[type-arg]
     day = Day()
-    sizes: dict[str, list[int]] = {"prefill": [1], "decode": [1]}
+    decisions: dict[str, list[Decision]] = {"prefill": [], "decode": []}
     for requests, prefill_s, ttft, itl in turns:
         for decision in day.turn(requests=requests, prefill_s=prefill_s, ttft=ttft, itl=itl):
             assert 1 <= decision.to <= 8
-            sizes[decision.role].append(decision.to)
-    for seen in sizes.values():
-        times, direction = [], 0
-        for number, (before, after) in enumerate(pairwise(seen)):
-            now = (after > before) - (after < before)
-            if now and direction and now != direction:
-                times.append(number * CONFIG.interval_s)
-            direction = now or direction
-        assert all(later - earlier >= CONFIG.reversal_s for earlier, later in pairwise(times))
+            decisions[decision.role].append(decision)
+    for made in decisions.values():
+        turned_s, direction = -CONFIG.reversal_s, 0
+        for number, decision in enumerate(made):
+            now = (decision.to > decision.size) - (decision.to < decision.size)
+            if decision.why == "idle":
+                direction = 0
+            elif now and direction and now != direction:
+                now_s = number * CONFIG.interval_s
+                # Only a step of the load is not waited for.
+                assert now_s - turned_s >= CONFIG.reversal_s or (now, decision.why) == (1, "step")
+                turned_s = now_s
+            if decision.why != "idle":
+                direction = now or direction
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 3)), min_size=2, max_size=60))
 def test_more_load_never_wants_fewer_workers(turns: list[tuple[int, float]]) -> None:
     light, heavy = Day(), Day()
-    for requests, prefill_s in turns:
-        less = light.turn(requests=requests, prefill_s=prefill_s)
-        more = heavy.turn(requests=2 * requests, prefill_s=prefill_s)
-        assert all(m.wanted >= w.wanted for w, m in zip(less, more, strict=True))
+    # A step, which only one of them might make, changes the forecast.
+    with patch("tandem.autoscaler.policy.step_start", return_value=None):
+        for requests, prefill_s in turns:
+            less = light.turn(requests=requests, prefill_s=prefill_s)
+            more = heavy.turn(requests=2 * requests, prefill_s=prefill_s)
+            assert all(m.wanted >= w.wanted for w, m in zip(less, more, strict=True))
 
 
 def test_a_quantile_of_buckets_is_an_upper_edge() -> None:

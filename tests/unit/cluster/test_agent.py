@@ -6,10 +6,12 @@ Nobody hears it: the controller is down, too. What is known of the process is in
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
@@ -17,6 +19,7 @@ from tandem.cluster.processes import process
 from tandem.cluster.processes.owned import Owned
 from tandem.cluster.ray import agent as agent_module
 from tandem.cluster.ray.agent import Agent
+from tandem.config.cluster import LEAVE_SIGNAL, RUN_FOLDER_VARIABLE
 
 WAIT = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 MEMBER = Member(member_id="decode-0", pool="decode", ordinal=3)  # as it was when Ray first made it
@@ -51,7 +54,7 @@ def until(agent: Agent, state: MemberState, *, not_pid: int = -1) -> tuple[int, 
     """Waits until the agent reports its process in that state, and returns (pid, starts)."""
     give_up_at = time.monotonic() + 30
     while True:
-        _, now, pid, num_starts, _ = agent.status()
+        _, now, pid, num_starts, *_ = agent.status()
         if now == state and pid != not_pid:
             return pid, num_starts
         assert time.monotonic() < give_up_at, agent.status()
@@ -92,6 +95,32 @@ def test_one_that_ended_when_nobody_could_tell_its_agent_is_not_started_again(
     running.stop(10)
     running.close()
     assert until(agent, "gone") == (0, 1)
+
+
+def test_a_router_of_several_hosts_is_told_before_it_ends(
+    spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "said"
+    script = (
+        "import signal, sys\n"
+        "def say(number, _): open(sys.argv[1], 'a').write(f'{number} ')\n"
+        "signal.signal(signal.SIGUSR1, say)\n"
+        "signal.signal(signal.SIGTERM, lambda *found: (say(*found), sys.exit()))\n"
+        "say(0, None)\n"
+        "while True: signal.pause()"
+    )
+    command = PoolCommand([sys.executable, "-S", "-c", script, str(said)])
+    spec = msgspec.structs.replace(spec, pools={"router": command}, leave_notice_s=0.5)
+    monkeypatch.setattr(agent_module, "read_spec", lambda _: spec)
+    monkeypatch.setattr(Agent, "_read_owned", lambda _: None)
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
+    agent = Agent(spec, Member(member_id="router-1", pool="router", ordinal=3, host="h"))
+    give_up_at = time.monotonic() + 30
+    while not said.exists():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    end(agent)
+    assert said.read_text().split() == ["0", str(LEAVE_SIGNAL.value), str(signal.SIGTERM.value)]
 
 
 @pytest.mark.parametrize("is_written", [False, True])

@@ -7,7 +7,7 @@ import pytest
 from tandem.cluster.launch.options import LaunchOptions, make_spec
 from tandem.config.cluster import Pool
 from tandem.errors import ConfigError
-from tandem.options import parse
+from tandem.options import parse, to_argv
 from tests.harness.programs import parse_router, parse_worker
 
 
@@ -22,9 +22,10 @@ def command(options: LaunchOptions, pool: Pool) -> list[str]:
 
 def test_a_router_is_told_the_autoscalers_mode_and_bounds() -> None:
     given = parse_router(
-        command(LaunchOptions(autoscale="on", autoscale_max=3), "router")
+        command(LaunchOptions(autoscale="on", autoscale_min=0, autoscale_max=3), "router")
     ).autoscale
     assert (given.mode, given.prefill_max, given.decode_max) == ("on", 3, 3)
+    assert (given.prefill_min, given.decode_min) == (0, 0)
     assert given.cold_start_s == 15
 
 
@@ -77,3 +78,27 @@ def test_the_admin_listener_stays_on_loopback_when_the_public_one_moves() -> Non
         parse(LaunchOptions, "tandem up", ["--admin-host", "0.0.0.0"])
     with pytest.raises(ConfigError, match="--port and --admin-port are both 9000"):
         parse(LaunchOptions, "tandem up", ["--port", "9000", "--admin-port", "9000"])
+
+
+def test_a_pool_may_ask_for_labels() -> None:
+    words = ["--listen", "10.0.0.1", "--decode", "1:gpu=H100,zone=a", "--prefill", "3"]
+    options = parse(LaunchOptions, "tandem up", words)
+    assert parse(LaunchOptions, "tandem up", to_argv(options)) == options
+    spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
+    assert spec.wanted == {"router": 1, "prefill": 3, "decode": 1}
+    assert spec.selectors["decode"] == {"gpu": "H100", "zone": "a"}
+    assert spec.selectors["prefill"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--decode", "1:gpu"], "is no label"),
+        (["--decode", "x:gpu=a"], "is no whole number"),
+        (["--decode", "99"], "at most 64"),
+        (["--decode", "1:gpu=a"], "--listen is needed"),
+    ],
+)
+def test_a_pool_whose_size_or_labels_are_wrong_is_refused(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse(LaunchOptions, "tandem up", words)

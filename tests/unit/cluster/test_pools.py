@@ -6,10 +6,13 @@ import msgspec
 
 from tandem.cluster.pools import (
     ClusterSpec,
+    Host,
     Member,
     PoolCommand,
     describe,
+    lose,
     plan,
+    revive,
 )
 from tandem.config.cluster import Pool
 
@@ -85,7 +88,7 @@ def test_a_freed_name_is_used_again_by_an_agent_of_another_name() -> None:
 
 def test_commands_are_filled_in_and_only_the_first_gets_the_public_ports() -> None:
     spec = make_spec()
-    first, second = (Member(f"router-{n}", "router", ordinal=n) for n in range(2))
+    (first, second), _ = plan(spec, {"router": 2}, [])
     assert spec.pools["router"].filled(first) == ["router", "router-0", "--port", "8000"]
     assert spec.pools["router"].filled(second) == ["router", "router-1", "--port", "0"]
     worker = Member("decode-0", "decode", ordinal=0, core=1)
@@ -112,5 +115,130 @@ def test_the_description_counts_what_runs() -> None:
         "core": 1,
         "starts": 1,
         "last_line": "",
+        "exit": "",
+        "is_stopped": False,
         "since": 0.0,
     }
+
+
+A, B, C = Host("a", [0, 1]), Host("b", [0, 1]), Host("c", [0, 1], {"gpu": "H100"})
+
+
+def spread(host_id: str = "a", **selectors: dict[str, str]) -> ClusterSpec:
+    return msgspec.structs.replace(make_spec(), host_id=host_id, selectors=selectors)
+
+
+def places(members: list[Member]) -> list[tuple[str, str]]:
+    return [(m.member_id, m.host) for m in members]
+
+
+def test_members_go_where_the_fewest_of_their_pool_are() -> None:
+    wanted: dict[Pool, int] = {"router": 2, "prefill": 2, "decode": 3}
+    add, _ = plan(spread(), wanted, [], [A, B])
+    assert places(add) == [
+        ("router-0", "a"),
+        ("router-1", "b"),
+        ("prefill-0", "a"),
+        ("prefill-1", "b"),
+        ("decode-0", "a"),
+        ("decode-1", "b"),
+        ("decode-2", "a"),
+    ]
+    assert [m.has_ports for m in add] == [True, True, *[False] * 5]
+    # Cores are those of each host.
+    assert [m.core for m in add[2:]] == [0, 0, 1, 1, 0]
+
+
+def test_a_router_waits_for_a_host_without_one() -> None:
+    add, _ = plan(spread(), {"router": 3}, [], [A, B])
+    assert places(add) == [("router-0", "a"), ("router-1", "b")]
+    more, _ = plan(spread(), {"router": 3}, add, [A, B, C])
+    assert places(more) == [("router-2", "c")]
+
+
+def test_a_pool_goes_only_where_its_labels_are() -> None:
+    spec = spread(decode={"gpu": "H100"})
+    assert plan(spec, {"decode": 1}, [], [A, B]) == ([], [])
+    add, _ = plan(spec, {"decode": 2}, [], [A, B, C])
+    assert places(add) == [("decode-0", "c"), ("decode-1", "c")]
+
+
+def test_members_of_a_lost_host_are_placed_elsewhere_under_another_name() -> None:
+    members, _ = plan(spread(), {"decode": 2}, [], [A, B])
+    assert lose(members, set()) == []
+    (lost,) = lose(members, {"b"})
+    assert (lost.member_id, lost.state) == ("decode-1", "lost")
+    assert lose([lost], {"b"}) == []
+    add, drain = plan(spread(), {"decode": 2}, [members[0], lost], [A])
+    assert (places(add), drain) == ([("decode-2", "a")], [])
+
+
+def test_a_host_that_is_back_gets_new_agents_and_the_newest_members_leave() -> None:
+    members, _ = plan(spread(), {"decode": 2}, [], [A, B])
+    (lost,) = lose(members, {"b"})
+    add, _ = plan(spread(), {"decode": 2}, [members[0], lost], [A])
+    (back,) = revive([members[0], lost, *add], {"a", "b"})
+    assert (back.member_id, back.host, back.state) == ("decode-1", "b", "pending")
+    assert back.agent_name != members[1].agent_name
+    _, drain = plan(spread(), {"decode": 2}, [members[0], back, *add], [A, B])
+    assert [m.member_id for m in drain] == ["decode-2"]
+
+
+def test_what_is_back_stays_and_its_substitute_leaves_once_it_runs() -> None:
+    members, _ = plan(spread(), {"router": 2}, [], [A, B, C])
+    (lost,) = lose(members, {"b"})
+    left = [*running(members[:1]), lost]
+    add, _ = plan(spread(), {"router": 2}, left, [A, C])
+    assert places(add) == [("router-2", "c")]
+    (back,) = revive([lost], {"b"})
+    members = [left[0], back, *running(add)]
+    assert plan(spread(), {"router": 2}, members, [A, B, C]) == ([], [])
+    assert plan(spread(), {"router": 2}, running(members), [A, B, C])[1] == running(add)
+    # Its process has ended with its host: the substitute is the one that runs.
+    gone = msgspec.structs.replace(back, state="restarting")
+    members = [left[0], gone, *running(add)]
+    assert plan(spread(), {"router": 2}, members, [A, B, C])[1] == [gone]
+
+
+def test_a_host_that_leaves_keeps_its_members_until_it_says_that_they_may_drain() -> None:
+    members, _ = plan(spread(), {"decode": 2}, [], [A, B])
+    add, drain = plan(spread(), {"decode": 2}, members, [A, B], {"b": "leaves"})
+    assert (places(add), drain) == ([("decode-2", "a")], [])
+    members = [*members, *add]
+    assert plan(spread(), {"decode": 2}, members, [A, B], {"b": "leaves"}) == ([], [])
+    add, drain = plan(spread(), {"decode": 2}, members, [A, B], {"b": "drains"})
+    assert (add, places(drain)) == ([], [("decode-1", "b")])
+
+
+def running(members: list[Member]) -> list[Member]:
+    return [msgspec.structs.replace(m, state="running") for m in members]
+
+
+def test_a_member_moves_to_a_host_that_joined_and_hands_over_first() -> None:
+    members, _ = plan(spread(), {"decode": 3}, [], [A])
+    assert plan(spread(), {"decode": 3}, members, [A, B]) == ([], [])  # until all of them run
+    add, drain = plan(spread(), {"decode": 3}, running(members), [A, B])
+    assert (places(add), drain) == ([("decode-3", "b")], [])
+    members = [*running(members), *add]
+    assert plan(spread(), {"decode": 3}, members, [A, B]) == ([], [])
+    add, drain = plan(spread(), {"decode": 3}, running(members), [A, B])
+    assert (add, places(drain)) == ([], [("decode-2", "a")])
+    members = [m for m in running(members) if m not in running(drain)]
+    assert plan(spread(), {"decode": 3}, members, [A, B]) == ([], [])
+
+
+def test_nothing_moves_where_its_labels_are_missing_or_ports_are_taken() -> None:
+    spec = spread(decode={"gpu": "H100"})
+    members, _ = plan(spec, {"decode": 2, "router": 1}, [], [C])
+    assert plan(spec, {"decode": 2, "router": 1}, running(members), [A, C]) == ([], [])
+
+
+def test_a_pool_shrinks_where_most_of_it_is_and_by_what_does_not_run() -> None:
+    members, _ = plan(spread(), {"decode": 3}, [], [A, B])
+    _, drain = plan(spread(), {"decode": 2}, running(members), [A, B])
+    assert places(drain) == [("decode-2", "a")]
+    restarting = msgspec.structs.replace(members[0], state="restarting")
+    _, drain = plan(spread(), {"decode": 1}, [restarting, running(members)[2]], [A])
+    assert places(drain) == [("decode-0", "a")]
+    _, drain = plan(spread(), {"decode": 0}, [restarting, running(members)[2]], [A])
+    assert len(drain) == 2

@@ -35,6 +35,8 @@ def test_the_readme_starts_a_cluster_and_asks_it() -> None:
         "docker build -f deploy/Dockerfile --target no-such .",
         "docker push no-such-image:1",
         "helm install tandem helm/tandem --set image.noSuch=1",
+        "helm push tandem-0.0.1.tgz oci://registry.example.com/charts",
+        "helm install tandem oci://registry.example.com/charts/tandem --version 0.0.1",
         "kubectl -n tandem exec deployment/no-such -- tandem status",
         "kubectl -n tandem port-forward service/tandem-router 8000:8002",
         "kubectl -n tandem port-forward service/no-such 8000:8000",

@@ -16,6 +16,7 @@ from tandem.router.index.metrics import IndexMetrics
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.scaling.autoscale import AutoscaleGauges
+from tandem.router.workers.control_watch import ControlWatch
 from tandem.store.registry import Load
 from tandem.worker.metrics.adapters import adapter_metrics
 from tandem.worker.metrics.index import index_metrics
@@ -52,7 +53,13 @@ def declared() -> set[str]:
 def collected() -> set[str]:
     """Names of the metrics that are made at a scrape."""
     publisher: Any = SimpleNamespace(num_held=0, lag=0, num_published=0, num_logs=0)
-    view: Any = SimpleNamespace(snapshots=list, redis_state="ok", decisions=())
+    view: Any = SimpleNamespace(
+        snapshots=list,
+        redis_state="ok",
+        decisions=(),
+        problems=SimpleNamespace(rows=[], num_starts={}),
+        control=ControlWatch(),
+    )
     index = IndexMetrics(CollectorRegistry())
     index.stats = TreeStats(num_entries=0, num_bytes=0, num_swept=0, workers={})
     tenants = CollectorRegistry()

@@ -66,6 +66,11 @@ def test_prose_has_120_columns_and_blocks_have_a_language(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_page_has_the_marks_of_an_unfinished_merge(page: Path) -> None:
+    assert not re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_path_in_the_text_exists(page: Path) -> None:
     paths = [
         code for code in inline_code(page) if re.fullmatch(rf"({FOLDERS})/[a-z0-9_./-]+", code)

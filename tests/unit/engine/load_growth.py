@@ -1,8 +1,9 @@
 """A process that loads a model and tells by how much that made it grow.
 
-    python -m tests.unit.engine.load_growth MODEL DTYPE
+    python -m tests.unit.engine.load_growth MODEL DTYPE KERNELS
 
-Prints bytes of resident memory, private and mapped: those that stayed, and those at the peak.
+Prints bytes of resident memory, private and mapped: those that stayed, and those at the peak. With
+torch's kernels a step belongs to it: what it does not use of a file is not there yet.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 import torch
 
 from tandem.config.engine import EngineConfig
+from tandem.engine.executor.heap import give_back_freed
 from tandem.engine.executor.mxfp4 import Mxfp4
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import resolve
 
 _PAUSE_S = 0.002
@@ -31,12 +34,15 @@ def resident_bytes() -> int:
 
 def main() -> None:
     """Loads with as few blocks of KV as a pool may have."""
-    model, dtype = sys.argv[1:]
-    config = EngineConfig(model=model, dtype=dtype, device="cpu", num_blocks=4, num_threads=1)
+    model, dtype, kernels = sys.argv[1:]
+    config = EngineConfig(
+        model=model, dtype=dtype, kernels=kernels, device="cpu", num_blocks=4, num_threads=1
+    )
     folder = resolve(model)
     torch.ones(64, 64) @ torch.ones(64, 64)  # what torch itself needs, here and below
     Mxfp4(torch.ones(2, 4, 1, 16).byte(), torch.ones(2, 4, 1).byte()).blocks()
     torch.cat((torch.ones(4, 4), torch.ones(4, 4))).bfloat16().float().contiguous()
+    torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()
     gc.collect()
     before = peak = resident_bytes()
     loaded = threading.Event()
@@ -49,6 +55,10 @@ def main() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     runner = ModelRunner(folder, config)
+    if kernels == "torch":
+        runner.allocate(4)
+        runner.forward(StepBatch([SequenceSlice([1], 1, [0], True)]))
+        give_back_freed()
     loaded.set()
     watcher.join()
     gc.collect()

@@ -96,10 +96,13 @@ SHAPES = (
     replace(BASE, kv="int4", block_size=12, weights=torch.bfloat16, num_threads=2),
     *(replace(QUANTIZED, blocks=(name,), bias=name == "Q4_1") for name in TYPES[:5]),
     *(replace(QUANTIZED_BY_256, blocks=(name,)) for name in TYPES[5:]),
+    replace(QUANTIZED, blocks=("Q4_Z32",), bias=True),
+    replace(QUANTIZED_BY_256, blocks=("Q4_Z64", "Q4_Z64", "Q4_0"), num_threads=2),
     replace(QUANTIZED, blocks=("Q5_0", "Q8_0", "Q4_1"), num_threads=2, bias=True),
     replace(QUANTIZED_BY_256, blocks=("Q4_K", "Q6_K", "Q4_K", "Q8_0"), norms="around"),
     replace(QUANTIZED, blocks=("MXFP4",), experts=2, bias=True, has_sinks=True, num_threads=3),
     replace(QUANTIZED, blocks=("Q4_0", "Q8_0", "Q5_1"), experts=2, num_threads=2),
+    replace(QUANTIZED_BY_256, blocks=("Q4_Z64", "Q4_Z32"), experts=2, num_threads=2),
 )
 # Tokens of each sequence in each step, the first ones as a prompt without a prefix.
 STEPS = ((1,), (1, 5, 64), (1, 1, 1, 1, 1, 1, 1), (130, 1, 3), (1, 2, 1, 40))

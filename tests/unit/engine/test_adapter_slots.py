@@ -17,6 +17,7 @@ from tests.toy_runner import ToyRunner, continuation
 ADAPTERS = {name: Adapter(name, f"digest-{name}", "/somewhere", 4) for name in "abc"}
 MISSING = Adapter("missing", "digest-missing", "", 4)
 PROMPT = list(range(9))
+WAIT_S = 600.0
 
 
 def spec(name: str, adapter: str = "", **fields: object) -> SequenceSpec:
@@ -26,7 +27,7 @@ def spec(name: str, adapter: str = "", **fields: object) -> SequenceSpec:
 
 def drive(engine: Engine, outcome: Outcome | None = None, *, until: str = "") -> Outcome:
     """Steps until nothing is to be done or read, or until this sequence has a token."""
-    outcome, give_up_at = outcome or Outcome(), time.monotonic() + 10
+    outcome, give_up_at = outcome or Outcome(), time.monotonic() + WAIT_S
     while engine.has_work() or engine.awaits_threads():
         assert time.monotonic() < give_up_at
         if engine.has_work():
@@ -130,7 +131,7 @@ def test_it_is_tried_again_later() -> None:
     now = 0.0
     slots = AdapterSlots(ToyRunner(block_size=4), num_slots=1, rank_max=8, clock=lambda: now)
     assert slots.want(MISSING, set) is Answer.AWAITED
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + WAIT_S
     while not slots.has_news:
         assert time.monotonic() < give_up_at
     assert set(slots.settle()) == {MISSING.digest}

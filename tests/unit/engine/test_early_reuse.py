@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.engine import Engine
-from tandem.engine.scheduler.early_reuse import WAIT_MAX_S
 from tandem.engine.types import Mode
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
 from tests.toy_runner import continuation
@@ -103,7 +102,7 @@ def test_it_takes_over_from_one_that_is_preempted() -> None:
 
 
 def test_it_computes_after_the_bound() -> None:
-    engine, _ = make_engine(num_blocks=100)
+    engine, _ = make_engine(num_blocks=100, shared_wait_s=3.0)
     engine.add(make_spec("a", PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
     engine.add(make_spec("b", PROMPT))
     now = [100.0]
@@ -111,7 +110,7 @@ def test_it_computes_after_the_bound() -> None:
     outcome = Outcome()
     outcome.take(engine.step())
     assert waiting(engine) == ["b"]
-    now[0] += WAIT_MAX_S - 0.1
+    now[0] += 2.9
     outcome.take(engine.step())
     assert waiting(engine) == ["b"]
     assert not engine.has_work()
@@ -120,7 +119,18 @@ def test_it_computes_after_the_bound() -> None:
     drive(engine, outcome)
     assert outcome.token_ids["b"] == continuation(PROMPT, 5)
     (admitted,) = [a for r in outcome.reports for a in r.admitted if a.sequence_id == "b"]
-    assert admitted.shared_wait_s == pytest.approx(WAIT_MAX_S)
+    assert admitted.shared_wait_s == pytest.approx(3.0)
+
+
+def test_nobody_waits_without_a_bound() -> None:
+    engine, _ = make_engine(num_blocks=100, shared_wait_s=0.0)
+    for name in "ab":
+        engine.add(make_spec(name, PROMPT))
+    outcome = Outcome()
+    outcome.take(engine.step())
+    assert waiting(engine) == []
+    drive(engine, outcome)
+    assert outcome.token_ids["a"] == outcome.token_ids["b"] == continuation(PROMPT, 5)
 
 
 @pytest.mark.parametrize("comes", [True, False])

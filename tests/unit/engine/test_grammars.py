@@ -52,7 +52,7 @@ def drive_compiled(engine: Engine, *specs: SequenceSpec) -> Outcome:
     has no work for them."""
     for each in specs:
         engine.add(each)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while engine.awaits_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     return drive(engine)

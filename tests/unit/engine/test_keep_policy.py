@@ -76,7 +76,7 @@ def test_what_goes_first(policy: str, evicted: list[int]) -> None:
 
 def test_a_use_after_the_write_counts() -> None:
     pool = fill("value", {0: 1, 1: 2, 2: 3}, 3)
-    pool._policy.use([name(0)], keep=True)
+    pool.policy.use([name(0)], keep=True)
     assert evict(pool, 1) == [name(1)]
 
 

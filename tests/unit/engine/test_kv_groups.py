@@ -138,14 +138,17 @@ class Pair(RuleBasedStateMachine):
             kv_budget=budget,
         )
         num_tokens = min(max_tokens, MAX_MODEL_LEN - len(prompt))
-        request = Request(spec, continuation(prompt, num_tokens, self.windows, budget=budget))
+        self.enter(Request(spec, continuation(prompt, num_tokens, self.windows, budget=budget)))
+
+    def enter(self, request: Request) -> None:
+        spec = request.spec
         try:
             self.here.add(spec)
         except NeverFits:
-            layout = self.here.layout
+            layout, budget = self.here.layout, spec.kv_budget
             capacity = (layout if budget is None else layout.under(budget)).tokens_max
             assert capacity is not None
-            assert len(prompt) + max_tokens > capacity
+            assert len(spec.token_ids) + spec.max_tokens > capacity
         else:
             self.requests[request.sequence_id] = request
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,7 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.executor.weight_shapes import expected_shapes
+from tandem.models.checkpoint.weight_shapes import expected_shapes
 from tandem.models.config import ModelConfig
 from tandem.models.source import resolve
 from tests.tiny_models import make_tiny_model
@@ -37,9 +38,9 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[in
     return str(folder), [parameter.numel() for parameter in model.parameters()]
 
 
-def check(model: str, dtype: str, num_bytes: list[int]) -> None:
+def check(model: str, dtype: str, num_bytes: list[int], kernels: str = "native") -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.engine.load_growth", model, dtype],
+        [sys.executable, "-m", "tests.unit.engine.load_growth", model, dtype, kernels],
         capture_output=True,
         text=True,
         check=False,
@@ -125,6 +126,116 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gguf.write_gguf(path, tensors, architecture="qwen3moe", keys=keys, types=types)
 
 
+_SIZES = {
+    "vocab_size": 4000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+}
+_FP8 = {
+    "fp8": {"weight_block_size": [128, 128]},
+    "compressed-tensors": {
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+            }
+        },
+    },
+    "modelopt": {"quant_algo": "FP8"},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "fp8",
+        pytest.param("compressed-tensors", marks=pytest.mark.slow),
+        pytest.param("modelopt", marks=pytest.mark.slow),
+    ],
+)
+def fp8_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with 230 MB of matrices in fp8: scales for blocks, outputs or all of a matrix."""
+    folder = tmp_path_factory.mktemp("fp8")
+    make_tiny_model("llama", folder)  # for its other files
+    config = json.loads((folder / "config.json").read_text()) | _SIZES
+    config["quantization_config"] = {"quant_method": request.param} | _FP8[request.param]
+    scales: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+        "fp8": lambda num_out, num_in: (-(-num_out // 128), -(-num_in // 128)),
+        "compressed-tensors": lambda num_out, _: (num_out, 1),
+        "modelopt": lambda _, __: (),
+    }
+    stored: dict[str, torch.Tensor] = {}
+    for name, shape in expected_shapes(ModelConfig.from_hf(config), []).items():
+        stored[name] = torch.randn(shape).bfloat16()
+        if name.endswith("_proj.weight"):
+            stored[name] = stored[name].to(torch.float8_e4m3fn)
+            scale = torch.full(scales[request.param](*shape), 0.01)
+            suffix = "_scale_inv" if request.param == "fp8" else "_scale"
+            stored[name + suffix] = scale
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_matrices_of_fp8(fp8_folder: Path, kernels: str) -> None:
+    stored = load_file(fp8_folder / "model.safetensors").values()
+    check(str(fp8_folder), "auto", [tensor.nbytes for tensor in stored], kernels)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "awq",
+        "gptq",
+        pytest.param("awq 32", marks=pytest.mark.slow),
+        pytest.param("awq 64", marks=pytest.mark.slow),
+        pytest.param("gptq shuffled", marks=pytest.mark.slow),
+    ],
+)
+def int4_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with 120 MB of matrices in int4, in groups of 128 or as many as its name says: zeros
+    that differ, or all 8. Inputs may be in the order of activations."""
+    method, *rest = request.param.split()
+    size = int(rest[0]) if method == "awq" and rest else 128
+    folder = tmp_path_factory.mktemp("int4")
+    make_tiny_model("llama", folder)  # for its other files
+    config = json.loads((folder / "config.json").read_text()) | _SIZES
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": size}
+    if method == "gptq" and rest:
+        config["quantization_config"]["desc_act"] = True
+    stored: dict[str, torch.Tensor] = {}
+    for name, shape in expected_shapes(ModelConfig.from_hf(config), []).items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = torch.randn(shape).bfloat16()
+            continue
+        (num_out, num_in), stem = shape, name.removesuffix("weight")
+        packed = (num_in, num_out // 8) if method == "awq" else (num_in // 8, num_out)
+        stored[f"{stem}qweight"] = torch.randint(-(1 << 31), 1 << 31, packed).int()
+        zeros = torch.full((num_in // size, num_out // 8), 0x77777777, dtype=torch.int32)
+        if method == "awq" or rest:
+            zeros.random_(-(1 << 31), (1 << 31) - 1)
+        if method == "gptq" and rest:
+            stored[f"{stem}g_idx"] = (torch.randperm(num_in) // size).int()
+        stored[f"{stem}qzeros"] = zeros
+        stored[f"{stem}scales"] = torch.rand(num_in // size, num_out).half() / 100
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_matrices_of_int4(int4_folder: Path, kernels: str) -> None:
+    stored = load_file(int4_folder / "model.safetensors").values()
+    check(str(int4_folder), "auto", [tensor.nbytes for tensor in stored], kernels)
+
+
 def test_experts_of_mxfp4(mxfp4_folder: Path) -> None:
     stored = load_file(mxfp4_folder / "model.safetensors").values()
     check(str(mxfp4_folder), "auto", [tensor.nbytes for tensor in stored])
@@ -141,9 +252,11 @@ def test_a_folder(random_model: tuple[str, list[int]], dtype: str) -> None:
     check(folder, dtype, [number * _NUM_BYTES[dtype] for number in numbers])
 
 
-def test_a_gguf_file_as_it_is() -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_gguf_file_as_it_is(kernels: str) -> None:
     (file,) = resolve("smollm2").weight_files
-    check("smollm2", "auto", [int(tensor.n_bytes) for tensor in GGUFReader(file).tensors])
+    num_bytes = [int(tensor.n_bytes) for tensor in GGUFReader(file).tensors]
+    check("smollm2", "auto", num_bytes, kernels)
 
 
 def test_a_gguf_file_that_is_converted() -> None:

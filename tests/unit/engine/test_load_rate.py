@@ -19,7 +19,7 @@ from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.toy_runner import continuation
 
 TOKEN_S = 0.01
-WAIT_S = 60.0
+WAIT_S = 600.0
 PROMPTS = [[number] * 25 for number in range(6)]  # 6 blocks of 4 tokens, and one token
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tandem.config.engine import EngineConfig
-from tandem.engine.executor.lora_weights import why_not_triton
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import AdapterUnavailable
@@ -169,18 +168,6 @@ def test_bfloat16_stays_near_merged_weights(family: str, tmp_path: Path) -> None
             expected = changed(torch.tensor([PROMPTS[3]])).logits[0, -1]
         correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]
         assert correlation > 0.99, (kernels, weights)
-
-
-@pytest.mark.parametrize(
-    ("target", "is_refused"),
-    [("o_proj", False), ("q_b_proj", True), ("kv_b_proj", True), ("up_proj", True)],
-)
-def test_triton_refuses_what_it_does_not_add(target: str, is_refused: bool, tmp_path: Path) -> None:
-    folder, _ = make_tiny_model("deepseek-v3", tmp_path / "model")
-    write_adapter(tmp_path / "one", folder.config, target_modules=[target])
-    adapter = describe("one", tmp_path / "one", folder.config)
-    weights = make_runner(folder, "fast", "torch").load_adapter(adapter).weights
-    assert bool(why_not_triton(weights, folder.config)) is is_refused
 
 
 def test_files_that_changed_are_not_those_of_the_digest(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -55,6 +57,12 @@ BUDGETS = (
     *(replace(OF_BF16, visible=VisibleKeys(*each)) for each in ((0, 1), (1, 64), (140, 30))),
     replace(OF_FP32, visible=VisibleKeys(70, 3), block_size=12, group=5),
     replace(OF_BF16, visible=VisibleKeys(4, 100), has_sinks=True),
+)
+SUMMED = (
+    *(OF_FP32, OF_BF16, OF_INT8, DOT_INT8, OF_FP8, DOT_K8V4, OF_INT4, DOT_INT4),
+    *(replace(of, block_size=12, group=5) for of in (OF_FP32, OF_BF16, DOT_INT8)),
+    replace(OF_BF16, block_size=128),
+    replace(OF_FP32, num_kv_heads=2, has_sinks=True),
 )
 WINDOWS = (*SHAPES[-10:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
 NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
@@ -105,8 +113,35 @@ def test_what_a_kv_budget_hides_is_not_read(shape: Shape, instructions: str) -> 
     test_what_lies_before_a_window_is_not_read(shape, instructions)
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", SUMMED, ids=repr)
+def test_weights_of_blocks_add_up(shape: Shape, instructions: str) -> None:
+    """A query has the weight 1 in each head of each layer, and a block does not get more or less of
+    it for the chunk in which it is computed, or for the instructions (but for rounding)."""
+    whole, plain = _sums(shape, instructions, [NUM_TOKENS]), _sums(shape, "plain", [NUM_TOKENS])
+    for cut in ([1] * NUM_TOKENS, [17, 1, 127, 1, 184]):
+        assert np.array_equal(_sums(shape, instructions, cut), whole)
+    assert np.array_equal(_sums(replace(shape, num_threads=3), instructions, [NUM_TOKENS]), whole)
+    num_weights = NUM_TOKENS * 2 * shape.num_kv_heads * shape.group
+    if not shape.has_sinks:
+        assert whole.sum() == pytest.approx(num_weights, rel=2e-3)
+    assert whole == pytest.approx(plain, rel=2e-2)
+
+
+def _sums(shape: Shape, instructions: str, cut: Sequence[int]) -> npt.NDArray[np.float32]:
+    sums = np.zeros(-(-NUM_TOKENS // shape.block_size), np.float32)
+    _run(shape, instructions, cut, sums=sums)
+    return sums
+
+
 def _run(
-    shape: Shape, instructions: str, cut: Sequence[int], fill: int = 0, *, forgets: bool = False
+    shape: Shape,
+    instructions: str,
+    cut: Sequence[int],
+    fill: int = 0,
+    *,
+    forgets: bool = False,
+    sums: npt.NDArray[np.float32] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the last token, and the KV of all: [2, layers, heads, tokens, head_dim]; the pool
     has bytes of `fill` before. If it `forgets`, blocks that no later token sees become NaN, and the
@@ -134,6 +169,8 @@ def _run(
             pool.memory[table[passed]] = 0xFF
             in_use[passed] = [2**30] * len(in_use[passed])
         piece = SequenceSlice(token_ids[done : done + num], done + num, in_use, True)
+        if sums is not None:
+            piece = piece._replace(block_sums=sums[: -(-(done + num) // shape.block_size)])
         piece = piece._replace(visible=shape.visible)
         logits = decoder.forward(StepBatch([piece]), [pool]).clone()
         done += num

@@ -58,6 +58,7 @@ ROUNDED = replace(BASE, weights=torch.bfloat16, kv="bfloat16", hidden=100, inner
         replace(ROUNDED, experts=7),
         replace(native_shapes.QUANTIZED, kv="bfloat16", blocks=("Q4_1", "Q5_0", "Q8_0")),
         replace(native_shapes.QUANTIZED_BY_256, kv="bfloat16", blocks=("Q5_K", "Q6_K")),
+        replace(native_shapes.QUANTIZED_BY_256, kv="bfloat16", blocks=("Q4_Z32", "Q4_Z64")),
         replace(
             native_shapes.QUANTIZED, kv="bfloat16", blocks=("MXFP4", "Q8_0", "Q4_1"), experts=7
         ),

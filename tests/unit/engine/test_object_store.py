@@ -6,10 +6,13 @@ tests/service/test_kv_store.py has a server, and what it does wrong.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem.cached_tokens import CachedTokens
 from tandem.config.engine import EngineConfig
@@ -17,8 +20,11 @@ from tandem.engine.engine import Engine
 from tandem.engine.tiers import lookups, make_tiers, object_storage, tiers
 from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.store_client import read_credentials, split_url
+from tandem.engine.tiers.store_search import search
 from tandem.errors import ConfigError
 from tests.engine_driver import make_engine, make_spec
+from tests.grouped_toy import GroupedToyRunner, Windows, make_grouped_engine
+from tests.grouped_toy import continuation as grouped_continuation
 from tests.toy_runner import continuation
 from tests.unit.engine.test_seal import ONE, TWO, key_file
 from tests.unit.engine.test_tiers import prompt, run, tier
@@ -36,7 +42,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(make_tiers, "open_store", lambda config: made)
     monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
     monkeypatch.setattr(lookups, "WAIT_SHARE", 1e9)
-    monkeypatch.setattr(lookups, "WAIT_S_MAX", 60.0)
+    monkeypatch.setattr(lookups, "WAIT_S_MAX", 600.0)
     monkeypatch.setattr(object_storage.ObjectStorage, "num_slots", 64)  # soon checked
     return made
 
@@ -293,3 +299,73 @@ def test_credentials(tmp_path: Path) -> None:
 def test_options_of_a_store_without_one() -> None:
     with pytest.raises(ConfigError, match="kv-store-endpoint is set without kv-store-url"):
         EngineConfig(model="m", kv_store_endpoint="http://x")
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (10,), (None, 5, 13)])
+def test_windows_of_one_worker_are_loaded_by_another(windows: Windows, store: Any) -> None:
+    """The chain is longer than the windows: of those only what the next token sees is there."""
+    one, two = (
+        make_grouped_engine(windows, num_blocks=60, max_tokens_per_step=8, kv_store_url=URL)[0]
+        for _ in range(2)
+    )
+    tokens = [1, 2, 3] * 20
+    assert run(one, tokens).ends["0"].num_cached_tokens == 0
+    outcome = run(two, [*tokens, 9], [*tokens[:-1], 8])
+    assert outcome.ends["0"].cached == CachedTokens(store=60)
+    assert outcome.token_ids["0"] == grouped_continuation([*tokens, 9], 5, windows)
+    assert outcome.token_ids["1"] == grouped_continuation([*tokens[:-1], 8], 5, windows)
+    assert run(two, tokens, salt=b"another").ends["0"].num_cached_tokens == 0
+    assert tier(two).blocks_bad == 0
+    one.close()
+    two.close()
+
+
+class Shelf:
+    """A shared storage that counts what it is asked for."""
+
+    def __init__(self, there: set[int]) -> None:
+        self._there = {index.to_bytes(2, "big") for index in there}
+        self.num_asked = 0
+
+    def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
+        found = (i for i, name in enumerate(block_hashes) if name not in self._there)
+        return max(first, next(found, len(block_hashes)))
+
+    def look_up_each(self, block_hashes: Sequence[bytes]) -> list[bool]:
+        self.num_asked += len(block_hashes)
+        return [name in self._there for name in block_hashes]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_search_finds_the_deepest_runs_of_windows(data: st.DataObject) -> None:
+    """A search goes as deep as one that asks for every block, but near a chain's first one, and
+    makes fewer requests."""
+    windows: Windows = data.draw(st.sampled_from([(None, 6), (14,), (None, 5, 13)]))
+    layout = GroupedToyRunner(windows, block_size=4).layout()
+    size = data.draw(st.integers(1, 60))
+    ends = data.draw(st.lists(st.integers(1, size), max_size=3))
+    there = []
+    for group in layout.groups:
+        seen = [range(group.first_seen((end - 1) * 4), end) for end in ends]
+        there.append({i for run in seen for i in run} if group.window else set(range(size)))
+    for group in there:
+        group -= data.draw(st.sets(st.integers(0, size - 1), max_size=2))
+    chain = [index.to_bytes(2, "big") for index in range(size)]
+    shelves = [Shelf(group) for group in there]
+    found = search(shelves, layout, chain, 0)
+
+    def depth(held: list[Any]) -> int:
+        whole = next((i for i in range(size) if i not in held[0]), size)
+        deepest = whole if windows[0] is None else size
+        return layout.deepest_hit(
+            chain, deepest, lambda number, name: int.from_bytes(name, "big") in held[number]
+        )
+
+    assert all(set(f) <= t for f, t in zip(found, there, strict=True))
+    stride = max(group.blocks_seen for group in layout.groups if group.window)
+    if (expected := depth(there)) >= stride:
+        assert depth([set(group) for group in found]) == expected
+    if not ends:
+        asked = sum(shelf.num_asked for shelf in shelves)
+        assert asked <= -(-size // stride)

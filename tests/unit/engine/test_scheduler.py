@@ -32,6 +32,7 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=tokens,
             itl_limit_s=itl_limit_s,
+            shared_wait_s=10.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
             tiers=no_tiers(self.kv.pools[0]),
         )

@@ -57,6 +57,7 @@ class Bench:
             max_num_seqs=64,
             max_tokens_per_step=BUDGET,
             itl_limit_s=0.0,
+            shared_wait_s=10.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
             tiers=no_tiers(kv.pools[0]),
         )

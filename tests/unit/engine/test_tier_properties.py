@@ -7,53 +7,24 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from tandem.engine.tiers.disk_storage import DiskStorage
-from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import StepReport
 from tandem.perf_model.rates import PrefillRate
 from tandem.retention import Retention
 from tests.engine_machine import EngineMachine
-
-
-class HeldThread:
-    """Runs jobs when it is told to."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Callable[[], object]] = []
-
-    def submit(self, job: Callable[[], object]) -> None:
-        self.jobs.append(job)
-
-    def close(self, deadline_s: float) -> None:
-        self.run(len(self.jobs))
-
-    def run(self, num_jobs: int) -> None:
-        for _ in range(min(num_jobs, len(self.jobs))):
-            self.jobs.pop(0)()
-
-
-class FixedRate(LoadRate):
-    """Every block takes as long, whatever is measured."""
-
-    def __init__(self, block_s: float) -> None:
-        self.block_s = block_s
-
-    def observe(self, num_blocks: int, seconds: float) -> None:
-        """Does nothing."""
-
-    def decline(self) -> None:
-        """Does nothing."""
+from tests.held_thread import FixedRate, HeldThread
+from tests.late_device import WAYS, choose
 
 
 class Machine(EngineMachine):
@@ -67,6 +38,7 @@ class Machine(EngineMachine):
         policy=st.sampled_from(["lru", "prefix", "value"]),
         block_s=st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]),
         pin_share=st.sampled_from([0.0, 0.5, 1.0]),
+        way=st.sampled_from(WAYS),
     )
     def start(  # type: ignore[override]
         self,
@@ -75,6 +47,7 @@ class Machine(EngineMachine):
         policy: str,
         block_s: float,
         pin_share: float,
+        way: str,
         **limits: int,
     ) -> None:
         self.block_s = block_s
@@ -82,7 +55,9 @@ class Machine(EngineMachine):
         self.pin_share = pin_share
         self.threads: dict[str, HeldThread] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="tiers-"))
-        EngineMachine.start.__wrapped__(self, **limits)  # type: ignore[attr-defined]
+        with pytest.MonkeyPatch.context() as patch:
+            choose(patch, way)
+            EngineMachine.start.__wrapped__(self, **limits)  # type: ignore[attr-defined]
         self.tiers = self.engine._tiers
         self.now = 1.0
         self.told: dict[str, dict[bytes, bytes]] = {}  # block hash -> parent hash, by tier
@@ -90,7 +65,7 @@ class Machine(EngineMachine):
         self.tiers.turn_s = 60.0
         # Whatever the clock says: what comes soonest follows from these prices alone.
         rate = PrefillRate(step_s=0.5, token_s=1.0, token_context_s=0.0)
-        self.engine._scheduler._loads._step_time = SimpleNamespace(prefill_rate=rate)
+        self.engine._scheduler.loads._step_time = SimpleNamespace(prefill_rate=rate)
         for tier in self.tiers.tiers:
             tier.rate = FixedRate(self.block_s)
 

@@ -50,6 +50,7 @@ WINDOWS = {
     "gemma3": 8,
 }  # tokens; shorter than the longest prompt
 PROMPTS = [list(range(1, 20)), [5, 9, 2], [7]]
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def runner_of(folder: ModelFolder, kernels: str, kv_dtype: str = "float32") -> ModelRunner:
@@ -108,8 +109,14 @@ def test_the_same_tokens_as_torch_over_quantized_kv(
     ("family", "targets"),
     [
         ("llama", ALL),
+        (
+            "deepseek-v3",
+            ("q_b_proj", "q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP),
+        ),
         pytest.param(
-            "deepseek-v2", ("q_proj", "kv_a_proj_with_mqa", "o_proj"), marks=pytest.mark.slow
+            "deepseek-v2",
+            ("kv_b_proj", "q_proj", "kv_a_proj_with_mqa", "o_proj"),
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -22,4 +22,4 @@ def test_another_device_is_refused() -> None:
 def test_importing_the_package_loads_no_torch() -> None:
     """The package transformers probes for a package of this name."""
     code = "import sys, kernels; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

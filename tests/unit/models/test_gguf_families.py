@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
@@ -18,6 +19,7 @@ from tandem.models.gguf.convert import converted_folder
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
 from tests.step_batches import logits_after
+from tests.unit.models.conftest import gguf_tensors, write_gguf
 
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -61,6 +63,14 @@ _TABLES = {
 }
 # Of a file: its architecture, transformers' name, what the config and the file have beyond sizes.
 _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama-dense": ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama-window": ("mistral", {"sliding_window": 8}, {"attention.sliding_window": 8}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen3": (
+        "qwen3",
+        {"head_dim": 32},
+        {"attention.key_length": 32, "attention.value_length": 32},
+    ),
     "llama": ("mixtral", _EXPERTS, {"expert_count": 5, "expert_used_count": 2}),
     "qwen3moe": (
         "qwen3_moe",
@@ -137,6 +147,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def files_of(architecture: str) -> list[str]:
+    """Returns the names of the files whose models transformers computes with this class."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return [name for name, (kind, *_) in _FAMILIES.items() if names[kind] == architecture]
+
+
+def _architecture(name: str) -> str:
+    """Returns what a file names as its architecture."""
+    return name if name == "gpt-oss" else name.partition("-")[0]
+
+
 def make_origin(name: str, vocab_size: int) -> transformers.PreTrainedModel:
     model_type, options, _ = _FAMILIES[name]
     torch.manual_seed(0)
@@ -162,6 +183,34 @@ def make_origin(name: str, vocab_size: int) -> transformers.PreTrainedModel:
     return origin
 
 
+def file_of(
+    name: str,
+    origin: transformers.PreTrainedModel,
+    path: Path,
+    kind: gguf.GGMLQuantizationType | None = None,
+) -> Path:
+    """Writes a model as a file. The matrices of its layers are of `kind`, if given."""
+    tensors = gguf_tensors(origin)
+    is_quantized = [
+        kind is not None
+        and array.ndim > 1
+        and part.startswith("blk.")
+        and part.endswith("weight")
+        and "ffn_gate_inp" not in part
+        for part, array in tensors.items()
+    ]
+    types = {part: kind for part, chosen in zip(tensors, is_quantized, strict=True) if chosen}
+    for part in types:
+        tensors[part] = gguf.quantize(tensors[part], kind)
+    return write_gguf(
+        path,
+        tensors | _TABLES.get(name, {}),
+        architecture=_architecture(name),
+        keys=_FAMILIES[name][2],
+        types=types,
+    )
+
+
 def runner_of(file: Path, **settings: Any) -> ModelRunner:
     folder = read_folder(converted_folder(file, cache_dir=file.parent))
     return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))
@@ -173,12 +222,7 @@ def test_logits_are_those_of_the_origin(
     name: str, kernels: Any, tmp_path: Path, tiny_gguf: Any
 ) -> None:
     origin = make_origin(name, tiny_gguf.vocab_size)
-    file = tiny_gguf.write(
-        tmp_path / "tiny.gguf",
-        tiny_gguf.tensors_of(origin) | _TABLES.get(name, {}),
-        architecture=name.removesuffix("-longrope"),
-        keys=_FAMILIES[name][2],
-    )
+    file = file_of(name, origin, tmp_path / "tiny.gguf")
     runner = runner_of(file, dtype="float32", kernels=kernels)
     prompt = torch.arange(20).tolist()
     for _ in range(3):
@@ -203,23 +247,8 @@ def test_quantized_matrices_stay_as_they_are(
     name: str, kind: str, packed: Kind, tmp_path: Path, tiny_gguf: Any
 ) -> None:
     """Experts, and fused matrices with a part of each head without positions."""
-    block_type = gguf.GGMLQuantizationType[kind]
-    tensors = tiny_gguf.tensors_of(make_origin(name, tiny_gguf.vocab_size))
-    types = {
-        part: block_type
-        for part, array in tensors.items()
-        if array.ndim > 1 and part.startswith("blk.") and part.endswith("weight")
-        if "ffn_gate_inp" not in part
-    }
-    for part in types:
-        tensors[part] = gguf.quantize(tensors[part], block_type)
-    file = tiny_gguf.write(
-        tmp_path / "tiny.gguf",
-        tensors | _TABLES.get(name, {}),
-        architecture=name.removesuffix("-longrope"),
-        keys=_FAMILIES[name][2],
-        types=types,
-    )
+    origin = make_origin(name, tiny_gguf.vocab_size)
+    file = file_of(name, origin, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[kind])
     kept, wide = runner_of(file), runner_of(file, dtype="float32")
     assert kept.native is not None
     layer = kept.native._model.layers[1]

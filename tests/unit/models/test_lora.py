@@ -203,7 +203,7 @@ def _change(path: Path, **changed: torch.Tensor | None) -> None:
         ({"self_attn__q_proj__lora_B__weight": torch.ones(32, 7)}, r"has shape \[32, 7\]"),
         (
             {"self_attn__q_proj__lora_A__weight": torch.ones(8, 32, dtype=torch.int32)},
-            "holds 'I32'",
+            "holds I32",
         ),
         ({"self_attn__q_proj__lora_magnitude_vector": torch.ones(32)}, "lora_magnitude_vector"),
     ],

@@ -74,6 +74,8 @@ def check(quantization: dict[str, Any], expected: torch.Tensor, **parts: torch.T
     coded = Coded("x", parts, scheme_of(quantization))
     assert coded.shape == tuple(expected.shape)
     torch.testing.assert_close(coded.numbers(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(coded.packed().numbers(), coded.numbers())
+    assert torch.equal(coded.packed().between(3, 9).numbers(), coded.numbers()[3:9])
 
 
 def test_fp8_with_a_scale() -> None:
@@ -209,21 +211,6 @@ def test_schemes_of_kv(quantization: dict[str, Any], scheme: Any, has_scales: bo
 def test_kv_alone_may_be_quantized() -> None:
     config = {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC_KV}
     assert read_scheme({"quantization_config": config | {"config_groups": {}}}) is None
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"weight_scale": None}, "lacks x.weight_scale"),
-        ({"weight_scale": floats(3, 1)}, "x.weight_scale does not fit"),
-        ({"weight": torch.zeros(16, 128)}, "x.weight holds torch.float32, not torch.int8"),
-    ],
-)
-def test_parts_that_do_not_fit_are_named(parts: dict[str, Any], message: str) -> None:
-    whole = {"weight": torch.zeros(16, 128, dtype=torch.int8), "weight_scale": floats(16, 1)}
-    found = {name: part for name, part in (whole | parts).items() if part is not None}
-    with pytest.raises(UnsupportedModel, match=message):
-        Coded("x", found, scheme_of(INT8)).numbers()
 
 
 def test_a_checkpoint_is_loaded_as_the_numbers_that_it_stands_for(tmp_path: Path) -> None:

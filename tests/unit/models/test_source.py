@@ -136,6 +136,18 @@ def test_a_folder_that_lacks_a_file(folder, missing):
         resolve(str(folder))
 
 
+def test_weights_that_are_cut_short_are_named_before_they_are_read(folder):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut short: its tensors take \d+"):
+        resolve(str(folder))
+    for header in (b"<!DOCTYPE html>", b"[]", b'{"a": 1}', b'{"a": {"data_offsets": [0]}}'):
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+            resolve(str(folder))
+
+
 def test_files_that_are_broken(folder):
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ConfigError, match="not a whole safetensors file"):

@@ -143,3 +143,25 @@ async def test_bad_words_are_spelled_at_a_start_and_after_a_space(
     request = ClientRequest("x", sampling=Sampling(bad_words=("Paris", ".")))
     spelled = [tokenizer.decode(run) for run in await preparer.bad_words(request)]
     assert spelled == ["Paris", " Paris", ".", " ."]
+
+
+@pytest.mark.parametrize("num_words", [1, 20_000])  # in a thread, in a process
+async def test_the_tokens_of_the_part_to_be_pinned_are_counted(
+    preparer: PromptPreparer, tokenizer: Tokenizer, num_words: int
+) -> None:
+    system = Message("system", "be brief " * num_words)
+    whole = Conversation((system, Message("user", "one two"), Message("assistant", "three")))
+    for part, first_other in (
+        ((system, Message("user", "one")), " two"),
+        ((system, Message("user", "")), "one"),
+        (whole.messages, None),
+    ):
+        pinned = Conversation(part, add_generation_prompt=False)
+        request = ClientRequest(whole, pinned_chat=pinned)
+        prepared = await preparer.prepare(request, None, max_model_len=1 << 20)
+        end, text = prepared.pinned_tokens, tokenizer.decode(prepared.token_ids)
+        beginning = tokenizer.decode(prepared.token_ids[:end])
+        assert text.startswith(beginning)
+        rest = text[len(beginning) :]
+        expected = first_other or "assistant"  # the head of the answer
+        assert rest.lstrip().startswith(expected.lstrip()), rest[:40]

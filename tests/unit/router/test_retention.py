@@ -90,6 +90,32 @@ def test_the_longest_mark_anywhere_in_a_message_counts() -> None:
         assert marked(messages=history, tools=[tool]) == expected
 
 
+def pinned(**body: Any) -> list[tuple[str, str | None]] | None:
+    """Returns the messages of the part that is pinned; None: all is, or nothing."""
+    asked = {"messages": [USER], "max_tokens": 5, **body}
+    chat = parse_messages(asked, "id").requests[0].pinned_chat
+    return chat and [(message.role, message.content) for message in chat.messages]
+
+
+def test_what_is_before_the_last_mark_is_pinned() -> None:
+    one, two = ({"type": "text", "text": text} for text in ("one", "two"))
+    marked_one = {**one, "cache_control": MARK}
+    assert pinned() is None
+    assert pinned(cache_control=MARK, system=[marked_one]) is None
+    assert pinned(system=[marked_one, two]) == [("system", "onetwo"), ("user", "")]
+    tool = {"name": "f", "input_schema": {"type": "object"}, "cache_control": MARK}
+    assert pinned(tools=[tool]) == [("user", "")]
+    asks = {"role": "user", "content": [marked_one, two]}
+    says = {"role": "assistant", "content": "yes"}
+    ends = {"role": "user", "content": [two]}
+    begun = [("user", "onetwo"), ("assistant", "yes")]
+    assert pinned(messages=[asks, says, ends]) == [("user", "one")]
+    assert pinned(messages=[asks, says, {**ends, "content": [marked_one, two]}]) == [
+        *begun,
+        ("user", "one"),
+    ]
+
+
 @pytest.mark.parametrize(
     "mark",
     [{"type": "ephemeral", "ttl": "2h"}, {"type": "lasting"}, {"ttl": "5m"}, {**MARK, "x": 1}],

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.rows import Gone, Seen, WorkerRow, headline, worker_rows
-from tandem.store.registry import KvCompatibility, WorkerRecord
+from tandem.router.workers.troubles import clock_of_router
+from tandem.store.registry import KvCompatibility, Loading, WorkerRecord
 
 NOW = 1000.0
 
@@ -80,8 +83,131 @@ def test_a_worker_that_is_gone_keeps_its_row() -> None:
     lost, stopped = rows(gone=gone)
     assert (lost.state, stopped.state) == ("lost", "stopped")
     assert "30 s ago; it was at 10.0.0.1:5000" in lost.note
-    (row,) = rows(gone=gone[:1], pools=agent("running"))
-    assert row.state == "loading", "its agent knows more"
+    (row,) = rows(gone=gone[:1], pools=agent("running", since=NOW - 10))
+    assert row.state == "loading", "another process has been started"
+    (row,) = rows(gone=gone[:1], pools=agent("running", since=NOW - 90, pid=7, is_stopped=True))
+    assert (row.state, row.note.partition(";")[0]) == (
+        "silent",
+        "its process 7 is stopped (SIGSTOP)",
+    )
+    left = Gone(record("decode-0"), NOW - 1, has_left=True)
+    (row,) = rows(gone=(left,), pools=agent("running", since=NOW - 100))
+    assert (row.state, row.note) == ("draining", "its process ends")
+    (row,) = rows(gone=(left,), pools=agent("running", since=NOW - 0.5))
+    assert row.state == "loading", "another process has been started"
+
+
+def test_a_worker_that_loads_tells_how_far_it_is() -> None:
+    told = {
+        "decode-0": LoadingNow(Loading("decode", 3_000_000_000, 4_000_000_000, 7)),
+        "prefill-9": LoadingNow(Loading("prefill")),
+    }
+    found = worker_rows([], {}, {}, NOW, told)
+    assert [(row.worker_id, row.pool, row.state) for row in found] == [
+        ("decode-0", "decode", "loading"),
+        ("prefill-9", "prefill", "loading"),
+    ]
+    assert found[0].note == "75% of 4 GB of weights"
+    assert found[1].note == "its weights are not read yet"
+    pools = agent("running", since=NOW - 8)
+    (row, _) = worker_rows([], {}, pools, NOW, told)
+    assert row.note == "75% of 4 GB of weights, for 8 s"
+    (row, _) = worker_rows([Seen(record())], {}, {}, NOW, told)
+    assert row.state == "ready", "its record knows more"
+    (row, _) = worker_rows([], {}, agent("restarting", last_line="no memory"), NOW, told)
+    assert row.state == "restarting", "the notice is of the process before"
+
+
+def test_a_worker_that_loads_for_ever_or_failed_says_so() -> None:
+    stalled = LoadingNow(Loading("decode", 1_000_000_000, 4_000_000_000, 9), stalled_s=9.0)
+    failed = LoadingNow(Loading("decode", failed="its model is another one"), 3.0, 30.0)
+    dead = LoadingNow(Loading("decode"), 12.0, 12.0)
+    found = worker_rows([], {}, {}, NOW, {"a": stalled, "b": failed, "c": dead})
+    assert [row.state for row in found] == ["loading", "failed", "silent"]
+    assert [row.problem for row in found] == ["loading", "failed", "silent"]
+    assert found[0].note == "25% of 4 GB of weights, no progress for 9 s"
+    assert found[1].note == "its model is another one"
+    assert found[2].note.endswith("has told nothing for 12 s")
+    stalled = LoadingNow(Loading("decode", num_bytes_all=1), stalled_s=31.0)
+    (row,) = worker_rows([], {}, {}, NOW, {"a": stalled})
+    assert (row.state, row.problem) == ("loading", "stalled")
+
+
+def test_a_process_that_is_loaded_again_says_how_the_one_before_ended() -> None:
+    ended = {"exit": "ended by SIGKILL", "last_line": "the last word"}
+    (row,) = rows(pools=agent("running", since=NOW - 2, **ended))
+    assert (row.state, row.note) == (
+        "loading",
+        "for 2 s, after its process before had ended: "
+        "ended by SIGKILL, its last log line: the last word",
+    )
+    (row,) = rows(pools=agent("lost", host="10.0.0.7"))
+    assert (row.state, row.note) == ("lost", "its host 10.0.0.7 does not answer Ray's head")
+
+
+def with_(worker_id: str, **changes: Any) -> WorkerRecord:
+    return msgspec.structs.replace(record(worker_id), **changes)
+
+
+def test_a_worker_that_serves_may_be_in_trouble() -> None:
+    blames = with_("decode-1", unreachable={"prefill-0": "it was silent"})
+    found = rows(
+        Seen(record("decode-0"), clock_ahead_s=300.2),
+        Seen(blames),
+        Seen(with_("decode-2", disk_free_bytes=0, disk_total_bytes=1 << 25)),
+        Seen(with_("decode-3", disk_free_bytes=2 << 30, disk_total_bytes=1 << 44)),
+        Seen(record("prefill-0")),
+    )
+    assert [(row.state, row.problem) for row in found] == [
+        ("ready", "clock"),
+        ("ready", ""),
+        ("ready", "disk"),
+        ("ready", ""),
+        ("ready", "unreachable"),
+    ]
+    assert found[0].note == "its clock is 300 s ahead of this router's"
+    assert found[4].note == (
+        "decode-1 cannot read blocks from it: it was silent. Is the link between them cut?"
+    )
+    lonely = with_("decode-9", unreachable={"prefill-0": "token", "decode-0": "token"})
+    found = rows(Seen(record("decode-0")), Seen(lonely), Seen(record("prefill-0")))
+    assert [row.is_well for row in found] == [True, False, True]
+    assert found[1].note == "it cannot read blocks from prefill-0 and 1 more: token"
+    (_, peer) = rows(Seen(blames, silent_s=9), Seen(record("prefill-0")))
+    assert peer.is_well, "a worker that is silent itself may be what is cut off"
+
+
+def test_a_router_whose_own_clock_is_wrong_blames_no_worker() -> None:
+    found = rows(*[Seen(record(f"decode-{n}"), clock_ahead_s=-300) for n in range(3)])
+    assert all(row.is_well for row in found)
+    assert clock_of_router([-300.0] * 3) == -300.0
+    assert clock_of_router([-300.0] * 2) == 0.0, "two cannot outvote it"
+
+
+def test_a_host_that_is_silent_is_named_once() -> None:
+    away = [
+        Seen(with_(name, address="10.0.0.9:1"), silent_s=5) for name in ("decode-1", "prefill-1")
+    ]
+    found = rows(Seen(record()), *away)
+    told = headline(found, POOLS, reason="", redis="ok")
+    assert told == (
+        "Host h (10.0.0.9) is silent, gone or cut off, with all its workers: decode-1, prefill-1."
+    )
+
+
+def test_a_notice_counts_while_it_changes() -> None:
+    loading = LoadingWorkers()
+    notice = Loading("decode", 1, 9, 1)
+    assert loading.note({"a": notice}, now=0.0) == []
+    assert loading.now(2.9, ttl_s=3) == {"a": LoadingNow(notice, 2.9)}
+    assert loading.now(3.5, ttl_s=3) == {"a": LoadingNow(notice, 3.5, 3.5)}
+    loading.note({"a": Loading("decode", 1, 9, 2)}, now=4.0)
+    assert loading.now(4.5, ttl_s=3)["a"].silent_s == 0.0
+    assert loading.now(4.5, ttl_s=3)["a"].stalled_s == 4.5, "no byte more was loaded"
+    for second in range(5, 64):
+        assert loading.note({"a": Loading("decode", 1, 9, 2)}, now=float(second)) == []
+    assert loading.note({"a": Loading("decode", 1, 9, 2)}, now=64.1) == ["a"]
+    assert loading.note({}, now=65.0) == []
 
 
 POOLS = {"prefill": {"ready": 2}, "decode": {"ready": 1}}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.perf_model.predict import prefill_seconds
-from tandem.perf_model.rates import PairRate, TierRate, WorkerRates
+from tandem.perf_model.rates import PairRate, TierRate, WindowBytes, WorkerRates
 from tandem.prefix_index.holders import source_of, with_store
 from tandem.router.placement.choose import Placement, choose
 from tandem.router.placement.costs import Work, WorkerSnapshot, decode_cost, prefill_cost, reuse
@@ -42,6 +42,15 @@ def test_a_chat_returns_to_the_worker_that_can_load_it() -> None:
         assert placement.tokens_missing == 4000 - 3840
         assert "cached=3840/4000 load=240ms" in placement.reason
         assert placement.prefix_holders == ()  # nobody can pull from a tier
+
+
+def test_of_windows_only_the_last_blocks_are_priced() -> None:
+    """Half of a block's bytes are of a window that holds 10 blocks: 240 full and 10 of it come."""
+    mixed = msgspec.structs.replace(
+        rates(("disk", 1e-3)), block_bytes=100, windows=(WindowBytes(10, 50),)
+    )
+    found = reuse(WORK, worker("a", rates=mixed), {"a#disk": 240})
+    assert (found.num_tokens, found.load_s) == (3840, pytest.approx(0.125))
 
 
 def test_what_is_in_the_store_is_loaded_wherever_there_is_room() -> None:

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from tandem.perf_model.rates import WindowBytes, WorkerRates
 
 ROOT = Path(__file__).parents[3]
 MOONCAKE = ROOT / "tests" / "data" / "mooncake_small.jsonl"
@@ -49,6 +52,27 @@ def test_pools_that_follow_a_days_load_explain_themselves() -> None:
     assert all(" h  " in line and " for its " in line for line in changes)
 
 
+def test_tiers_have_a_table_of_their_own_and_refuse_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tandem.simulator.command import main
+
+    tiers = ("--kv-host-memory", "1000000000", "--kv-store", "--kv-host-rate", "1e10")
+    options = ("--decode", "2", "--loads", "50", "--policies", "tandem", "--kv-tokens", "6000")
+    monkeypatch.setattr("sys.argv", ["simulate", str(MOONCAKE), *options, *tiers])
+    main()
+    assert "device ┃ host ┃ store ┃ host GB ┃ store GB" in capsys.readouterr().out
+
+    windows = (WindowBytes(2, 100),)
+    rates = tmp_path / "rates.json"
+    rates.write_bytes(msgspec.json.encode(WorkerRates(block_bytes=1000, windows=windows)))
+    more = ("--rates", str(rates), "--kv-disk-size", "1000000")
+    monkeypatch.setattr("sys.argv", ["simulate", str(MOONCAKE), *more])
+    with pytest.raises(SystemExit):
+        main()
+    assert "sliding windows are not simulated" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -58,6 +82,7 @@ def test_pools_that_follow_a_days_load_explain_themselves() -> None:
         ([str(MOONCAKE), "--fault", "1:nobody:down"], "no worker nobody"),
         ([str(MOONCAKE), "--fault", "soon"], "SECONDS:WORKER"),
         ([str(MOONCAKE), "--autoscale", "--decode", "0"], "autoscale-decode-max is 0"),
+        ([str(MOONCAKE), "--kv-host-memory", "1000"], "hold no block of 67108864"),
     ],
 )
 def test_a_bad_option_is_named(

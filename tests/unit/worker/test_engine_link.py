@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -12,6 +13,7 @@ from tandem.config.transfer import TransferConfig
 from tandem.config.worker import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.worker import __main__ as worker_main
+from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.link import EngineLink
 
 
@@ -43,7 +45,7 @@ async def test_an_engine_that_does_not_start_is_given_up_at_the_workers_deadline
 
 async def test_an_engine_that_ends_is_not_waited_for() -> None:
     async with asyncio.timeout(60):
-        with pytest.raises(WorkerLost, match="ended with status"):
+        with pytest.raises(WorkerLost, match="the engine process ended: "):
             await start(3600, "tests.harness.no_such_engine")
 
 
@@ -56,7 +58,7 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(config)
 
     monkeypatch.setattr(worker_main, "_run", run)
-    monkeypatch.setattr(worker_main, "configure_logging", lambda process: None)
+    monkeypatch.setattr("tandem.observability.logs.configure_logging", lambda process: None)
     command = ["tandem", "worker", "--role", "decode", "--model", "m"]
     for more in (["--start-deadline", "7"], []):
         monkeypatch.setattr("sys.argv", [*command[1:], *more])
@@ -64,3 +66,14 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [c.start_deadline_s for c in seen] == [7, 1800]
     with pytest.raises(ConfigError, match="start-deadline"):
         config(float("nan"))
+
+
+async def test_a_command_to_a_stopped_engine_is_dropped_in_silence() -> None:
+    """The future of a send on a closed socket would fail, with nobody to hear of it."""
+    link = EngineLink(config(1.0), "1")
+    await link.stop()
+    unheard: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    link.send(messages.Remove("a"))
+    gc.collect()
+    assert not unheard

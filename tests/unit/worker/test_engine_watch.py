@@ -28,6 +28,7 @@ class Watched:
         self.is_awaited = self.is_used = False
         self.load = Load()
         self.killed: list[str] = []
+        self.num_stacks = 0
         self.gave_up: list[str] = []
         self._watch = EngineWatch(
             CONFIG,
@@ -36,6 +37,9 @@ class Watched:
             is_used=lambda: self.is_used,
             give_up=self.gave_up.append,
         )
+
+    def tell_stacks(self) -> None:
+        self.num_stacks += 1
 
     def kill(self, reason: str) -> None:
         self.killed.append(reason)
@@ -50,10 +54,12 @@ def test_an_engine_is_ended_when_somebody_waits_for_it_in_vain() -> None:
         watched = Watched()
         watched.turn(3 * NUM_TURNS)
         setattr(watched, waits, True)
-        watched.turn(NUM_TURNS)
-        assert watched.killed == []
+        watched.turn(NUM_TURNS - 1)
+        assert watched.num_stacks == 0
         watched.turn(1)
-        assert watched.killed == ["the engine made no turn for 11 s"]
+        assert (watched.num_stacks, watched.killed) == (1, [])
+        watched.turn(1)
+        assert (watched.num_stacks, watched.killed) == (1, ["the engine made no turn for 11 s"])
 
 
 def test_a_report_and_nobody_who_waits_both_begin_the_count_anew() -> None:

@@ -50,13 +50,16 @@ def samples(metrics: WorkerMetrics, role: str = "decode") -> dict[str, float]:
 
 def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
     made, metrics = sequence(), WorkerMetrics(worker_id="d0", role="decode")
-    made.admitted_at = 11.0
-    made.pulled = PullStats(queue_s=0.5, began_at=12.0, prefilled_at=14.0, released_at=15.0)
+    made.admitted_at, made.shared_wait_s = 11.0, 0.25
+    made.pulled = PullStats(
+        queue_s=0.5, shared_wait_s=0.125, began_at=12.0, prefilled_at=14.0, released_at=15.0
+    )
     made.cached = CachedTokens(device=1, disk=1)
     made.note_first_token(14.0)
     made.num_sent = 1
     metrics.requests.on_first_token(made)
     assert made.timings.queue_ms == 1500
+    assert made.timings.shared_wait_ms == 375
     assert made.timings.prefill_ms == 2500
     made.note_second_token(17.0)
     made.num_sent = 3
@@ -73,6 +76,7 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
     ]
     found = samples(metrics)
     assert found["tandem_engine_time_to_first_token_seconds_sum"] == 4
+    assert found["tandem_request_shared_wait_seconds_sum"] == 0.375
     assert found["tandem_request_queue_time_seconds_sum"] == 1.5
     assert found["tandem_engine_request_time_per_output_token_seconds_sum"] == 3
     assert found["tandem_request_decode_time_seconds_sum"] == 6

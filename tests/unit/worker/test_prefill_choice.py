@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tandem.perf_model.predict import Holder
 from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.perf_model.soonest import Prompt as Missing
+from tandem.perf_model.soonest import produced_s
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,
@@ -15,6 +17,7 @@ from tandem.worker.decode.prefill_choice import (
     plan_prefill,
     seconds_at,
     seconds_here,
+    soonest_producer,
 )
 
 BLOCK_BYTES = 16 * 23_040  # SmolLM2, bfloat16
@@ -148,3 +151,20 @@ def test_the_time_to_load_from_a_tier_is_counted_at_its_worker() -> None:
     plain, loads = (candidate(cached_tokens=3840, load_s=load_s) for load_s in (0.0, 0.25))
     later_s = seconds_at(prompt(4000), loads, 100) - seconds_at(prompt(4000), plain, 100)
     assert abs(later_s - 0.25) < 1e-9
+
+
+@given(st.integers(32, 8000), candidate_lists, st.floats(0, 1))
+def test_a_producer_takes_as_long_as_the_candidate(
+    num_tokens: int, candidates: list[Candidate], load_s: float
+) -> None:
+    """The engine's comparison with its tiers, and the choice after it, expect the same."""
+    cached = [replace(c, cached_tokens=32, load_s=load_s) for c in candidates]
+    asked, nothing = prompt(num_tokens), Missing(num_tokens, 16, 0, CORE.prefill, 512)
+    producer = soonest_producer(asked, cached)
+    assert producer is not None
+    expected_s = min(seconds_at(asked, c, num_tokens) for c in cached)
+    assert abs(produced_s(nothing, producer, 0) - expected_s) <= 1e-6 * expected_s
+
+
+def test_nobody_produces_without_candidates() -> None:
+    assert soonest_producer(prompt(100), []) is None

@@ -66,6 +66,14 @@ def test_a_probe_starts_the_pair_anew() -> None:
     assert measured.seconds(1 << 20) == pytest.approx(0.01, rel=0.05)
 
 
+def test_a_probe_is_as_slow_as_pulls_are_made() -> None:
+    rates = make_rates(bytes_per_s=1e6)
+    rates.on_probe("p0", "nixl", [(1, 1e-3), (1 << 20, 0.01), (1 << 20, 0.01)])
+    measured = rates.pair("p0", "nixl")
+    assert measured is not None
+    assert measured.seconds(10 << 20) == pytest.approx(10.5, rel=0.05)
+
+
 def test_failures_count_until_a_pull_ends_well() -> None:
     rates = make_rates()
     rates.on_pull_failed("p0", "nixl")

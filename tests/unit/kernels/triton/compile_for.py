@@ -28,6 +28,7 @@ from tandem_kernels.triton import (
     logprobs,
     lora,
     norm,
+    packed_linear,
     prefill_attention,
     rope_cache,
     sampling,
@@ -46,6 +47,12 @@ GEMMA2 = MISTRAL | {"CAP": 72.0, "GROUP_SIZE": 2, "HEAD_DIM": 256, "BLOCK_D": 25
 QWEN = LLAMA3 | {"GROUP_SIZE": 7, "HEAD_DIM": 80}
 MIXTRAL = {"NUM_OUT": 28672, "NUM_IN": 4096, "NUM_EXPERTS": 8, "SLOTS_OF_ROW": 2}
 MIXTRAL |= {"COLUMNS": 64, "INPUTS": 64}
+
+PACKED = {"NUM_OUT": 28672, "NUM_IN": 4096, "HAS_BIAS": True}
+AWQ = {"NUM_GROUPS": 32, "HAS_NIBBLES": True, "HAS_ZEROS": True, "HAS_MINS": False, "INPUTS": 64}
+Q4_1 = AWQ | {"NUM_GROUPS": 128, "HAS_ZEROS": False, "HAS_MINS": True, "INPUTS": 32}
+Q8_0 = Q4_1 | {"HAS_NIBBLES": False, "HAS_MINS": False}
+DECODE, PREFILL = {"ROWS": 16, "COLUMNS": 32}, {"ROWS": 64, "COLUMNS": 64}
 
 LATENTS = {"absorbed": "*bf16", "rotated": "*bf16", "kv": "*bf16", "scale": "fp32"}
 LATENTS |= {"block_tables": "*i32", "context_lens": "*i32"}
@@ -187,6 +194,16 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
         | {"slots": "*i32", "experts": "*i32"},
         MIXTRAL | {"ROWS": 64, "HAS_BIAS": False},
+    ),
+    *(
+        (
+            packed_linear._packed_linear,
+            dict.fromkeys(("x", "bias", "out"), "*bf16")
+            | {"numbers": "*u8" if form["HAS_NIBBLES"] else "*i8", "zeros": "*u8"}
+            | dict.fromkeys(("scales", "mins"), "*fp16"),
+            PACKED | form | size,
+        )
+        for form, size in ((AWQ, DECODE), (AWQ, PREFILL), (Q4_1, DECODE), (Q8_0, PREFILL))
     ),
     (
         blocks._move_words,

@@ -28,7 +28,7 @@ def test_compiles_without_spilling_much(arch: int, options: list[str], tmp_path:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for line in done.stdout.splitlines():

@@ -1,0 +1,145 @@
+"""The RayCluster whose pods come and go: what KubeRay, Ray's autoscaler and bash make of it.
+
+No KubeRay runs here. Ray's own code reads the object as its autoscaler does in the head's pod, and
+the containers' commands run in a real bash with KubeRay's variable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr,
+)
+
+from tandem.cluster.launch.controller import ControllerOptions
+from tandem.cluster.pools import Member, PoolCommand
+from tandem.cluster.ray.agent import expand
+from tandem.config.cluster import Role
+from tandem.options import parse
+from tandem.store.roles import rules
+from tests.harness.chart import EXAMPLES, Object, container, find, notes, render, values_of
+from tests.harness.cluster import wait_for
+from tests.harness.programs import parse_worker
+
+EXAMPLE = next(values_of(e) for e in EXAMPLES if e.stem == "kuberay-autoscaled")
+POOLS: tuple[Role, ...] = ("prefill", "decode")
+
+
+@pytest.fixture(scope="module")
+def objects() -> list[Object]:
+    return render({**EXAMPLE, "decode": {"replicas": 3, "options": {"drainDeadline": 90}}})
+
+
+def ray_cluster(objects: list[Object]) -> Object:
+    (found,) = (o for o in objects if o["kind"] == "RayCluster")
+    return found
+
+
+def run_bash(made: Object, folder: Path, start_ray: str, *, programs: int) -> list[list[str]]:
+    """Runs a container's command, and returns the command lines of the programs in it."""
+    told = folder / "told"
+    for program in ("tandem", "ray"):
+        script = folder / program
+        script.write_text(f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >>{told}\necho >>{told}\n')
+        script.chmod(0o755)
+    (folder / "sleep").write_text("#!/bin/sh\nkill -9 $PPID\n")  # ends the loop after one turn
+    (folder / "sleep").chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "KUBERAY_GEN_RAY_START_CMD": start_ray}
+    command = [*made["command"], *made["args"]]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+        assert process.wait(20) == 0
+        wait_for(
+            lambda: told.read_text().count("\n") == programs, deadline_s=20, what="all programs"
+        )
+    return [line.rstrip("\0").split("\0") for line in told.read_text().splitlines()]
+
+
+def test_ray_knows_the_seats_of_both_groups(objects: list[Object]) -> None:
+    read: dict[str, Any] = _derive_autoscaling_config_from_ray_cr(ray_cluster(objects))
+    assert read["idle_timeout_minutes"] == 2
+    for pool in POOLS:
+        node = read["available_node_types"][pool]
+        assert node["resources"][pool] == 1
+        assert (node["min_workers"], node["max_workers"]) == (0, 64)
+
+
+def test_the_autoscaler_owns_the_number_of_pods(objects: list[Object]) -> None:
+    spec = ray_cluster(objects)["spec"]
+    assert spec["enableInTreeAutoscaling"] is True
+    assert spec["autoscalerOptions"]["version"] == "v2"
+    assert not any("replicas" in group for group in spec["workerGroupSpecs"])
+    budgets = [o["metadata"]["name"] for o in objects if o["kind"] == "PodDisruptionBudget"]
+    assert budgets == ["demo-tandem-router"]
+
+
+def test_the_autoscaler_alone_has_a_token(objects: list[Object]) -> None:
+    """KubeRay puts its container into the head's pod, with these mounts and an account."""
+    spec = ray_cluster(objects)["spec"]
+    pod = spec["headGroupSpec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    (volume,) = (v for v in pod["volumes"] if "serviceAccountToken" in str(v))
+    mounts = {m["name"]: m["mountPath"] for m in spec["autoscalerOptions"]["volumeMounts"]}
+    assert mounts[volume["name"]] == "/var/run/secrets/kubernetes.io/serviceaccount"
+    (head,) = pod["containers"]
+    assert volume["name"] not in {m["name"] for m in head["volumeMounts"]}
+
+
+def test_the_head_starts_ray_and_the_controller(objects: list[Object], tmp_path: Path) -> None:
+    made = container(objects, "ray-head")
+    ran = run_bash(made, tmp_path, "ray start --head --resources='{\"a\": 1}'  --block", programs=2)
+    assert ["ray", "start", "--head", '--resources={"a": 1}', "--block"] in ran
+    (words,) = (words for words in ran if words[0] == "tandem")
+    assert words[1] == "controller"
+    options = parse(ControllerOptions, "tandem controller", words[2:])
+    assert (options.num_prefill, options.num_decode) == (1, 3)
+    assert options.request_nodes
+    assert options.drain_deadline_s == 105  # longer than a decode worker drains itself
+    assert shlex.join(words).count("pools.json") == 1
+
+
+def test_a_worker_pod_starts_ray_alone(objects: list[Object], tmp_path: Path) -> None:
+    made = container(objects, "decode")
+    start = "ray start --address=a:6379 --resources='{\"decode\": 1}' --block"
+    assert run_bash(made, tmp_path, start, programs=1) == [shlex.split(start)]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_controller_has_the_workers_commands(objects: list[Object], pool: Role) -> None:
+    (made,) = (o for o in objects if o["metadata"]["name"] == "demo-tandem-pools")
+    pools = msgspec.json.decode(made["data"]["pools.json"], type=dict[Role, PoolCommand])
+    words = pools[pool].filled(Member(f"{pool}-7", pool, ordinal=0))
+    given = parse_worker([expand(word, {"POD_IP": "10.0.0.7"}) for word in words])
+    assert (given.role, given.worker_id, given.host) == (pool, f"{pool}-7", "10.0.0.7")
+    assert given.drain_deadline_s == (90 if pool == "decode" else 30)
+    assert json.loads(made["data"]["pools.json"]).keys() == set(POOLS)
+
+
+def test_the_controller_has_a_user_of_redis(objects: list[Object]) -> None:
+    script = container(objects, "redis", "redis")["command"][2]
+    assert f">$CONTROLLER_PASSWORD {rules('controller', 'serving.demo-tandem')}\n" in script
+    names = {e["name"]: e for e in container(objects, "ray-head")["env"]}
+    secret = names["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"]["name"]
+    assert find(objects, "Secret", "redis-controller")["metadata"]["name"] == secret
+    assert "//controller:" in names["TANDEM_REDIS_URL"]["value"]
+    for pool in POOLS:  # whoever runs code there by Ray's token reaches neither sizes nor keys
+        env = {e["name"]: e for e in container(objects, pool)["env"]}
+        assert "//worker:" in env["TANDEM_REDIS_URL"]["value"]
+
+
+def test_without_the_autoscaler_there_is_none_of_it() -> None:
+    for values in ({}, {"rayCluster": {"enabled": True}}):
+        text = str(render(values))
+        assert "tandem controller" not in text
+        assert "redis-controller" not in text
+
+
+def test_the_notes_scale_by_a_router() -> None:
+    assert "tandem scale decode=2" in notes(EXAMPLE)

@@ -1,0 +1,212 @@
+"""Chats while each of three machines in turn is cut off, stopped, and killed and joined again.
+
+    place 0: Redis, and this test    hosts 1 to 3: routers on two, workers    host 4: the client
+
+The first machine is Ray's head at first; each loss of the head's machine makes another the head.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tests.harness.host_chats import PROMPTS
+from tests.harness.hosts import Machine, why_not
+from tests.harness.network import Network
+from tests.tiny_models import make_random_speaker
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_CHATS = int(os.environ.get("HOSTS_CHATS", "1000"))
+WANTED = {"router": 2, "prefill": 2, "decode": 3}
+TOKEN = "a token of this test alone"
+START_DEADLINE_S = 180.0
+WHOLE_S = 60.0
+PATIENCE_S = 180.0  # on a machine that is busy: what took longer than `WHOLE_S` is said at the end
+FAULT_S = 60.0
+SEEN_S = 20.0
+SPREAD_S = 180.0  # until a machine that came back has workers
+TANDEM = [sys.executable, "-m", "tandem.cli"]
+
+
+def eventually(condition: Callable[[], Any], deadline_s: float, what: str) -> float:
+    """Waits until `condition` is true, and returns how long that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < deadline_s, f"{what} did not come in {deadline_s} s"
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+@dataclass
+class Hosts:
+    """Three machines of one cluster."""
+
+    network: Network
+    machines: list[Machine]
+    redis: EmbeddedRedis
+    token_file: Path
+    ca_sha256: str = ""
+    faults: list[tuple[float, float, str, str]] = field(default_factory=list)
+
+    def start(self, model: Path) -> None:
+        first = self.machines[0]
+        options = ["--listen", first.address, "--host", first.address, "--allow-anonymous"]
+        options += ["--admin-host", first.address, "--join-token-file", str(self.token_file)]
+        options += ["--redis", self.redis.url, "--numerics", "invariant", "--model", str(model)]
+        options += ["--routers", str(WANTED["router"]), "--kv-memory", "33554432"]
+        first.run(*TANDEM, "up", *options, "--prefill", "1", "--decode", "1")
+        eventually(lambda: "--ca-sha256" in first.text(), START_DEADLINE_S, "the first machine")
+        found = re.search(r"--ca-sha256 (\w+)", first.text())
+        assert found
+        self.ca_sha256 = found[1]
+        for machine in self.machines[1:]:
+            self.join(machine)
+        url = f"http://{first.address}:8002"
+        sizes = [f"{pool}={size}" for pool, size in WANTED.items() if pool != "router"]
+        subprocess.run([*TANDEM, "scale", *sizes, "--url", url, "--deadline", "120"], check=True)
+        eventually(self.is_whole, START_DEADLINE_S, "the whole cluster")
+
+    def join(self, machine: Machine) -> None:
+        """Has a machine join at one of the others."""
+        other = next(m for m in self.machines if m is not machine and m.runs)
+        told = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
+        machine.run(*TANDEM, "join", other.address, *told)
+        eventually(lambda: "joined as" in machine.text(), START_DEADLINE_S, "the machine")
+
+    def state(self) -> dict[str, Any] | None:
+        """Returns the cluster as the first router that answers sees it."""
+        for machine in self.machines:
+            with suppress(httpx.HTTPError, KeyError):
+                got = httpx.get(f"http://{machine.address}:8002/v1/cluster", timeout=2)
+                return dict(got.json())
+        return None
+
+    def is_whole(self) -> bool:
+        """Returns whether the pools have their sizes and their workers serve."""
+        state = self.state()
+        if state is None:
+            return False
+        pools, workers = state["pools"], state["workers"]
+        ready = [
+            w["role"] for w in workers if w["state"] == "ready" and w["connected"] is not False
+        ]
+        return all(
+            pools.get(pool, {}).get("running") == size
+            and (pool == "router" or ready.count(pool) == size)
+            for pool, size in WANTED.items()
+        )
+
+    def is_used(self, machine: Machine) -> bool:
+        """Returns whether the pools are whole, with workers on this machine."""
+        workers = (self.state() or {}).get("workers", [])
+        return self.is_whole() and any(w["address"].startswith(machine.address) for w in workers)
+
+    def fault(self, kind: str, machine: Machine) -> float:
+        """Lets a fault happen and pass, on a machine that has workers. Returns how long the pools
+        took to be whole."""
+        eventually(lambda: self.is_used(machine), SPREAD_S, f"workers for {machine.address}")
+        began = time.time()
+        if kind == "cut":
+            self.network.cut(machine.place)
+        elif kind == "stop":
+            machine.stop()
+        else:
+            machine.kill()
+        with suppress(AssertionError):  # a machine may have nothing that is missed
+            eventually(lambda: not self.is_whole(), SEEN_S, "the loss")
+        eventually(self.is_whole, PATIENCE_S, f"whole pools ({kind})")
+        whole_s = time.time() - began
+        left_s = FAULT_S - (time.time() - began)
+        if kind != "kill" and left_s > 0:
+            time.sleep(left_s)
+        if kind == "cut":
+            self.network.heal(machine.place)
+        elif kind == "stop":
+            machine.go_on()
+        else:
+            self.join(machine)
+        eventually(self.is_whole, PATIENCE_S, f"whole pools after {kind}")
+        self.faults.append((began, time.time(), machine.address, kind))
+        return whole_s
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    with Network(4) as network, EmbeddedRedis(host=network.home.address) as redis:
+        machines = [Machine(place) for place in network.hosts[:3]]
+        made = Hosts(network, machines, redis, token_file)
+        try:
+            made.start(make_random_speaker(tmp_path / "model").path)
+            yield made
+        finally:
+            for machine in machines:
+                if kept := os.environ.get("HOSTS_KEEP"):
+                    subprocess.run(["cp", "-rL", machine.folder, kept], capture_output=True)
+                machine.close()
+
+
+@pytest.mark.timeout(2400)
+def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_path: Path) -> None:
+    assert {t for w in (hosts.state() or {})["workers"] for t in w["transports"].values()} <= {
+        "grpc",
+        "nixl",
+    }
+    book = tmp_path / "chats"
+    command = [sys.executable, "-m", "tests.harness.host_chats"]
+    addresses = ",".join(machine.address for machine in hosts.machines)
+    client_place = hosts.network.hosts[3]
+    client = subprocess.Popen([*client_place.prefix, *command, addresses, "4", str(book)])
+    whole_s: dict[str, float] = {}
+    try:
+        eventually(lambda: len(_read(book)) > 3 * len(PROMPTS), 120, "the first chats")
+        for number, machine in enumerate(hosts.machines):
+            for kind in ("cut", "stop", "kill"):
+                whole_s[f"{kind} {number}"] = round(hosts.fault(kind, machine), 1)
+                print(kind, number, whole_s[f"{kind} {number}"], len(_read(book)), flush=True)
+        eventually(lambda: len(_read(book)) >= NUM_CHATS, 600, "all chats")
+    finally:
+        client.kill()
+        client.wait()
+    chats = _read(book)
+    with_router_lost = [c for c in chats if c["fault"] and _router_was_lost(hosts, c)]
+    failed = [c for c in chats if c["fault"] and not _router_was_lost(hosts, c)]
+    answers = {
+        n: {c["text"] for c in chats if c["prompt"] == n and not c["fault"]} for n in range(12)
+    }
+    print(f"{len(chats)} chats, {len(with_router_lost)} lost their router, whole: {whole_s}")
+    assert not failed, failed[:5]
+    assert not [c for c in with_router_lost if c["retry"]], "a retry failed"
+    assert {len(texts) for texts in answers.values()} == {1}, "an answer is not exact"
+    assert max(whole_s.values()) <= WHOLE_S, whole_s
+
+
+def _read(book: Path) -> list[dict[str, Any]]:
+    lines = book.read_text().split("\n")[:-1] if book.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _router_was_lost(hosts: Hosts, chat: dict[str, Any]) -> bool:
+    """Returns whether the machine of the chat's router had a fault meanwhile."""
+    return any(
+        address == chat["router"] and began - 1 < chat["ended"] and chat["began"] < ended + 1
+        for began, ended, address, _ in hosts.faults
+    )

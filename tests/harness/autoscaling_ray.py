@@ -1,0 +1,163 @@
+"""A Ray cluster with Ray's own autoscaler (version 2), whose nodes are raylets on this machine.
+
+made -> `start` -> head -> a request of resources -> more raylets -> idle for a while -> fewer
+                    `-- `close` ends all of it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray.autoscaler._private.fake_multi_node.node_provider import (
+    FAKE_HEAD_NODE_ID,
+    FakeMultiNodeProvider,
+)
+from ray.cluster_utils import AutoscalingCluster
+
+from tandem.cluster.processes import guardian
+from tandem.config.cluster import CLUSTER_ID_VARIABLE
+from tests.harness.cluster import free_port
+
+_OBJECT_STORE_BYTES = 80 << 20
+_START_DEADLINE_S = 120.0
+# What Ray's wheel lacks, though AutoscalingCluster reads it.
+_BASE = {
+    "cluster_name": "fake_multinode",
+    "max_workers": 8,
+    "head_node_type": "ray.head.default",
+    "upscaling_speed": 1.0,
+    **{key: {} for key in ("auth", "docker", "file_mounts")},
+    **{
+        key: []
+        for key in (
+            "initialization_commands",
+            "setup_commands",
+            "head_setup_commands",
+            "worker_setup_commands",
+            "head_start_ray_commands",
+            "worker_start_ray_commands",
+            "cluster_synced_files",
+            "rsync_exclude",
+            "rsync_filter",
+        )
+    },
+    "file_mounts_sync_continuously": False,
+}
+
+
+class AutoscalingRay(AutoscalingCluster):  # type: ignore[misc]
+    """Ray's own test cluster. Its `start` and `shutdown` would end every Ray of this machine."""
+
+    def __init__(
+        self,
+        environment: dict[str, str],
+        head: dict[str, float],
+        nodes: dict[str, dict[str, Any]],
+        *,
+        idle_timeout_s: float,
+    ) -> None:
+        """`environment` is that of all nodes and has the cluster's id; `nodes` are the types of
+        nodes: their resources and labels, and how many there may be."""
+        self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: Ray's sockets are below
+        self._port = free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self._cluster_id = environment[CLUSTER_ID_VARIABLE]
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**environment, **own, "RAY_usage_stats_enabled": "0"}
+        types = {
+            name: {
+                "resources": {
+                    "CPU": 0,
+                    "object_store_memory": _OBJECT_STORE_BYTES,
+                    **node["resources"],
+                },
+                "labels": node.get("labels", {}),
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": node["max_workers"],
+            }
+            for name, node in nodes.items()
+        }
+        super().__init__(
+            {"CPU": 0, **head},
+            types,
+            autoscaler_v2=True,
+            idle_timeout_minutes=idle_timeout_s / 60,
+        )
+
+    def _generate_config(
+        self, head_resources: Any, worker_node_types: Any, autoscaler_v2: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        assert autoscaler_v2
+        head = {"resources": dict(head_resources), "node_config": {}, "max_workers": 0}
+        provider = {
+            "type": "external",  # of the type fake_multinode the wheel lacks the defaults
+            "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "launch_multiple": True,
+            "head_node_id": FAKE_HEAD_NODE_ID,
+            "gcs_address": self.address,
+        }
+        types = {**worker_node_types, "ray.head.default": head}
+        return {**_BASE, "provider": provider, "available_node_types": types, **more}
+
+    def start(self, *_: Any, **__: Any) -> None:
+        config = self._folder / "config.json"
+        config.write_text(json.dumps(self._config))
+        resources = {k: v for k, v in self._head_resources.items() if k != "CPU"}
+        environment = {
+            **os.environ,
+            **self.environment,
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+        }
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head"]
+        command += [f"--port={self._port}", f"--temp-dir={self._folder}", "--num-cpus=0"]
+        command += [f"--resources={json.dumps(resources)}", f"--autoscaling-config={config}"]
+        command += [f"--object-store-memory={_OBJECT_STORE_BYTES}", "--include-dashboard=false"]
+        with (self._folder / "start.log").open("wb") as log:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=_START_DEADLINE_S,
+                start_new_session=True,
+                check=False,
+            )
+        assert done.returncode == 0, (self._folder / "start.log").read_text()[-3000:]
+
+    @property
+    def num_nodes(self) -> int:
+        """Returns the number of raylets, that of the head included."""
+        names = []
+        for pid in guardian.cluster_processes(self._cluster_id):
+            try:
+                names.append(psutil.Process(pid).name())
+            except psutil.NoSuchProcess:
+                continue
+        return names.count("raylet")
+
+    def monitor_log(self) -> str:
+        """Returns the end of the autoscaler's log, which says why a node came or went."""
+        logs = sorted(self._folder.glob("session_2*/logs/monitor*.log"))
+        return "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+
+    def shutdown(self) -> None:
+        guardian.end_cluster(self._cluster_id)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""Each family gets transformers' tokens and log probabilities from real workers: one that computes
+all, and a pair whose decode worker pulls the prompt's blocks by NIXL.
+
+Chunks have odd sizes, and each prompt is asked twice: the second time its KV is cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tests.parity.compare import assert_as_transformers
+from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, start_ways
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+_IN_CI = "qwen3-moe"  # experts and windows in some layers, norms of heads, biases
+_CHUNK = 37  # tokens of a step
+_NUM_TOKENS = 24
+_PROMPTS = [
+    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (150, 157, 97, 30)
+]
+_CASES = [
+    pytest.param(
+        family,
+        kernels,
+        marks=[] if (family, kernels) == (_IN_CI, "native") else pytest.mark.slow,
+    )
+    for family in FAMILIES
+    for kernels in ("native", "torch")
+    if (family, kernels) != ("llama-small-heads", "native")  # C++ takes multiples of 16
+]
+
+
+@pytest.mark.parametrize(("family", "kernels"), _CASES)
+def test_aggregated_and_pulled_by_nixl_and_warm(
+    family: str, kernels: str, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    _, model = make_tiny_model(family, folder)
+    asked = [_asked(prompt) for prompt in _PROMPTS]
+    options = ("--kernels", kernels, "--max-tokens-per-step", str(_CHUNK))
+    names = ("aggregated", "nixl")
+    with start_ways(redis_server, tmp_path, str(folder), *options, names=names) as ways:
+        with all_disturbed(ways):
+            cold = asyncio.run(ask_all_ways(ways, asked))
+        warm = asyncio.run(ask_all_ways(ways, asked))
+    for name in names:
+        for one, first, again in zip(asked, cold[name], warm[name], strict=True):
+            for answer in (first, again):
+                _check(model, one, answer)
+            assert _num_cached(first) == 0
+            assert _num_cached(again) >= len(one[1]["prompt"]) // 16 * 16 - 16
+
+
+def _asked(prompt: list[int]) -> Asked:
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": _NUM_TOKENS, "temperature": 0}
+    return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True, "logprobs": 3}
+
+
+def _check(model: PreTrainedModel, asked: Asked, answer: Answer) -> None:
+    """Checks that tokens and log probabilities are transformers'."""
+    assert_as_transformers(model, asked, answer)
+    prompt, made = asked[1]["prompt"], answer["choices"][0]["token_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
+    assert len(made) == _NUM_TOKENS
+    assert logits.argmax(-1).tolist() == made
+
+
+def _num_cached(answer: Answer) -> int:
+    details = answer["usage"]["prompt_tokens_details"]
+    return int(details["cached_tokens"]) if details else 0

@@ -1,0 +1,106 @@
+"""The operators' page in a real browser, where there is one: Debian's chromium and playwright.
+
+`TANDEM_AXE` names axe.min.js of axe-core, for the check of accessibility.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness.cluster import free_port
+
+pytestmark = pytest.mark.service
+
+CHROMIUM = shutil.which("chromium")
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serves the page over 40 simulated workers."""
+    port, folder = free_port(), tmp_path_factory.mktemp("page")
+    command = [sys.executable, "-m", "tests.harness.page_server", "--workers", "40"]
+    process = subprocess.Popen([*command, "--port", str(port), "--folder", str(folder)])
+    found, give_up_at = f"http://127.0.0.1:{port}/", time.monotonic() + DEADLINE_S
+    try:
+        while True:
+            try:
+                httpx.get(found)
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < give_up_at
+                time.sleep(0.1)
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def page(url: str) -> Iterator[Any]:
+    """Opens the page; a message in the console or an error in a script fails the test."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium")
+    said: list[str] = []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+        opened.on("console", lambda message: said.append(message.text))
+        opened.on("pageerror", lambda error: said.append(str(error)))
+        opened.goto(url)
+        opened.wait_for_selector("#workers tbody tr")
+        yield opened
+        browser.close()
+    assert [text for text in said if "the server responded with a status" not in text] == []
+
+
+def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
+    assert "of 40" in page.inner_text("#workers-shown") or "of 39" in page.inner_text(
+        "#workers-shown"
+    )
+    assert "workers that are ready" in page.inner_text("#headline")
+    page.fill("#worker-filter", "decode-7")
+    page.wait_for_selector("#workers tbody tr:only-child")
+    assert page.inner_text("#workers tbody tr td") == "decode-7"
+    page.wait_for_selector("#charts canvas")
+    page.wait_for_selector("#requests tbody tr")
+    assert "/v1/chat/completions" in page.inner_text("#curl")
+
+
+def test_a_drain_is_asked_about_and_its_refusal_is_told_with_the_keyboard_alone(page: Any) -> None:
+    page.focus("button[data-key='drain decode-3']")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#sure[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#sure:not([open])", state="attached")
+    assert page.inner_text("#told") == ""
+    page.keyboard.press("Enter")  # the focus is back on the button
+    page.wait_for_selector("#sure[open]")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#told.bad")
+    assert page.inner_text("#told").startswith("Refused")
+
+
+def test_axe_finds_nothing_serious(page: Any) -> None:
+    axe = os.environ.get("TANDEM_AXE", "")
+    if not axe:
+        pytest.skip("TANDEM_AXE names no axe.min.js")
+    page.evaluate(Path(axe).read_text())
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        found = page.evaluate("axe.run()")
+        serious = [v["id"] for v in found["violations"] if v["impact"] in ("serious", "critical")]
+        assert serious == [], scheme
+        assert len(found["passes"]) > 20

@@ -1,0 +1,186 @@
+"""The feed of the operators' page: what it tells, what changed, and its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.errors import QueueFull
+from tandem.router.api.admin import page_feed
+from tandem.router.api.admin.page_feed import Viewer
+from tandem.router.api.admin.snapshot import WORKER_COLUMNS
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.log import RequestRecord
+from tests.harness.page_server import SimulatedRouter
+
+pytestmark = pytest.mark.asyncio
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def fed(tmp_path: Path) -> SimulatedRouter:
+    return SimulatedRouter(tmp_path)
+
+
+def parsed(event: bytes) -> tuple[str, dict[str, Any]]:
+    kind, data = event.decode().rstrip("\n").split("\n")
+    return kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def next_of(viewer: Viewer) -> tuple[str, dict[str, Any]]:
+    return parsed(await asyncio.wait_for(viewer.next(), 5))
+
+
+async def test_a_viewer_gets_all_and_then_only_what_changed(fed: SimulatedRouter) -> None:
+    fed.put("prefill-0", num_leases=2)
+    fed.put("prefill-1")
+    fed.feed.sample(NOW)
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        kind, full = await next_of(viewer)
+        assert kind == "full"
+        assert full["worker_columns"] == list(WORKER_COLUMNS)
+        told = dict(zip(WORKER_COLUMNS, full["workers"]["prefill-0"], strict=True))
+        assert (told["state"], told["leases"], told["address"]) == ("ready", 2, "10.0.0.1:5000")
+        assert full["head"]["headline"].startswith("All is well")
+        assert len(full["samples"]) == 1
+        assert len(full["samples"][0]) == len(full["sample_columns"])
+        await fed.feed.look(NOW + 1)
+        assert await next_of(viewer) == ("delta", {"now": NOW + 1})
+        fed.put("prefill-0", num_leases=3, blocks_used=50)
+        del fed.view._workers["prefill-1"]
+        fed.feed.sample(NOW + 2)
+        fed.metrics.flows.note_pull("prefill-0", "decode-0", 7)
+        await fed.feed.look(NOW + 2)
+        _, changed = await next_of(viewer)
+        assert list(changed["workers"]) == ["prefill-0"]
+        told = dict(zip(WORKER_COLUMNS, changed["workers"]["prefill-0"], strict=True))
+        assert (told["leases"], told["kv_used_percent"]) == (3, 50)
+        assert changed["gone"] == ["prefill-1"]
+        assert changed["flows"] == [["pull", "prefill-0", "decode-0", 7]]
+        assert len(changed["samples"]) == 1
+
+
+async def test_a_request_is_told_again_when_it_has_changed(fed: SimulatedRouter) -> None:
+    record = RequestRecord("r1", "chat", Timeline(), tenant="secret-tenant", client_id="mine")
+    fed.generator.requests.open(record)
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        event = await viewer.next()
+        assert b"secret-tenant" not in event
+        ((running),) = parsed(event)[1]["requests"]
+        assert (running["id"], running["outcome"]) == ("r1", "running")
+        record.fail(QueueFull("full"))
+        record.end()
+        await fed.feed.look(NOW + 1)
+        (ended,) = (await next_of(viewer))[1]["requests"]
+        assert (ended["outcome"], ended["error"], ended["stages_ms"]) == ("queue_full", "full", {})
+
+
+async def test_all_viewers_share_one_snapshot_and_one_encoding(
+    fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, encoded = [], []
+    take_snapshot, event = page_feed.take_snapshot, page_feed.sse.event
+    monkeypatch.setattr(
+        page_feed, "take_snapshot", lambda *a, **k: taken.append(1) or take_snapshot(*a, **k)
+    )
+    monkeypatch.setattr(page_feed.sse, "event", lambda *a: encoded.append(a[1]) or event(*a))
+    with fed.feed.viewing() as first, fed.feed.viewing() as second:
+        await fed.feed.look(NOW)
+        assert await first.next() is await second.next()
+        await fed.feed.look(NOW + 1)
+        assert await first.next() is await second.next()
+    assert (len(taken), encoded) == (2, ["full", "delta"])
+
+
+async def test_a_slow_viewer_keeps_few_events_and_gets_all_anew(fed: SimulatedRouter) -> None:
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        assert (await next_of(viewer))[0] == "full"
+        for n in range(page_feed.PENDING_MAX):
+            await fed.feed.look(NOW + n)
+        assert len(viewer._pending) == page_feed.PENDING_MAX
+        for n in range(100):
+            await fed.feed.look(NOW + 10 + n)
+            assert len(viewer._pending) <= page_feed.PENDING_MAX
+        kind, told = await next_of(viewer)
+        assert (kind, told["now"]) == ("full", NOW + 109)
+        await fed.feed.look(NOW + 110)
+        assert (await next_of(viewer))[0] == "delta"
+
+
+async def test_viewers_are_bounded_and_leave_their_place(fed: SimulatedRouter) -> None:
+    places = [fed.feed.viewing() for _ in range(page_feed.VIEWERS_MAX)]
+    for place in places:
+        place.__enter__()
+    with pytest.raises(QueueFull, match="pages of this router are open already"):
+        page_feed.LiveStream(fed.feed)
+    places[0].__exit__(None, None, None)
+    page_feed.LiveStream(fed.feed)
+    assert fed.feed.num_viewers == page_feed.VIEWERS_MAX - 1
+
+
+async def test_nothing_is_looked_at_while_nobody_looks(
+    fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_feed, "INTERVAL_S", 0.01)
+    looks = 0
+    look = fed.feed.look
+
+    async def counted(now: float) -> None:
+        nonlocal looks
+        looks += 1
+        await look(now)
+
+    monkeypatch.setattr(fed.feed, "look", counted)
+    running = asyncio.create_task(fed.feed.run())
+    await asyncio.sleep(0.05)
+    assert looks == 0
+    with fed.feed.viewing() as viewer:
+        assert (await next_of(viewer))[0] == "full"
+        assert (await next_of(viewer))[0] == "delta"
+        # The second one need not wait for the next look.
+        with fed.feed.viewing() as other:
+            assert (await next_of(other))[0] == "full"
+    await asyncio.sleep(0.1)
+    seen = looks
+    await asyncio.sleep(0.1)
+    assert looks == seen
+    with fed.feed.viewing() as viewer:
+        assert (await next_of(viewer))[0] == "full"
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await viewer.next() == b""  # the streams end with the feed
+
+
+async def test_a_bug_of_the_page_does_not_end_the_router(
+    fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_feed, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(page_feed, "_AFTER_BUG_S", 0.01)
+    look, broken = fed.feed.look, [True]
+
+    async def breaking(now: float) -> None:
+        if broken.pop() if broken else False:
+            raise RuntimeError("a bug")
+        await look(now)
+
+    monkeypatch.setattr(fed.feed, "look", breaking)
+    running = asyncio.create_task(fed.feed.run())
+    with fed.feed.viewing() as viewer:
+        assert (await next_of(viewer))[0] == "full"
+    running.cancel()
+
+
+async def test_the_events_are_json_on_one_line() -> None:
+    event = page_feed.sse.event({"text": "a\nb"}, "full")
+    assert event == b'event: full\ndata: {"text":"a\\nb"}\n\n'
+    assert msgspec.json.decode(event.split(b"data: ")[1]) == {"text": "a\nb"}

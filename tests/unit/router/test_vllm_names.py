@@ -1,0 +1,100 @@
+"""A router's metrics under vLLM's names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.cached_tokens import CachedTokens
+from tandem.engine_counts import EngineTally
+from tandem.router.metrics.router import Metrics
+from tandem.router.metrics.vllm_names import VllmMetrics
+from tandem.store.registry import Load
+from tests.harness.vllm_dashboards import queries
+
+
+def record(worker_id: str = "decode-0") -> Any:
+    tally = EngineTally()
+    for num_tokens in (1, 8, 9, 20_000):
+        tally.add_step(num_tokens)
+    tally.add_prompt(100, CachedTokens(device=32, disk=16, peer=16))
+    tally.add_preemptions(2)
+    return Record(worker_id, tally)
+
+
+class Record:
+    """The part of a worker's record that the metrics read."""
+
+    def __init__(self, worker_id: str, tally: EngineTally) -> None:
+        self.worker_id = worker_id
+        self.counts = tally.counts
+        self.load = Load(num_waiting=3, num_pulls=1)
+
+
+def exposed(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Samples by name, as a Prometheus reads them."""
+    text = generate_latest(VllmMetrics(metrics.registry, [record()], "m")).decode()
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def of(samples: list[tuple[dict[str, str], float]], label: str) -> dict[str, float]:
+    assert all(labels["model_name"] == "m" for labels, _ in samples)
+    return {labels[label]: value for labels, value in samples}
+
+
+def test_every_metric_of_vllms_dashboards_is_exposed() -> None:
+    metrics = Metrics()
+    metrics.http_requests.labels(method="GET", handler="/v1/models", status="2xx").inc()
+    metrics.http_request_duration_s.labels(method="GET", handler="/v1/models").observe(1)
+    asked = {n for q in queries("j", "i", "m") for n in re.findall(r"(?:vllm:|http_)\w+", q)}
+    # Workers of the cluster view make these.
+    of_workers = {f"vllm:{n}" for n in ("num_requests_running", "num_requests_waiting")}
+    assert asked - set(exposed(metrics)) == of_workers | {"vllm:kv_cache_usage_perc"}
+
+
+def test_requests_by_reason_are_vllms() -> None:
+    metrics = Metrics()
+    told = {"stop": 3, "cancelled": 2, "worker_lost": 1, "deadline_exceeded": 1, "queue_full": 9}
+    for outcome, number in told.items():
+        metrics.requests.labels(kind="chat", outcome=outcome).inc(number)
+    finished = of(exposed(metrics)["vllm:request_success_total"], "finished_reason")
+    assert finished == {"stop": 3, "length": 0, "abort": 2, "error": 2}
+
+
+def test_what_an_engine_counts_is_exposed_under_its_worker() -> None:
+    found = exposed(Metrics())
+    for name, value in {
+        "num_preemptions_total": 2,
+        "prefix_cache_queries_total": 100,
+        "prefix_cache_hits_total": 32,
+        "external_prefix_cache_queries_total": 68,
+        "external_prefix_cache_hits_total": 32,
+        "iteration_tokens_total_count": 4,
+        "iteration_tokens_total_sum": 20_018,
+    }.items():
+        assert of(found[f"vllm:{name}"], "engine") == {"decode-0": value}, name
+    sources = of(found["vllm:prompt_tokens_by_source_total"], "source")
+    assert sources == {"local_compute": 36, "local_cache_hit": 32, "external_kv_transfer": 32}
+    waiting = of(found["vllm:num_requests_waiting_by_reason"], "reason")
+    assert waiting == {"capacity": 3, "deferred": 1}
+    steps = of(found["vllm:iteration_tokens_total_bucket"], "le")
+    assert [steps[bound] for bound in ("1.0", "8.0", "16.0", "16384.0", "+Inf")] == [1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["http_requests_total", "http_request_duration_seconds_count"])
+def test_calls_have_no_model(name: str) -> None:
+    metrics = Metrics()
+    metrics.http_requests.labels(method="GET", handler="/v1/models", status="2xx").inc()
+    metrics.http_request_duration_s.labels(method="GET", handler="/v1/models").observe(1)
+    ((labels, value),) = exposed(metrics)[name]
+    assert labels.items() >= {"method": "GET", "handler": "/v1/models"}.items()
+    assert "model_name" not in labels
+    assert value == 1
