@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
-from tests.harness.client import DEADLINE_S, complete, golden
+from tests.harness.client import DEADLINE_S, complete, golden, wait_published
 from tests.harness.cluster import wait_for
 from tests.harness.gateway import (
     SUBSET_HEADER,
@@ -48,11 +49,20 @@ def client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=DEADLINE_S)
 
 
-async def placed(http: httpx.AsyncClient, prompt: list[int], **headers: str) -> httpx.Response:
-    """Answers one short completion, with the line that says where it was placed."""
+def fresh_prompt() -> list[int]:
+    """A prompt that no worker has, also when a test runs again."""
+    return random.choices(range(1000, 5000), k=LONG)
+
+
+async def placed(
+    gateway: Gateway, http: httpx.AsyncClient, prompt: list[int], **headers: str
+) -> httpx.Response:
+    """Answers one short completion, with the line that says where it was placed. All routers know
+    of its blocks then."""
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
     answer = await http.post("/v1/completions", json=body, headers={**PLACEMENT, **headers})
     assert answer.status_code == 200, answer.text
+    await asyncio.to_thread(wait_published, gateway.cluster)
     return answer
 
 
@@ -64,13 +74,13 @@ def decode_of(answer: httpx.Response) -> str:
 async def test_picks_are_those_of_the_router_and_tokens_are_exact(gateway: Gateway) -> None:
     with gateway.envoy() as url:
         async with client(url) as through, client(gateway.cluster.url) as router:
-            for number, (worker_id, endpoint) in enumerate(gateway.fronts.items()):
-                prompt = [1000 + (7 * number + 31 * n) % 4000 for n in range(LONG)]
-                first = await placed(through, prompt, **{SUBSET_HEADER: endpoint})
+            for worker_id, endpoint in gateway.fronts.items():
+                prompt = fresh_prompt()
+                first = await placed(gateway, through, prompt, **{SUBSET_HEADER: endpoint})
                 assert decode_of(first) == worker_id
-                own = await placed(router, prompt)
+                own = await placed(gateway, router, prompt)
                 assert decode_of(own) == worker_id, own.headers[PLACEMENT_HEADER]
-                answer = await placed(through, prompt)
+                answer = await placed(gateway, through, prompt)
                 assert answer.headers[UPSTREAM_HEADER] == endpoint
                 assert decode_of(answer) == worker_id
                 assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= LONG - 16
@@ -109,7 +119,7 @@ async def test_subsets_are_obeyed_against_the_prefix(gateway: Gateway) -> None:
     with gateway.envoy() as url:
         async with client(url) as http:
             for endpoint in (*gateway.fronts.values(), *gateway.fronts.values()):
-                answer = await placed(http, prompt, **{SUBSET_HEADER: endpoint})
+                answer = await placed(gateway, http, prompt, **{SUBSET_HEADER: endpoint})
                 assert answer.headers[UPSTREAM_HEADER] == endpoint
                 assert gateway.fronts[decode_of(answer)] == endpoint
             body = {"prompt": prompt, "max_tokens": 4}
@@ -121,14 +131,14 @@ async def test_subsets_are_obeyed_against_the_prefix(gateway: Gateway) -> None:
 
 async def test_a_front_picked_in_error_places_normally(gateway: Gateway) -> None:
     """Without a picker's hint a front is a router as any other."""
-    prompt = [1000 + (13 * n) % 4000 for n in range(LONG)]
+    prompt = fresh_prompt()
     async with client(gateway.cluster.url) as router:
-        own = decode_of(await placed(router, prompt))
+        own = decode_of(await placed(gateway, router, prompt))
     for endpoint in gateway.fronts.values():
         async with client(f"http://{endpoint}") as front:
-            assert decode_of(await placed(front, prompt)) == own
+            assert decode_of(await placed(gateway, front, prompt)) == own
             forged = {"x-tandem-placement-hint": "eyJ9.00", "x-request-id": "one"}
-            assert decode_of(await placed(front, prompt, **forged)) == own
+            assert decode_of(await placed(gateway, front, prompt, **forged)) == own
 
 
 async def until_answered(http: httpx.AsyncClient, body: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.router.request.migration_budget import MigrationReason
-from tests.harness.cluster import Served
+from tests.harness.cluster import LocalCluster, Served, wait_for
 
 GOLDEN: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data" / "golden_smollm2.json").read_text()
@@ -106,6 +106,19 @@ def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
+
+
+def wait_published(cluster: LocalCluster) -> None:
+    """Waits until the prefix tree has all that the workers' pools hold, and nothing runs."""
+    cluster.wait_idle()
+
+    def published() -> bool:
+        lags = [
+            metric(cluster, worker_id, "tandem_index_lag_blocks") for worker_id in cluster.workers
+        ]
+        return not any(lags)
+
+    wait_for(published, deadline_s=30, what="publication of all blocks")
 
 
 def migrations(cluster: Served, reason: MigrationReason) -> int:
