@@ -1,6 +1,6 @@
 """Hits of a host tier under an agents' trace, by policy and size, without a model.
 
-    python benchmarks/tier_policies.py [--requests 3000] [--seed 0]
+    python benchmarks/tier_policies.py [--requests 400] [--seed 0]
 
 The device's pool holds a tenth of the trace's working set (agents_trace.py). The pool, the tier and
 its policies are the engine's own; blocks have one byte, and an infinite cache is an infinite tier.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -95,6 +96,7 @@ class OwnTier:
         layout = KvLayout.of_one(BlockLayout(pool.num_blocks, 1, 1, BLOCK, 1, "int8"))
         tier = Tier(0, [storage], keep_policy(policy.name, num_slots, BLOCK), layout)
         self._tiers = Tiers([pool], layout, [blocks], [tier], lambda _: InCall())
+        self._tiers.turn_s = math.inf  # the results depend on no clock
         self._policy = policy
         self._pools = (pool, tier.pool)
         for each in self._pools:
@@ -189,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -205,17 +207,18 @@ def main() -> None:
     infinite = own(all_blocks, POLICIES["lru"])
     results = {"requests": len(requests), "seed": args.seed, "working_set": trace.working_set}
     results |= {"device": num_blocks, "blocks": all_blocks, "infinite": infinite}
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
     sizes = {size: int(size * trace.working_set) for size in SIZES}
-    rows = {}
-    for name, policy in POLICIES.items():
-        rows[name] = {str(size): own(slots, policy) for size, slots in sizes.items()}
-    rows["LMCache"] = {
-        str(size): hits(requests, BlockPool(num_blocks), ChunkTier(slots))
-        for size, slots in sizes.items()
-    }
-    for name, row in rows.items():
-        print(name, {size: f"{share / infinite:.3f}" for size, share in row.items()})
+    rows: dict[str, dict[str, float]] = {}
+    for name in (*POLICIES, "LMCache"):
+        rows[name] = {}
+        for size, slots in sizes.items():
+            if name in POLICIES:
+                share = own(slots, POLICIES[name])
+            else:
+                share = hits(requests, BlockPool(num_blocks), ChunkTier(slots))
+            rows[name][str(size)] = share
+            print(f"{name}, {size}: {share / infinite:.3f} of an infinite cache's hits", flush=True)
     args.output.write_text(json.dumps(results | {"hits": rows}, indent=1) + "\n")
 
 

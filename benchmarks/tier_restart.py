@@ -44,6 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "tier_restart.json"
 BLOCK_BYTES = 4096
 BLOCK_SIZE = 16
 LAYOUT = KvLayout.of_one(BlockLayout(1, 1, 1, BLOCK_SIZE, BLOCK_BYTES // 2 // BLOCK_SIZE, "int8"))
+DEADLINE_S = 120.0  # for the tree to have all blocks
 HOLDER = holder_of("decode-0", "disk")
 
 
@@ -77,8 +78,9 @@ async def restart(folder: Path, num_blocks: int, index: RedisIndex, epoch: str) 
     publisher = Publisher(index, HOLDER, epoch)
     publisher.add(stored, [])
     publisher.start()
-    while not publisher.in_step:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(DEADLINE_S):
+        while not publisher.in_step:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
     ended = time.perf_counter()
     assert await index.num_blocks(HOLDER) == num_blocks
     await publisher.aclose()
@@ -91,14 +93,16 @@ async def restart(folder: Path, num_blocks: int, index: RedisIndex, epoch: str) 
 async def measure(args: argparse.Namespace) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        print(f"writing {args.blocks} blocks", flush=True)
         fill(folder / "kv", args.blocks, args.chain)
         with EmbeddedRedis(folder / "redis") as server:
             async with connect(server.url) as redis:
                 index = RedisIndex(redis, "benchmark")
-                return [
-                    await restart(folder / "kv", args.blocks, index, str(number))
-                    for number in range(args.rounds)
-                ]
+                rounds = []
+                for number in range(args.rounds):
+                    rounds.append(await restart(folder / "kv", args.blocks, index, str(number)))
+                    print(f"round {number + 1} of {args.rounds}: {rounds[-1]}", flush=True)
+                return rounds
 
 
 def main() -> None:
