@@ -2,7 +2,7 @@
 
 import sys
 
-from tandem.early_end import end_on_sigterm
+from tandem.early_end import end_on_sigterm, quietly
 
 
 def main() -> int:
@@ -33,4 +33,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     end_on_sigterm()
-    sys.exit(main())
+    quietly(main)

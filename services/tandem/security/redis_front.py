@@ -19,7 +19,7 @@ import sys
 
 from tandem.config.redis_front import RedisFrontOptions
 from tandem.config.tls import KINDS, certificate_name
-from tandem.early_end import end_on_sigterm
+from tandem.early_end import end_on_sigterm, quietly
 from tandem.errors import ConfigError, TandemError
 from tandem.rpc.certificates import CertificateFiles
 
@@ -171,4 +171,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     end_on_sigterm()
-    sys.exit(main())
+    quietly(main)

@@ -3,7 +3,7 @@
 import signal
 from typing import TYPE_CHECKING
 
-from tandem.early_end import end_on_sigterm
+from tandem.early_end import end_on_sigterm, quietly
 
 if TYPE_CHECKING:
     from tandem.config.worker import WorkerConfig
@@ -63,4 +63,4 @@ async def _run(config: "WorkerConfig") -> None:
 
 if __name__ == "__main__":
     end_on_sigterm()
-    main()
+    quietly(main)

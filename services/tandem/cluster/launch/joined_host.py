@@ -41,7 +41,8 @@ _DEFAULT_PORT = 8100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOptions(Options):
-    """`tandem join` makes this machine a host of a cluster; Ctrl-C ends what runs here."""
+    """`tandem join` makes this machine a host of a cluster. Ctrl-C has it leave in order, a second
+    Ctrl-C ends at once what runs here."""
 
     address: Text
     """Address of a host of the cluster, or ADDRESS:PORT; it may stand first without the option."""
