@@ -17,7 +17,16 @@ from dataclasses import MISSING, dataclass, fields
 from functools import reduce
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from cyclopts import App, Argument, CycloptsError, Group, MissingArgumentError, Parameter, Token
+from cyclopts import (
+    App,
+    Argument,
+    CycloptsError,
+    Group,
+    MissingArgumentError,
+    Parameter,
+    Token,
+    UnusedCliTokensError,
+)
 
 from tandem.errors import ConfigError
 
@@ -127,7 +136,7 @@ def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
     try:
         command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(error)) from None
     settings = command(*bound.args, **bound.kwargs)
     if settings is None:  # the command was --help
         raise SystemExit(0)
@@ -213,8 +222,21 @@ def _check(argument: Argument, value: Any) -> None:
         raise ConfigError(f"{name} is {shown}; it must {fault}")
 
 
-def _one_line(error: CycloptsError) -> str:
-    if isinstance(error, MissingArgumentError) and error.argument and error.argument.children:
-        missing = [a.name for a in error.argument.children_recursive if a.required]
-        return f"{', '.join(missing)} must be given"
+def one_line(error: CycloptsError) -> str:
+    """Says in one line what is wrong with a command line."""
+    if isinstance(error, UnusedCliTokensError):
+        extra = " ".join(error.unused_tokens or ())
+        return f"nothing takes the argument {extra!r}; --help lists what is taken"
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        if error.keyword:
+            return f"{error.keyword} requires an argument"
+        missing = [a for a in error.argument.children_recursive if a.required]
+        names = ", ".join(map(_shown_name, missing or [error.argument]))
+        return f"{names} must be given; see --help"
     return " ".join(str(error).split())
+
+
+def _shown_name(argument: Argument) -> str:
+    """Returns the name as in the usage line, where an argument may stand without its option."""
+    is_positional = argument.index is not None
+    return argument.name.lstrip("-").upper() if is_positional else argument.name

@@ -71,7 +71,8 @@ def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
     counts = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
     table = Table(window, "tenant", *counts, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(_day(row["start"]), row["tenant"], *(str(row[name]) for name in counts))
+        start = _day(row["start"]).removesuffix(" 00:00" if window == "day" else "")
+        table.add_row(start, row["tenant"] or "-", *(str(row[name]) for name in counts))
     console().print(table)
 
 

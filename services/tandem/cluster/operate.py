@@ -1,5 +1,6 @@
 """The commands of operators, such as `tandem status` and `tandem drain`: calls of a router."""
 
+import http.client
 import json
 import os
 import sys
@@ -15,7 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.cluster.tables import audit_tables, pools_table, worker_tables
 from tandem.errors import OperateError
+from tandem.pool_sizes import POOL_SIZE_MAX
 
 API_KEY_VARIABLE = "TANDEM_API_KEY"
 
@@ -24,6 +27,7 @@ _SET_ROLE_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
 _END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and its record
+_OWN_DEADLINE_MAX_S = 3600.0  # of a worker that is drained with its own deadline
 _PIPE_COLUMNS = 200
 _LATELY_S = 300.0
 _LATELY_MAX = 8  # events of a status
@@ -35,19 +39,22 @@ _LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # than the first t
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
     state = ask(url, "GET")
-    screen = console()
-    router = state["router"]
+    if not isinstance(state, dict) or "router" not in state:
+        raise OperateError(f"what answers at {url} is no router")
+    screen, router = console(), state["router"]
     ready = "[green]ready[/]" if router["ready"] else "[yellow]not ready[/]"
-    screen.print(f"{state['model']} at {url}: {ready}; redis {state['redis']}")
+    model = escape(state["model"] or "a router")
+    screen.print(f"{model} at {escape(url)}: {ready}; redis {state['redis']}")
     if "headline" in state:  # routers of older versions have none
         screen.print(escape(state["headline"]))
     screen.print()
-    screen.print(_pools_table(state["pools"]))
+    screen.print(pools_table(state["pools"]))
     autoscale = state.get("autoscale", {})
     for decision in autoscale.get("decisions", ()):
         screen.print(f"autoscale {autoscale['mode']}: {decision['why']}")
     screen.print()
-    screen.print(_workers_table(state["workers"], state.get("known_workers", ())))
+    for part in worker_tables(state["workers"], state.get("known_workers", ()), screen):
+        screen.print(part)
     for warning in memory_warnings(state["workers"]):
         screen.print(f"[yellow]{warning}[/]")
     if state["redis"] == "ok":
@@ -95,10 +102,11 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
     process = _process(url, worker_id)
     body = {"deadline_s": deadline_s, **({"force": True} if force else {})}
     ask(url, "POST", body, path=_path(worker_id, "drain"))
-    give_up_at = time.monotonic() + deadline_s + _END_MARGIN_S
+    waits_s = (deadline_s or _OWN_DEADLINE_MAX_S) + _END_MARGIN_S
+    give_up_at = time.monotonic() + waits_s
     while _process(url, worker_id) == process:
         if time.monotonic() > give_up_at:
-            raise OperateError(f"{worker_id} is still there after {deadline_s:g} s; see its log")
+            raise OperateError(f"{worker_id} is still there after {waits_s:g} s; see its log")
         time.sleep(_POLL_INTERVAL_S)
     print(f"{worker_id} has left")
 
@@ -182,19 +190,10 @@ def show_events(url: str, limit: int) -> None:
 
 def show_audit(url: str, limit: int) -> None:
     """Prints the last changes and refused calls, the newest last. Raises OperateError."""
-    columns = ("time (UTC)", "router", "caller", "key", "what", "before", "after", "outcome")
-    table = Table(*columns, box=None, pad_edge=False)
-    for entry in reversed(ask(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]):
-        caller = entry["caller"]
-        key = f"{caller['key_id']} of {caller['tenant']}" if caller["key_id"] else "-"
-        why = f": {entry['why']}" if entry.get("why") else ""
-        table.add_row(
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry["at"])),
-            *(escape(text) for text in (entry["router_id"], caller["address"], key)),
-            *(escape(entry.get(name) or "-") for name in ("what", "before", "after")),
-            escape(entry["outcome"] + why),
-        )
-    console().print(table)
+    entries = ask(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
+    screen = console()
+    for part in audit_tables(entries, screen):
+        screen.print(part)
 
 
 def console() -> Console:
@@ -219,7 +218,12 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
     for argument in sizes:
         pool, _, size = argument.partition("=")
         if not pool or not size.isdecimal():
-            raise OperateError(f"{argument!r} is not POOL=SIZE, such as prefill=2")
+            raise OperateError(
+                f"{argument!r} is not POOL=SIZE, such as prefill=2; a size is from 0 to "
+                f"{POOL_SIZE_MAX}"
+            )
+        if pool in wanted:
+            raise OperateError(f"the pool {pool!r} is named twice")
         wanted[pool] = int(size)
     return wanted
 
@@ -254,6 +258,8 @@ def ask(
     deadline_s: float = _REPLY_DEADLINE_S,
 ) -> Any:
     """Returns a router's answer as JSON. Raises OperateError."""
+    if not url.startswith(("http://", "https://")):
+        raise OperateError(f"the URL {url!r} of a router must begin with http:// or https://")
     try:
         request = urllib.request.Request(
             url.rstrip("/") + path,
@@ -265,8 +271,9 @@ def ask(
             return json.load(reply)
     except urllib.error.HTTPError as error:
         raise OperateError(_error_message(error)) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        is_other = isinstance(error, http.client.BadStatusLine)
+        reason = "what answers speaks no HTTP" if is_other else getattr(error, "reason", error)
         raise OperateError(
             f"no router answers at {url} ({reason}); start a cluster with `tandem up`, or name "
             "another router's admin address with --url"
@@ -299,52 +306,6 @@ def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _pools_table(pools: dict[str, Any]) -> Table:
-    columns = ("pool", "wanted", "running", "ready", "serving", "processes")
-    table = Table(*columns, box=None, pad_edge=False)
-    for name, pool in pools.items():
-        agents = ", ".join(f"{a['id']} {a['state']}" for a in pool.get("agents", ()))
-        is_router = name == "router"
-        ready, serving = ("-" if is_router else str(pool.get(k, 0)) for k in ("ready", "serving"))
-        wanted, running = pool.get("wanted", "-"), pool.get("running", pool.get("registered", "-"))
-        table.add_row(name, str(wanted), str(running), ready, serving, agents)
-    return table
-
-
-def _workers_table(workers: list[dict[str, Any]], known: Sequence[Mapping[str, str]]) -> Table:
-    """`known` has a row for each worker, `workers` those with a record."""
-    rows = {row["worker_id"]: row for row in known}
-    columns = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV", "measured")
-    table = Table(*columns, "pulls from", box=None, pad_edge=False)
-    for worker in workers:
-        load = worker["load"]
-        table.add_row(
-            worker["worker_id"],
-            worker["role"],
-            _state(worker, rows.pop(worker["worker_id"], None)),
-            f"{max(0.0, time.time() - worker['started_at']):.0f} s",
-            str(load["num_running"]),
-            str(load["num_waiting"]),
-            str(load["queued_tokens"]),
-            f"{worker['kv_use']:.0%} of {load['blocks_total']}",
-            _rates(worker.get("rates")),
-            _pairs(worker),
-        )
-    for row in rows.values():
-        table.add_row(row["worker_id"], row["pool"], _told(row))
-    return table
-
-
-def _state(worker: Mapping[str, Any], row: Mapping[str, str] | None) -> str:
-    if row is not None:
-        return _told(row)
-    return worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible"
-
-
-def _told(row: Mapping[str, str]) -> str:
-    return escape(f"{row['state']}: {row['note']}" if row["note"] else row["state"])
-
-
 def _index_table(workers: dict[str, dict[str, Any]]) -> Table:
     table = Table("worker", box=None, pad_edge=False)
     for name in ("checked", "missing", "stale"):
@@ -360,27 +321,3 @@ def _index_table(workers: dict[str, dict[str, Any]]) -> Table:
             verdict = "[green]ok[/]" if worker["ok"] else "[red]differs[/]"
         table.add_row(worker_id, *numbers, verdict)
     return table
-
-
-def _rates(rates: dict[str, float] | None) -> str:
-    """Formats the prefill rate, then a decode step: its own time, and what each sequence adds."""
-    if rates is None:
-        return "-"
-    step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
-    return f"{rates['prefill_tokens_per_s']:.0f} tok/s, {step}"
-
-
-def _pairs(worker: dict[str, Any]) -> str:
-    """Formats each peer, the transport, and how fast its blocks came."""
-    pairs = worker.get("pairs", {})
-    told = []
-    for peer, way in sorted(worker["transports"].items()):
-        speed = pairs.get(peer, {}).get("bytes_per_s")
-        told.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
-    return ", ".join(told) or "-"
-
-
-def _speed(bytes_per_s: float) -> str:
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.2g} GB/s"
-    return f"{bytes_per_s / 1e6:.0f} MB/s"

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 from rich.console import Console
@@ -28,9 +29,10 @@ def simulate(options: SimulateOptions) -> None:
     try:
         names, shares, scenario = options.names(), options.shares(), options.scenario()
         arrivals, config = options.arrivals(), options.autoscaler()
-    except (UsageError, TraceError, ConfigError, OSError, msgspec.MsgspecError) as error:
-        print(f"tandem simulate: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    except OSError as error:
+        _give_up(f"{error.filename} cannot be read: {error.strerror}")
+    except (UsageError, TraceError, ConfigError, msgspec.MsgspecError) as error:
+        _give_up(str(error))
     started = time.perf_counter()
     if options.autoscale:
         for share in shares:
@@ -107,6 +109,11 @@ def _write(
         return
     write_page(reports, title, write_plots(reports, folder), folder / "simulation.html")
     console.print(f"written: {folder}/simulation.html, .json and PNGs", highlight=False)
+
+
+def _give_up(why: str) -> NoReturn:
+    print(f"tandem simulate: {why}", file=sys.stderr)
+    raise SystemExit(1) from None
 
 
 def main() -> None:

@@ -149,6 +149,13 @@ def span_s(arrivals: Sequence[Arrival]) -> float:
 
 
 def _read_rows(path: Path) -> list[Arrival]:
+    try:
+        return _read_lines(path)
+    except UnicodeDecodeError:
+        raise TraceError(f"{path} is no text") from None
+
+
+def _read_lines(path: Path) -> list[Arrival]:
     arrivals = []
     next_ids = count()
     is_azure = path.suffix == ".csv"
@@ -162,8 +169,17 @@ def _read_rows(path: Path) -> list[Arrival]:
                     arrivals.append(_read_mooncake(json.loads(row)))
             except (ValueError, KeyError, TypeError) as error:
                 kind = "an Azure" if is_azure else "a Mooncake"
-                raise TraceError(f"{path}:{number}: not {kind} request: {error!r}") from error
+                raise TraceError(f"{path}:{number}: not {kind} request: {_why(error)}") from error
     return arrivals
+
+
+def _why(error: Exception) -> str:
+    """Says what a line lacks."""
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    if isinstance(error, json.JSONDecodeError):
+        return "it is no JSON"
+    return str(error)
 
 
 def _read_mooncake(row: dict[str, Any]) -> Arrival:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -28,6 +29,11 @@ def test_sizes_are_read() -> None:
 def test_what_is_no_size_is_named(argument: str) -> None:
     with pytest.raises(OperateError, match="is not POOL=SIZE"):
         parse_sizes([argument])
+
+
+def test_a_pool_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(OperateError, match="'prefill' is named twice"):
+        parse_sizes(["prefill=1", "decode=1", "prefill=2"])
 
 
 def test_reached_means_wanted_running_ready_and_nothing_left_to_go() -> None:
@@ -76,3 +82,24 @@ def test_no_router_is_a_clear_error() -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OperateError, match=f"no router answers at {url}.*--url"):
             show_status(url)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8002", "ftp://h", "http://[::1", "http://h:8 2"])
+def test_a_url_that_cannot_be_right_is_a_clear_error(url: str) -> None:
+    with pytest.raises(OperateError):
+        show_status(url)
+
+
+def test_another_server_is_a_clear_error() -> None:
+    """A person names a gRPC port, say."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"\x00\x00\x12\x04 not HTTP\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(OperateError, match="speaks no HTTP"):
+            show_status(f"http://127.0.0.1:{server.getsockname()[1]}")

@@ -123,3 +123,9 @@ def test_a_trace_on_a_day_has_the_days_rates_and_its_own_bursts() -> None:
     noon = sum(15 * 3600 <= a.at_s < 21 * 3600 for a in day)
     assert noon == pytest.approx(3 * night, rel=0.01)
     assert len({a.block_hashes()[0] for a in day}) == 24_000  # copies share no prefix
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match=r"trace.jsonl is no text"):
+        read_trace(tmp_path / "trace.jsonl")

@@ -1,0 +1,162 @@
+"""The tables of `tandem status` and `tandem audit`, for wide screens and for 80 columns. Pure.
+
+A table that does not fit is not squeezed: its last columns, or its notes, stand below it.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+
+_LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
+_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+
+
+def table(*columns: str) -> Table:
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def fits(made: Table, screen: Console) -> bool:
+    """Returns whether no cell of the table has to be broken."""
+    room = screen.options.update(max_width=100_000)
+    return Measurement.get(screen, room, made).maximum <= screen.width
+
+
+def pools_table(pools: Mapping[str, Any]) -> Table:
+    made = table("pool", "wanted", "running", "ready", "serving", "processes")
+    for name, pool in pools.items():
+        agents = ", ".join(f"{a['id']} {a['state']}" for a in pool.get("agents", ()))
+        is_router = name == "router"
+        ready, serving = ("-" if is_router else str(pool.get(k, 0)) for k in ("ready", "serving"))
+        wanted, running = pool.get("wanted", "-"), pool.get("running", pool.get("registered", "-"))
+        made.add_row(name, str(wanted), str(running), ready, serving, agents)
+    return made
+
+
+def worker_tables(
+    workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]], screen: Console
+) -> Iterator[RenderableType]:
+    """Yields what shows the workers. `known` has a row for each of them, `workers` those with a
+    record."""
+    wide = table(*_LOAD_COLUMNS, "measured", "pulls from")
+    for cells in _rows(workers, known):
+        wide.add_row(*map(escape, (*cells[:8], *cells[8:9], ", ".join(cells[9:]) or "-")))
+    if fits(wide, screen):
+        yield wide
+        return
+    loads, speeds, notes = table(*_LOAD_COLUMNS), table("worker", "measured", "pulls from"), []
+    for column in (*loads.columns, speeds.columns[0]):
+        column.no_wrap = True
+    for cells in _rows(workers, known):
+        state, _, note = cells[2].partition(": ")
+        loads.add_row(*map(escape, (*cells[:2], state, *cells[3:8])))
+        if note:
+            notes.append(Padding(escape(f"{cells[0]} is {state}: {note}"), (0, 0, 0, 2)))
+        if len(cells) > 8:
+            speeds.add_row(*map(escape, (cells[0], cells[8], "\n".join(cells[9:]) or "-")))
+    yield loads
+    yield from notes
+    if speeds.row_count:
+        yield ""
+        yield speeds
+
+
+def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Iterator[RenderableType]:
+    """Yields what shows the entries of the audit trail, the newest last."""
+    wide = table("time (UTC)", "router", "caller", "key", "what", "before", "after", "outcome")
+    rows = [list(map(escape, _audited(entry))) for entry in reversed(entries)]
+    for row in rows:
+        wide.add_row(*row)
+    if fits(wide, screen):
+        yield wide
+        return
+    for at, router, caller, key, what, before, after, outcome in rows:
+        by = caller if key == "-" else f"{caller}, key {key}"
+        yield f"{at}  {router}  {by}"
+        change = what if before == after == "-" else f"{what}: {before} -> {after}"
+        yield Padding(f"{change}: {outcome}", (0, 0, 0, 4))
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in the unit that suits it, such as 35 min."""
+    for unit, length_s in _UNITS:
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _rows(
+    workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]]
+) -> Iterator[list[str]]:
+    """Yields the cells of each worker: eight of its load, its speed, then one for each peer. A
+    worker without a record has the first three."""
+    rows = {row["worker_id"]: row for row in known}
+    for worker in workers:
+        load = worker["load"]
+        yield [
+            worker["worker_id"],
+            worker["role"],
+            _state(worker, rows.pop(worker["worker_id"], None)),
+            duration(max(0.0, time.time() - worker["started_at"])),
+            str(load["num_running"]),
+            str(load["num_waiting"]),
+            str(load["queued_tokens"]),
+            f"{worker['kv_use']:.0%} of {load['blocks_total']}",
+            _rates(worker.get("rates")),
+            *_pairs(worker),
+        ]
+    for row in rows.values():
+        yield [row["worker_id"], row["pool"], _told(row)]
+
+
+def _audited(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    caller = entry["caller"]
+    key = f"{caller['key_id']} of {caller['tenant']}" if caller["key_id"] else "-"
+    why = f": {entry['why']}" if entry.get("why") else ""
+    return (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry["at"])),
+        entry["router_id"],
+        caller["address"],
+        key,
+        *(entry.get(name) or "-" for name in ("what", "before", "after")),
+        entry["outcome"] + why,
+    )
+
+
+def _state(worker: Mapping[str, Any], row: Mapping[str, str] | None) -> str:
+    if row is not None:
+        return _told(row)
+    return worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible"
+
+
+def _told(row: Mapping[str, str]) -> str:
+    return f"{row['state']}: {row['note']}" if row["note"] else row["state"]
+
+
+def _rates(rates: Mapping[str, float] | None) -> str:
+    """Formats the prefill rate, then a decode step: its own time, and what each sequence adds."""
+    if rates is None:
+        return "-"
+    step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
+    return f"{rates['prefill_tokens_per_s']:.0f} tok/s, {step}"
+
+
+def _pairs(worker: Mapping[str, Any]) -> list[str]:
+    """Formats each peer, the transport, and how fast its blocks came."""
+    pairs = worker.get("pairs", {})
+    told = []
+    for peer, way in sorted(worker["transports"].items()):
+        speed = pairs.get(peer, {}).get("bytes_per_s")
+        told.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
+    return told
+
+
+def _speed(bytes_per_s: float) -> str:
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.2g} GB/s"
+    return f"{bytes_per_s / 1e6:.0f} MB/s"

@@ -1,0 +1,86 @@
+"""Tables of workers and of the audit trail: whole on a wide screen, and legible in 80 columns."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tandem.cluster.tables import audit_tables, duration, worker_tables
+
+
+def worker(worker_id: str, peers: int = 2) -> dict[str, Any]:
+    load = {"num_running": 3, "num_waiting": 0, "queued_tokens": 512, "blocks_total": 1456}
+    return {
+        "worker_id": worker_id,
+        "role": "decode",
+        "state": "ready",
+        "compatible": True,
+        "started_at": time.time() - 7300,
+        "load": load,
+        "kv_use": 0.5,
+        "rates": {"decode_step_ms": 1.0, "decode_sequence_ms": 2.0, "prefill_tokens_per_s": 1000},
+        "transports": {f"prefill-{n}": "nixl" for n in range(peers)},
+        "pairs": {"prefill-0": {"bytes_per_s": 1.6e9}},
+    }
+
+
+def shown(width: int, parts_of: Any, *data: Any) -> str:
+    screen = Console(file=io.StringIO(), width=width, highlight=False)
+    for part in parts_of(*data, screen):
+        screen.print(part)
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+NOTE = "its process 21459 is stopped (SIGSTOP) [really]; it has written nothing for 3 s"
+KNOWN = [
+    {"worker_id": "decode-0", "pool": "decode", "state": "silent", "note": NOTE},
+    {"worker_id": "decode-1", "pool": "decode", "state": "loading", "note": ""},
+]
+
+
+def test_a_wide_screen_shows_one_row_for_each_worker() -> None:
+    lines = shown(300, worker_tables, [worker("decode-0")], KNOWN).splitlines()
+    assert len(lines) == 3
+    assert NOTE in lines[1]
+    assert "1000 tok/s, 1+2n ms" in lines[1]
+    assert "prefill-0 nixl 1.6 GB/s, prefill-1 nixl" in lines[1]
+
+
+def test_in_80_columns_nothing_is_broken_or_lost() -> None:
+    text = shown(80, worker_tables, [worker("decode-0"), worker("prefill-10", 0)], KNOWN)
+    assert "…" not in text
+    words = text.split()
+    assert " ".join(words).count(NOTE) == 1
+    for name in ("decode-0", "decode-1", "prefill-10", "prefill-0 nixl 1.6 GB/s", "2 h", "50% of"):
+        assert name in text
+    assert "prefill-0 nixl 1.6 GB/s," not in text  # a line for each peer
+
+
+def test_the_audit_trail_in_80_columns_has_each_entry_whole() -> None:
+    why = "prefill must be an integer from 0 to 64: the size wanted, and nothing else at all"
+    entry = {
+        "at": 1.8e9,
+        "router_id": "router-0",
+        "caller": {"address": "127.0.0.1:1 over HTTP", "key_id": "k1", "tenant": "acme"},
+        "what": "sizes",
+        "before": "prefill=1",
+        "after": "prefill=1000",
+        "outcome": "invalid_request",
+        "why": why,
+    }
+    text = " ".join(shown(80, audit_tables, [entry]).split())
+    assert f"sizes: prefill=1 -> prefill=1000: invalid_request: {why}" in text
+    assert "127.0.0.1:1 over HTTP, key k1 of acme" in text
+    assert len(shown(300, audit_tables, [entry]).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0, "0 s"), (119, "119 s"), (301, "5 min"), (7200, "2 h"), (1e6, "12 d")]
+)
+def test_a_duration_has_the_unit_that_suits_it(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
