@@ -133,5 +133,5 @@ def test_one_that_is_wanted_is_started_and_started_again(
     first, _ = until(agent, "running")
     os.kill(first, 9)
     _, num_starts = until(agent, "running", not_pid=first)
-    assert num_starts == 2
+    assert num_starts == (2 if is_written else 1), "the first start of all is none after an end"
     end(agent)

@@ -32,6 +32,10 @@ class Owned(msgspec.Struct):
         """Returns whether this agent's process is to run: it is known and not on its way out."""
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
+    def was_there(self, agent_name: str) -> bool:
+        """Returns whether this agent's process was started or adopted before."""
+        return any(m.agent_name == agent_name and m.state != "pending" for m in self.members)
+
     def write(self, run_folder: Path) -> None:
         fresh = (run_folder / _FILE).with_suffix(".new")
         fresh.write_bytes(msgspec.json.encode(self))

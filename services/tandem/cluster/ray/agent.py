@@ -64,7 +64,8 @@ class Agent:
         self._wake_fd = os.eventfd(0)  # readable from `drain` on
         self._state: MemberState = "pending"
         self._pid = 0
-        self._num_starts = 0
+        self._num_starts = 0  # after the process had ended: the first start is none
+        self._was_there = member.state != "pending"  # its process, under an agent before this one
         self._last_line = ""
         self._ending = ""
         self._is_stopped = False
@@ -75,8 +76,8 @@ class Agent:
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
-        """Returns (agent's name, state, pid, starts, last log line and ending of a process that
-        ended, whether the process is stopped), as the controller is told."""
+        """Returns (agent's name, state, pid, starts after it had ended, last log line and ending of
+        a process that ended, whether the process is stopped), as the controller is told."""
         name, last = self._member.agent_name, (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
 
@@ -92,7 +93,9 @@ class Agent:
                 else:
                     self._tell("gone", 0)
                 return
+            self._was_there |= known is not None and known.was_there(self._member.agent_name)
             running = running or self._start()
+            self._was_there = True
             if running is not None:
                 self._tell("running", running.pid)
                 if not self._watch(running):
@@ -145,7 +148,7 @@ class Agent:
     def _start(self) -> DetachedProcess | None:
         member_id = self._member.member_id
         try:
-            self._num_starts += 1
+            self._num_starts += self._was_there
             environment = process.child_environment(os.environ, self._member.pool)
             return process.start(member_id, self._command, self._run_folder, environment)
         except (ConfigError, OSError) as error:

@@ -201,7 +201,7 @@ class WorkerGauges(Collector):
         labels = ["worker", "pool", "problem"]
         yield gauges("tandem_worker_problem", "1 for what is wrong with a worker", labels, ill)
         starts = [((name,), float(num)) for name, num in problems.num_starts.items()]
-        text = "Starts of its process by its agent, which are restarts after the first"
+        text = "Starts of its process by its agent after it had ended"
         yield gauges("tandem_worker_starts", text, ["worker"], starts)
         control = self._view.control
         parts = (("head", control.head_is_gone), ("controller", control.controller_silent_s > 0))
