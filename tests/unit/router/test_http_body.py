@@ -35,6 +35,11 @@ def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
         parse_object(body)
 
 
+def test_a_missing_body_is_called_empty() -> None:
+    with pytest.raises(BadRequest, match="it is empty"):
+        parse_object(b"")
+
+
 def test_objects_pass() -> None:
     assert parse_object('{"a": ["ü", 1, 1.5, null, "\\ud83d\\ude42"]}'.encode()) == {
         "a": ["ü", 1, 1.5, None, "🙂"]

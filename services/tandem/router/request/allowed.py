@@ -102,9 +102,11 @@ ALLOWED = {
 }
 
 
-def refusal(name: str, given: object = None) -> BadRequest:
-    """Returns the error for a field whose value is not among what `ALLOWED` says."""
-    shown = "" if given is None else f"; it is {shorten(given)}"
+def refusal(name: str, given: object = None, *, why: str = "") -> BadRequest:
+    """Returns the error for a field whose value is not among what `ALLOWED` says. It shows the
+    given value, or what is said of it."""
+    shown = why if given is None else shorten(given)
+    shown = f"; it is {shown}" if shown else ""
     return BadRequest(f"{name} must be {ALLOWED[name]}{shown}", param=name)
 
 

@@ -75,9 +75,9 @@ class Conversation:
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
-            raise refusal("add_generation_prompt", "true")
+            raise refusal("add_generation_prompt", why="true")
         if len(self.tools) > TOOLS_MAX:
-            raise refusal("tools", f"a list of {len(self.tools)}")
+            raise refusal("tools", why=f"a list of {len(self.tools)}")
         if self.tool_choice == "required" and not self.tools:
             raise BadRequest(
                 f"{refusal('tool_choice').message}; it is required, and there are no tools",

@@ -165,7 +165,7 @@ class Generator:
         and for more than the context has."""
         with self._place() as model:
             if len(token_ids) > self.max_model_len:
-                raise refusal("tokens", f"a list of {len(token_ids)}")
+                raise refusal("tokens", why=f"a list of {len(token_ids)}")
             check_token_ids("tokens", token_ids, model.folder.config.vocab_size)
             return await model.preparer.decode(
                 token_ids, tenant=tenant, skip_special_tokens=skip_special_tokens

@@ -90,16 +90,16 @@ class Sampling:
         if not 1 / most <= self.repetition_penalty <= most:
             raise refusal("repetition_penalty", self.repetition_penalty)
         if len(self.logit_bias) > BIASES_MAX:
-            raise refusal("logit_bias", f"an object of {len(self.logit_bias)}")
+            raise refusal("logit_bias", why=f"an object of {len(self.logit_bias)}")
         for bias in self.logit_bias.values():
             if not -BIAS_MAX <= bias <= BIAS_MAX:
                 raise refusal("logit_bias", bias)
         if self.min_tokens < 0:
             raise refusal("min_tokens", self.min_tokens)
         if len(self.bad_words) > BAD_WORDS_MAX:
-            raise refusal("bad_words", f"a list of {len(self.bad_words)}")
+            raise refusal("bad_words", why=f"a list of {len(self.bad_words)}")
         if any(not 0 < len(word) <= BAD_WORD_CHARACTERS_MAX for word in self.bad_words):
-            raise refusal("bad_words", "one with an empty or too long string")
+            raise refusal("bad_words", why="one with an empty or too long string")
 
     @property
     def effective_temperature(self) -> float:
@@ -143,7 +143,7 @@ class ClientRequest:
     def __post_init__(self) -> None:
         if isinstance(self.prompt, Conversation):
             if not 0 < len(self.prompt.messages) <= MESSAGES_MAX:
-                raise refusal("messages", f"a list of {len(self.prompt.messages)}")
+                raise refusal("messages", why=f"a list of {len(self.prompt.messages)}")
             if self.prompt.tool_choice == "required" and self.structured_output is not None:
                 raise BadRequest(
                     f"only one of tool_choice and {self.structured_output.field} may give the "
@@ -151,7 +151,7 @@ class ClientRequest:
                     param="tool_choice",
                 )
         elif not self.prompt:
-            raise refusal("prompt", "empty")
+            raise refusal("prompt", why="empty")
         if self.max_tokens is not None:
             least = 0 if self.echoes_prompt or self.embed else 1
             if not least <= self.max_tokens <= MAX_TOKENS_MAX:
@@ -159,11 +159,11 @@ class ClientRequest:
             if self.sampling.min_tokens > self.max_tokens:
                 raise refusal("min_tokens", self.sampling.min_tokens)
         if len(self.stop) > STOP_STRINGS_MAX:
-            raise refusal("stop", f"a list of {len(self.stop)}")
+            raise refusal("stop", why=f"a list of {len(self.stop)}")
         if any(not 0 < len(s) <= STOP_CHARACTERS_MAX for s in self.stop):
-            raise refusal("stop", "one with an empty or too long string")
+            raise refusal("stop", why="one with an empty or too long string")
         if len(self.stop_token_ids) > STOP_TOKEN_IDS_MAX:
-            raise refusal("stop_token_ids", f"a list of {len(self.stop_token_ids)}")
+            raise refusal("stop_token_ids", why=f"a list of {len(self.stop_token_ids)}")
         for name in ("logprobs", "prompt_logprobs"):
             if not 0 <= (getattr(self, name) or 0) <= LOGPROBS_MAX:
                 raise refusal(name, getattr(self, name))
@@ -263,7 +263,7 @@ class ClientRequest:
         """
         left = max_model_len - num_prompt_tokens
         if num_prompt_tokens < 1:
-            raise refusal(self._prompt_name, "without any token")
+            raise refusal(self._prompt_name, why="without any token")
         if left < 1:
             raise self.too_long(f"{num_prompt_tokens}", max_model_len)
         allowed = self._allowed_by_key(num_prompt_tokens)

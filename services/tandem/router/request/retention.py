@@ -24,7 +24,7 @@ def asked_retention(retention: str | None, key: str | None) -> Retention:
     if retention is not None and retention not in RETENTIONS_S:
         raise refusal("prompt_cache_retention", retention)
     if key is not None and len(key) > KEY_CHARACTERS_MAX:
-        raise refusal("prompt_cache_key", f"one of {len(key)}")
+        raise refusal("prompt_cache_key", why=f"one of {len(key)}")
     return Retention(bool(key), RETENTIONS_S[retention] if retention is not None else 0.0)
 
 

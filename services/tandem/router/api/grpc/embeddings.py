@@ -36,7 +36,7 @@ def _input(message: pb.EmbedRequest, index: int) -> str | tuple[int, ...]:
         return given.text
     if kind == "token_ids":
         return tuple(given.token_ids.ids)
-    missing = refusal("prompt", "missing: set text or token_ids")
+    missing = refusal("prompt", why="missing: set text or token_ids")
     raise name_prompt(missing, index) if len(message.input) > 1 else missing
 
 

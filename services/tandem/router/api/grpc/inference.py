@@ -287,7 +287,7 @@ def _prompt(message: pb.GenerateRequest) -> Prompt:
         return tuple(message.token_ids.ids)
     if kind == "chat":
         return parse_chat(message.chat)
-    raise refusal("prompt", "missing: set text, token_ids or chat")
+    raise refusal("prompt", why="missing: set text, token_ids or chat")
 
 
 def _parse(message: Any, body: bytes) -> Any:

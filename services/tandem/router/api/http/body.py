@@ -36,6 +36,8 @@ async def read_body(request: Request, config: RouterConfig) -> bytes:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Raises BadRequest when it is not a JSON object."""
+    if not body:
+        raise BadRequest("the body must be a JSON object; it is empty")
     try:
         # msgspec reports bad UTF-8 only where it looks; this is one pass over the bytes.
         value = msgspec.json.decode(body.decode("utf-8"))
@@ -56,6 +58,9 @@ def _check_content_type(request: Request) -> None:
     media_type = sent.partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):
         raise NotJson(f"send the header Content-Type: application/json, not {sent[:100]!r}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise NotJson(f"send the body as it is, without Content-Encoding, not as {coding[:100]!r}")
 
 
 async def _read_bounded(request: Request, bytes_max: int) -> bytes:

@@ -163,7 +163,7 @@ class _Body(StructuredFields, BudgetField):
         if self.prompt_logprobs is not None and self.stream:
             raise _refusal("prompt_logprobs")
         if self.use_beam_search and self.stream:
-            raise refusal("use_beam_search", "true")
+            raise refusal("use_beam_search", why="true")
         sampling = self.model_dump(include=_SAMPLING)
         sampling["logit_bias"] = _by_token_id(self.logit_bias)
         return ClientRequest(
@@ -214,7 +214,7 @@ def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in logit_bias.items()}
     except ValueError:
-        raise refusal("logit_bias", "one with a key that is no token id") from None
+        raise refusal("logit_bias", why="one with a key that is no token id") from None
 
 
 def prompt_kind(prompt: object) -> str | None:
@@ -344,7 +344,7 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
     num_sequences = len(requests) * requests[0].num_sequences
     if num_sequences > CHOICES_MAX:
         name = "n" if requests[0].num_sequences == requests[0].n else "best_of"
-        raise refusal(name, f"{requests[0].num_sequences} for each of {len(requests)} prompts")
+        raise refusal(name, why=f"{requests[0].num_sequences} for each of {len(requests)} prompts")
     return _told(parsed, request_id, *requests)
 
 

@@ -122,7 +122,7 @@ class StructuredFields(Strict):
 
 def _wanted(field: str, name: str, value: Any) -> StructuredOutput:
     if value in ("", []):
-        raise refusal(field, "empty")
+        raise refusal(field, why="empty")
     kind: Kind = "json_schema" if name == "json" else name  # type: ignore[assignment]
     if kind == "json_object":
         return StructuredOutput(field, kind)
