@@ -3,7 +3,9 @@
     leaves: the controller places as many members elsewhere --they are ready--> drains: the members
     here hand over their streams and end --none is left--> the host ends
 
-Each step waits for the one before; `LEAVE_DEADLINE_S` bounds them together.
+Each step waits for the one before; `LEAVE_DEADLINE_S` bounds them together, and `DRAIN_S` of it is
+the second step's alone. Members that no other host takes, such as the second router of two hosts,
+are not waited for.
 """
 
 import json
@@ -12,14 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from rich.markup import escape
 
 from tandem.cluster.processes.owned import forget_leaving, write_leaving
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.store.registry import WorkerRecord
 
 LEAVE_DEADLINE_S = 180.0
+DRAIN_S = 60.0  # longer than an agent gives its process
+_SETTLED_S = 10.0  # in which a controller has placed all that it can
 _INTERVAL_S = 0.5
 _ROUTER_STARTS_S = 5.0
+_LEAVING = ("draining", "gone", "lost")
 
 
 class Leaving:
@@ -42,12 +48,8 @@ class Leaving:
         records = connect_blocking(self._worker_url)
         try:
             write_leaving(redis, self._cluster_id, self._host_id, "leaves")
-            while (pools := self._pools(redis)) and not self._is_replaced(pools, records):
-                if time.monotonic() > give_up_at:
-                    say("[yellow]no other host took all that runs here")
-                    break
-                tick()
-                time.sleep(_INTERVAL_S)
+            if lacking := self._wait_for_others(redis, records, give_up_at - DRAIN_S, tick):
+                say(f"[yellow]no other host has taken what runs here: {', '.join(lacking)}")
             say("draining what runs here")
             write_leaving(redis, self._cluster_id, self._host_id, "drains")
             while self._own(self._pools(redis)) and time.monotonic() < give_up_at:
@@ -55,10 +57,43 @@ class Leaving:
                 time.sleep(_INTERVAL_S)
             forget_leaving(redis, self._cluster_id, self._host_id)
         except UNREACHABLE as error:
-            say(f"[yellow]Redis is lost, this host leaves at once: {error}")
+            say(f"[yellow]Redis is lost, this host leaves at once: {escape(str(error))}")
         finally:
             redis.close()
             records.close()
+
+    def _wait_for_others(
+        self, redis: SyncClient, records: SyncClient, until: float, tick: Callable[[], None]
+    ) -> list[str]:
+        """Waits until each pool has its size on other hosts, of processes that are ready, or no
+        more of them are to come. Returns the pools that then lack some."""
+        settles_at = time.monotonic() + _SETTLED_S
+        while True:
+            pools = self._pools(redis)
+            lacking, is_coming = self._look(pools, records)
+            now = time.monotonic()
+            if is_coming:
+                settles_at = now + _SETTLED_S
+            if not lacking or now > min(until, settles_at):
+                return lacking
+            tick()
+            time.sleep(_INTERVAL_S)
+
+    def _look(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
+        """Returns the pools without their size on other hosts, and whether a process there is
+        still on its way."""
+        lacking, is_coming = [], False
+        for pool, state in pools.items():
+            others = [
+                agent
+                for agent in state["agents"]
+                if agent.get("host") != self._host_id and agent["state"] not in _LEAVING
+            ]
+            num_ready = sum(self._is_ready(pool, agent, records) for agent in others)
+            if num_ready < state["wanted"]:
+                lacking.append(pool)
+                is_coming |= num_ready < len(others)
+        return lacking, is_coming
 
     def _pools(self, redis: SyncClient) -> dict[str, Any]:
         found = redis.get(f"{{tandem:{self._cluster_id}}}:pools")
@@ -68,14 +103,6 @@ class Leaving:
         """Returns the agents of this host that still have a process."""
         agents = [a for state in pools.values() for a in state["agents"]]
         return [a for a in agents if a.get("host") == self._host_id and a["state"] != "lost"]
-
-    def _is_replaced(self, pools: dict[str, Any], records: SyncClient) -> bool:
-        """Returns whether each pool has its size on other hosts, of processes that are ready."""
-        for pool, state in pools.items():
-            others = [a for a in state["agents"] if a.get("host") != self._host_id]
-            if sum(self._is_ready(pool, a, records) for a in others) < state["wanted"]:
-                return False
-        return True
 
     def _is_ready(self, pool: str, agent: dict[str, Any], records: SyncClient) -> bool:
         if agent["state"] != "running":

@@ -1,0 +1,99 @@
+"""A host that leaves: what it waits for before it drains, and that it always has time to drain."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tandem.cluster.launch import leave
+from tandem.cluster.launch.leave import Leaving
+
+HERE, THERE = "host-here", "host-there"
+
+
+class FakeRedis:
+    """Pools that a test scripts; a router counts as ready once it has run for some seconds."""
+
+    def __init__(self, pools: Callable[[set[str]], dict[str, Any]]) -> None:
+        self.words: set[str] = set()
+        self._pools = pools
+
+    def get(self, key: str) -> bytes:
+        return json.dumps(self._pools(self.words)).encode()
+
+    def sadd(self, key: str, *words: str) -> None:
+        self.words |= set(words)
+
+    def srem(self, key: str, *words: str) -> None:
+        self.words -= set(words)
+
+    def close(self) -> None: ...
+
+
+def agent(host: str, state: str = "running") -> dict[str, Any]:
+    return {"id": "router-0", "host": host, "state": state, "since": time.time() - 60}
+
+
+def left(
+    monkeypatch: pytest.MonkeyPatch, pools: Callable[[set[str]], dict[str, Any]]
+) -> tuple[list[str], FakeRedis]:
+    """Returns what was said while the host left, and the Redis after that."""
+    redis, said = FakeRedis(pools), list[str]()
+    monkeypatch.setattr(leave, "connect_blocking", lambda _: redis)
+    monkeypatch.setattr(leave, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(leave, "_SETTLED_S", 0.2)
+    urls = {"controller_url": "", "worker_url": ""}
+    Leaving(**urls, cluster_id="c", host_id=HERE).run(said.append, lambda: None)
+    return said, redis
+
+
+def test_a_member_that_no_other_host_takes_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two hosts each has one of two routers. The one that leaves still drains."""
+
+    def pools(words: set[str]) -> dict[str, Any]:
+        own = [] if f"{HERE} drains" in words else [agent(HERE)]
+        return {"router": {"wanted": 2, "agents": [*own, agent(THERE)]}}
+
+    said, redis = left(monkeypatch, pools)
+    assert said == [
+        "[yellow]no other host has taken what runs here: router",
+        "draining what runs here",
+    ]
+    assert not redis.words
+
+
+def test_what_starts_elsewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.monotonic()
+
+    def pools(words: set[str]) -> dict[str, Any]:
+        is_up = time.monotonic() - started > 1.0  # longer than all that is placed has settled
+        own = [] if f"{HERE} drains" in words else [agent(HERE)]
+        there = agent(THERE, "running" if is_up else "pending")
+        return {"router": {"wanted": 1, "agents": [*own, there]}}
+
+    said, _ = left(monkeypatch, pools)
+    assert said == ["draining what runs here"]
+    assert time.monotonic() - started > 1.0
+
+
+def test_a_process_that_never_starts_leaves_time_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leave, "LEAVE_DEADLINE_S", 60.5)
+    drained = list[float]()
+
+    def pools(words: set[str]) -> dict[str, Any]:
+        if f"{HERE} drains" in words:
+            drained.append(time.monotonic())
+        is_gone = bool(drained) and time.monotonic() - drained[0] > 0.3
+        own = [] if is_gone else [agent(HERE)]
+        return {"router": {"wanted": 1, "agents": [*own, agent(THERE, "restarting")]}}
+
+    said, redis = left(monkeypatch, pools)
+    assert said[-1] == "draining what runs here"
+    assert len(drained) > 1
+    assert not redis.words
