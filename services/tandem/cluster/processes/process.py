@@ -76,15 +76,18 @@ def start(
     log = log_path(run_folder, process_id)
     for folder in (record.parent, log.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", detach.__file__, str(record), str(log), *command],
-        env={**environment, FILE_VARIABLE: str(log)},
-        cwd=run_folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=_DETACH_DEADLINE_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", detach.__file__, str(record), str(log), *command],
+            env={**environment, FILE_VARIABLE: str(log)},
+            cwd=run_folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_DETACH_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{process_id} was not started in {_DETACH_DEADLINE_S:g} s") from None
     if done.returncode:
         raise ConfigError(f"{process_id}: {done.stderr.decode(errors='replace').strip()}")
     process = find(process_id, run_folder)

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import select
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from tandem.cluster.pools import ClusterSpec, Member, MemberState
 from tandem.cluster.processes import owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
+from tandem.cluster.ray.vital_thread import start_vital
 from tandem.config.cluster import LEAVE_SIGNAL, REDIS_URL_VARIABLE, RUN_FOLDER_VARIABLE
 from tandem.errors import ConfigError
 from tandem.observability.logs import configure_logging
@@ -69,7 +69,7 @@ class Agent:
         self._last_line = ""
         self._ending = ""
         self._is_stopped = False
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        start_vital("watch", self._run)
 
     def drain(self) -> None:
         """Ends the process for good; the agent reports `gone` when that is done."""

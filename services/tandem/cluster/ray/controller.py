@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from tandem.cluster.ray.head import HOST_LABEL, NODE_LABEL
 from tandem.cluster.ray.host_watch import HostWatch
 from tandem.cluster.ray.node_requests import NodeRequests
 from tandem.cluster.ray.scale_channel import ScaleChannel
+from tandem.cluster.ray.vital_thread import start_vital
 from tandem.config.cluster import REDIS_URL_VARIABLE
 from tandem.observability.logs import configure_logging
 from tandem.pool_sizes import check_sizes
@@ -52,6 +54,7 @@ log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
+_RETRY_S = 2.0  # of what could not be written
 
 
 class PoolController:
@@ -75,7 +78,7 @@ class PoolController:
         own = None if spec.on_nodes else spec.host
         self._hosts = HostWatch(own, spec.host_before)
         self._nodes = NodeRequests()
-        threading.Thread(target=self._run, name="pools", daemon=True).start()
+        start_vital("pools", self._run)
 
     def scale(self, sizes: object) -> None:
         """Sets the wanted size of the pools named. Raises BadRequest saying what is allowed."""
@@ -119,8 +122,9 @@ class PoolController:
         if self._shared is not None:
             self._hosts.start(lambda: self._events.put(self._look))
         while not self._channel.is_superseded:
-            self._reconcile()
-            self._events.get()()
+            is_done = self._reconcile()
+            with suppress(queue.Empty):
+                self._events.get(timeout=None if is_done else _RETRY_S)()
         log.warning("the controller of another head owns the pools now")
 
     def _look(self) -> None:
@@ -129,7 +133,9 @@ class PoolController:
         self._hosts.update()
         self._leaving = self._shared.leaving()
 
-    def _reconcile(self) -> None:
+    def _reconcile(self) -> bool:
+        """Makes the pools what they are wanted to be. Returns False if that could not be kept, and
+        so was not done."""
         members = self._owned.members
         lost = lose(members, {m.host for m in members if self._hosts.is_lost(m.host)})
         back = revive(members, self._hosts.alive)
@@ -146,7 +152,7 @@ class PoolController:
         # told: if it dies then, the next reads here that its process is not to be started again.
         kept = _without_oldest_lost([*planned, *add])
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number)):
-            return
+            return False
         for member in lost:
             log.warning("%s is lost with its host %s", member.member_id, member.host)
             self._forget_agent(member)
@@ -162,6 +168,7 @@ class PoolController:
         if (state := self.state()) != self._published:
             self._published = state
             self._channel.publish(state)
+        return True
 
     def _write(self, new: Owned) -> bool:
         """Keeps the new state, which counts only if it could be written."""
@@ -176,7 +183,12 @@ class PoolController:
             except UNREACHABLE as error:
                 log.warning("Redis is lost, pools stay as they are: %s", error)
                 return False
-        new.write(self._run_folder)
+        try:
+            new.write(self._run_folder)
+        except OSError as error:
+            log.warning("the state of the pools cannot be written: %s", error)
+            if self._shared is None:
+                return False  # with Redis the file is only a copy
         self._owned, self._written = new, encoded
         return True
 

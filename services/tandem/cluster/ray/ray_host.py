@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 
 import msgspec
+from rich.markup import escape
 
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes.end_watch import EndWatch
@@ -123,7 +124,7 @@ class RayHost:
                 if (started := self._process.started()) is None:
                     return False
             except ConfigError as error:
-                self._say(f"[red]{error.message}")
+                self._say(f"[red]{escape(error.message)}")
                 return True
             self.take_started(started)
             self._say("Ray's head is up" if self._leads else "joined Ray's head")
@@ -142,7 +143,7 @@ class RayHost:
 
     def _follow(self, head: Head) -> None:
         self._stop()
-        self._say(f"joining Ray's head at {head.address} (number {head.number})")
+        self._say(f"joining Ray's head at {escape(head.address)} (number {head.number})")
         self._number = head.number
         self._process.join(head.address)
 

@@ -13,7 +13,6 @@ the channel tries again, and the controller does not notice.
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from functools import cached_property
 import msgspec
 
 from tandem.cluster.processes.head_lease import fenced_set
+from tandem.cluster.ray.vital_thread import start_vital
 from tandem.config.cluster import Pool
 from tandem.errors import BadRequest
 from tandem.pool_sizes import check_sizes
@@ -63,7 +63,7 @@ class ScaleChannel:
         self._redis_url = redis_url
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="scale-requests", daemon=True).start()
+        start_vital("scale-requests", self._run)
 
     def publish(self, state: dict[str, object]) -> None:
         """Writes the state now, or as soon as Redis is there again."""

@@ -1,0 +1,55 @@
+"""The pool controller without Ray: what it does when its state cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.pools import ClusterSpec, PoolCommand
+from tandem.cluster.processes.owned import Owned, read
+from tandem.cluster.ray import controller as controller_module
+from tandem.cluster.ray.controller import PoolController
+from tandem.config.cluster import REDIS_URL_VARIABLE
+
+
+def test_a_full_disk_stops_no_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is started that is not written down, and all of it is once there is room again."""
+    is_full, attached, write = [True], list[str](), Owned.write
+
+    def write_if_room(self: Owned, run_folder: Path) -> None:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, run_folder)
+
+    def attach(self: Any, member: Any) -> None:
+        attached.append(member.member_id)
+
+    monkeypatch.setattr(Owned, "write", write_if_room)
+    monkeypatch.setattr(PoolController, "_attach", attach)
+    monkeypatch.setattr(controller_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(controller_module.ScaleChannel, "start", lambda _: None)
+    monkeypatch.setattr(controller_module.ScaleChannel, "publish", lambda *_: None)
+    monkeypatch.setenv(REDIS_URL_VARIABLE, "redis://127.0.0.1:1")
+    spec = ClusterSpec(
+        cluster_id="c",
+        run_folder=str(tmp_path),
+        pools={"decode": PoolCommand(["true"])},
+        wanted={"decode": 1},
+        cores=[],
+    )
+    controller = PoolController(spec)
+    controller.scale({"decode": 2})
+    time.sleep(0.1)
+    assert not attached
+    is_full[0] = False
+    give_up_at = time.monotonic() + 30
+    while sorted(attached) != ["decode-0", "decode-1"]:
+        assert time.monotonic() < give_up_at, attached
+        time.sleep(0.01)
+    kept = read(tmp_path)
+    assert kept is not None
+    assert [member.member_id for member in kept.members] == ["decode-0", "decode-1"]
