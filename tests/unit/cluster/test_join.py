@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tandem.cluster.joining import call
+from tandem.cluster.joining import server as server_module
 from tandem.cluster.joining.call import ask_to_join
 from tandem.cluster.joining.protocol import JoinReply
 from tandem.cluster.joining.server import JoinServer
@@ -156,3 +158,24 @@ def test_what_cannot_be_listened_at_or_is_no_label_is_refused() -> None:
         LaunchOptions(listen="localhost")
     with pytest.raises(ConfigError, match="is no label"):
         parse(LaunchOptions, "tandem up", ["--labels", "gpu"])
+
+
+def test_a_caller_that_sends_a_byte_now_and_then_is_cut_off(
+    server: JoinServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte came within the socket's time-out: some such callers could keep all others out."""
+    monkeypatch.setattr(server_module, "_DEADLINE_S", 1.0)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    raw = socket.create_connection((HERE, int(server.server_address[1])), timeout=30)
+
+    def trickle() -> None:
+        slow.sendall(b"GET /ca HTTP/1.1\r\nX: ")
+        give_up_at = time.monotonic() + 30
+        while time.monotonic() < give_up_at:
+            slow.sendall(b"x")
+            time.sleep(0.1)
+
+    with raw, context.wrap_socket(raw) as slow, pytest.raises(OSError):
+        trickle()
+    assert ask(server, authority.sha256)[0] == REPLY

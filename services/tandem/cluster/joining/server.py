@@ -9,11 +9,12 @@ import json
 import logging
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
-from socket import AF_INET6, socket
+from socket import AF_INET6, SHUT_RDWR, socket
 from typing import Any
 
 import msgspec
@@ -71,17 +72,42 @@ class JoinServer(ThreadingHTTPServer):
             self.shutdown_request(request)
             return
         try:
+            with _within(request, _DEADLINE_S):
+                self._serve(request, client_address)
+        finally:
+            self._calls.release()
+
+    def _serve(self, request: socket, client_address: Any) -> None:
+        try:
             request.settimeout(_DEADLINE_S)
-            wrapped: socket = self._context.wrap_socket(request, server_side=True)
+            wrapped = self._context.wrap_socket(request, server_side=True)
         except OSError:
             self.shutdown_request(request)
         else:
             super().process_request_thread(wrapped, client_address)
-        finally:
-            self._calls.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.info("a call of %s to join ended early", client_address[0], exc_info=True)
+
+
+@contextmanager
+def _within(connection: socket, deadline_s: float) -> Iterator[None]:
+    """Ends the connection after the deadline, however busy it is: a time-out of a socket bounds
+    each read alone, and a byte now and then would hold a place among the calls for ever."""
+    with connection.dup() as same:  # TLS takes the file of the other one over
+
+        def end() -> None:
+            with suppress(OSError):
+                same.shutdown(SHUT_RDWR)
+
+        timer = threading.Timer(deadline_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # it may be using the file
 
 
 class _Call(BaseHTTPRequestHandler):
