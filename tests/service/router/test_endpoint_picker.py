@@ -316,6 +316,23 @@ async def test_a_body_that_is_too_large_is_answered_413(gateway: Gateway) -> Non
 
 
 @pytest.mark.parametrize(
+    "parts",
+    [
+        [chunk(b"{}", ends=True)],
+        [pb.ProcessingRequest(request_trailers=pb.HttpTrailers())],
+        [pb.ProcessingRequest()],
+        [headers_part("/v1/models"), headers_part("/v1/models")],
+    ],
+    ids=["body first", "trailers first", "nothing", "headers twice"],
+)
+async def test_parts_in_a_wrong_order_are_answered_400(
+    gateway: Gateway, parts: list[pb.ProcessingRequest]
+) -> None:
+    (answer,) = await gateway.ask(*parts)
+    assert refusal(answer)[0] == 400
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "Hello"}),

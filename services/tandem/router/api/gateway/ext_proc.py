@@ -26,7 +26,7 @@ import grpc
 from google.protobuf.struct_pb2 import ListValue, Struct
 
 from tandem.config.router import RouterConfig
-from tandem.errors import BodyTooLarge, BodyTooLate, TandemError
+from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, TandemError
 from tandem.router.api.gateway.picker import Asked, EndpointPicker, Pick
 from tandem.router.api.http.errors import error_response
 from tandem.router.placement.hint import HINT_HEADER
@@ -105,6 +105,8 @@ class ExternalProcessor:
         self, exchange: _Exchange, message: pb.ProcessingRequest
     ) -> list[pb.ProcessingResponse]:
         kind = message.WhichOneof("request")
+        if (kind == "request_headers") != (exchange.asked is None):
+            raise BadRequest("the request's headers must come first on a stream, and once")
         if kind == "request_headers":
             return await self._on_headers(exchange, message)
         if kind == "request_body":
