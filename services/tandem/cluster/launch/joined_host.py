@@ -14,6 +14,7 @@ from typing import Annotated, Self
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.markup import escape
 
 from tandem.cluster.joining.call import ask_to_join
 from tandem.cluster.joining.protocol import JoinReply
@@ -156,9 +157,11 @@ class _JoinedHost:
             if time.monotonic() > give_up_at:
                 raise ConfigError(f"Ray's head was not joined in {_START_DEADLINE_S:g} s")
             time.sleep(_START_INTERVAL_S)
-        self._listening.open(self._reply, self._token, lambda who: self.say(f"{who} joins"))
-        self.say(f"[bold green]joined[/] as {self._listening.host_id} ({self._options.listen})")
-        self.say(f"logs {self._run.logs.folder}")
+        self._listening.open(self._reply, self._token, lambda who: self.say(f"{escape(who)} joins"))
+        self.say(
+            f"[bold green]joined[/] as {self._listening.host_id} ({escape(self._options.listen)})"
+        )
+        self.say(f"logs {escape(str(self._run.logs.folder))}")
 
     @property
     def is_joined(self) -> bool:

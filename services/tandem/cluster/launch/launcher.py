@@ -10,6 +10,7 @@ address. However the launcher ends, nothing stays: in order it stops everything 
 kill -9 the guardian does.
 """
 
+import errno
 import secrets
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+
+from rich.markup import escape
 
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model, model_here
@@ -52,6 +55,10 @@ def up(options: LaunchOptions) -> int:
     """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
     for option, (host, port) in options.ports.items():
         _check_port(host, option, port)
+    if options.listen:
+        _check_port(options.listen, "--cluster-port", options.cluster_port)
+        if options.join_token_file:
+            read_join_token(options.join_token_file)
     screen = LaunchScreen(options)
     with suppress(Interrupted), stop_signals(parent_pid=options.parent_pid):
         began = time.monotonic()
@@ -208,7 +215,7 @@ class _Launch:
         urls = self._listening.redis_urls(self._redis)
         reply = self._listening.reply(options_for_others(self._options), urls, self._token)
         return self._listening.open(
-            reply, token, lambda address: self._screen.say(f"{address} joins")
+            reply, token, lambda address: self._screen.say(f"{escape(address)} joins")
         )
 
     def _tell_head(self, *, address: str = "", why: str = "") -> None:
@@ -228,7 +235,7 @@ class _Launch:
             head = self._ray_head.started()
             assert head is not None, "its output has ended"
         except ConfigError as error:
-            self._screen.say(f"[red]{error.message}")
+            self._screen.say(f"[red]{escape(error.message)}")
             time.sleep(_RETRY_S)
             self._start_fresh_head(ends)
             return
@@ -262,7 +269,7 @@ class _Launch:
                 redis.restart()
                 return
             except ConfigError as error:
-                self._screen.say(f"[red]{error.message}")
+                self._screen.say(f"[red]{escape(error.message)}")
                 time.sleep(_RETRY_S)
 
 
@@ -284,6 +291,8 @@ def _check_port(host: str, option: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"{host} is no address of this machine") from error
             raise ConfigError(
                 f"port {port} of {host} cannot be had ({error.strerror}). Is another cluster up? "
                 f"Choose another port with {option}"

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.launch.options import LaunchOptions
@@ -24,11 +25,12 @@ class LaunchScreen:
         self._rows: list[tuple[str, float, float]] = []  # name, seconds taken, done at second
 
     def say(self, text: str) -> None:
+        """Prints a line, which may have rich's markup."""
         self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/]  {text}")
 
     def done(self, what: str, took_s: float) -> None:
         self._rows.append((what, took_s, time.monotonic() - self._started))
-        self.say(what)
+        self.say(escape(what))
 
     def show_ready(
         self,
@@ -40,26 +42,25 @@ class LaunchScreen:
     ) -> None:
         """Shows the ready cluster; `transports` maps worker ids to transports, as far as known."""
         print_ = self._console.print
-        url = self._options.http_url
+        url = escape(self._options.http_url)
         print_(f"\n[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
-        print_(f"  model  [bold]{model}[/]")
+        print_(f"  model  [bold]{escape(model)}[/]")
         print_(f"  HTTP   [bold]{url}[/]  (OpenAI API under {url}/v1)")
-        print_(f"  gRPC   [bold]{self._options.grpc_address}[/]  (tandem.v1.Inference)")
-        admin, admin_grpc = self._options.admin_url, self._options.admin_grpc_address
+        print_(f"  gRPC   [bold]{escape(self._options.grpc_address)}[/]  (tandem.v1.Inference)")
+        admin = escape(self._options.admin_url)
+        admin_grpc = escape(self._options.admin_grpc_address)
         print_(f"  admin  [bold]{admin}/[/]  (live page, /metrics; `tandem status`)")
         print_(f"         [bold]{admin_grpc}[/]  (gRPC, tandem.v1.Cluster)")
-        print_(f"  logs   {logs}\n")
+        print_(f"  logs   {escape(logs)}\n")
         print_(self._workers(members, transports))
         print_()
         print_(self._times())
         print_("\ntry it:")
         message = {"role": "user", "content": _PROMPT}
         body = {"model": model, "temperature": 0, "messages": [message]}
-        print_(
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f"    -d '{json.dumps(body)}'",
-            markup=False,
-        )
+        api = f"{self._options.http_url}/v1/chat/completions"
+        header = "-H 'Content-Type: application/json'"
+        print_(f"  curl {api} {header} \\\n    -d '{json.dumps(body)}'", markup=False)
         if command_to_join:
             print_("\non another machine, with a copy of the token file:")
             print_(f"  {command_to_join}", markup=False)
@@ -78,5 +79,5 @@ class LaunchScreen:
         table.add_column("took", justify="right")
         table.add_column("done at", justify="right")
         for what, took_s, at_s in self._rows:
-            table.add_row(what, f"{took_s:.1f} s", f"{at_s:.1f} s")
+            table.add_row(escape(what), f"{took_s:.1f} s", f"{at_s:.1f} s")
         return table
