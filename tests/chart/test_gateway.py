@@ -84,3 +84,25 @@ def test_gateways_alone_reach_picker_and_fronts() -> None:
 def test_a_ray_cluster_has_no_fronts() -> None:
     with pytest.raises(HelmError, match=r"gateway\.enabled and rayCluster\.enabled"):
         render({"gateway": {"enabled": True}, "rayCluster": {"enabled": True}})
+
+
+def test_metrics_of_pickers_and_fronts_are_scraped() -> None:
+    """All requests pass through fronts: without their metrics, dashboards and alerts are empty."""
+    values = {**VALUES, "monitoring": {"serviceMonitors": True}}
+    objects = render(values)
+    for component in ("picker", "decode"):
+        monitor = find(objects, "ServiceMonitor", component)["spec"]
+        (endpoint,) = (e for e in monitor["endpoints"] if e["port"] == "admin")
+        assert endpoint["authorization"]["credentials"]["key"] == "metrics"
+        service = find(objects, "Service", component)
+        assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        (port,) = (p for p in service["spec"]["ports"] if p["name"] == "admin")
+        made = container(objects, component, "front" if component == "decode" else "picker")
+        assert {"name": "admin", "containerPort": port["port"]} in made["ports"]
+        policies = [o for o in objects if "Ingress" in o.get("spec", {}).get("policyTypes", ())]
+        rules = find(policies, "NetworkPolicy", component)["spec"]["ingress"]
+        assert {"ports": [{"port": "admin"}], "from": [{"namespaceSelector": {}}]} in rules
+    without = render({"monitoring": {"serviceMonitors": True}})
+    assert [e["port"] for e in find(without, "ServiceMonitor", "decode")["spec"]["endpoints"]] == [
+        "metrics"
+    ]
