@@ -1,4 +1,4 @@
-"""What `tandem up` finds wrong before it starts anything."""
+"""`tandem up` refuses what is wrong before it starts anything."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def left(
 def test_a_member_that_no_other_host_takes_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two hosts each has one of two routers. The one that leaves still drains."""
+    """Each of two hosts has one of two routers. The one that leaves still drains."""
 
     def pools(words: set[str]) -> dict[str, Any]:
         own = [] if f"{HERE} drains" in words else [agent(HERE)]

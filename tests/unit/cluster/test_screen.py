@@ -1,4 +1,4 @@
-"""What `tandem up` prints is what was meant: an address or a log line is no markup."""
+"""The screen of `tandem up` shows addresses and log lines as they are, not as markup."""
 
 from __future__ import annotations
 
