@@ -255,9 +255,10 @@ class Struggle:
             group = int(path.name.removeprefix("blocks").removeprefix("-") or 0)
             data, size = path.read_bytes(), self.sizes[group]
             starts = [at for at in range(0, len(data), size) if any(data[at : at + size])]
-            with path.open("r+b") as file:
+            with path.open("r+b", buffering=0) as file:
                 for start in self.rng.sample(starts, k=-(-len(starts) // 100)):
-                    at = start + self.rng.randrange(size)
+                    # Not a hole, where a write cut short left one: a full disk takes no byte there.
+                    at = self.rng.choice([i for i in range(start, start + size) if data[i]])
                     file.seek(at)
                     file.write(bytes([data[at] ^ 1]))
         for each in range(2):
