@@ -1,7 +1,8 @@
 """Tells when a cluster that is being started can take requests, and how long each part took.
 
 Ready: the router answers, every worker's record says ready, and Ray's controller is there. A
-process that ends before that is a failed start: its last words are the reason.
+process that ends before that is a failed start: its last words are the reason. So is one without
+progress for too long.
 """
 
 import ssl
@@ -21,10 +22,10 @@ from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.errors import ConfigError
-from tandem.store.client import SyncClient, connect_blocking
-from tandem.store.registry import WorkerRecord
+from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.store.registry import Loading, WorkerRecord
 
-_DEADLINE_S = 300.0
+_DEADLINE_S = 300.0  # without progress: of a large model each byte that is loaded is some
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
 _PAIRS_DEADLINE_S = 5.0  # without pairs the cluster serves, too: decode workers prefill
@@ -46,8 +47,8 @@ class Readiness:
 
     def wait(self, ray_head: HeadProcess) -> HeadStarted:
         """Waits until all is up. Raises ConfigError that names what is not, with its log's end."""
-        give_up_at = time.monotonic() + _DEADLINE_S
         head: HeadStarted | None = None
+        progress, moved_at = (0, False, 0), time.monotonic()
         with closing(connect_blocking(self.redis_url)) as redis:
             while self._waiting or head is None:
                 for member_id in [m for m in self._waiting if self._is_ready(m, redis)]:
@@ -60,9 +61,12 @@ class Readiness:
                 for member_id, (_, started, _) in self._waiting.items():
                     if started.wait(0):
                         raise process.failed_start(member_id, started.log_path)
-                if time.monotonic() > give_up_at:
+                now = len(self._waiting), head is None, self._num_bytes_loaded(redis)
+                if now != progress:
+                    progress, moved_at = now, time.monotonic()
+                if time.monotonic() - moved_at > _DEADLINE_S:
                     raise ConfigError(
-                        f"not ready after {_DEADLINE_S:g} s: "
+                        f"not ready, and without progress for {_DEADLINE_S:g} s: "
                         + ", ".join([*self._waiting, *(["Ray"] if head is None else [])])
                     )
                 time.sleep(_INTERVAL_S)
@@ -101,8 +105,20 @@ class Readiness:
         record = self._record(member_id, redis)
         return record is not None and record.state == "ready"
 
+    def _num_bytes_loaded(self, redis: SyncClient) -> int:
+        """Returns how much of their weights all workers have loaded: a large model takes long."""
+        try:
+            found = redis.hvals(f"{{tandem:{self.cluster_id}}}:loading")
+        except UNREACHABLE:
+            return 0
+        told = [msgspec.msgpack.decode(v, type=Loading) for v in found if isinstance(v, bytes)]
+        return sum(notice.num_bytes for notice in told)
+
     def _record(self, member_id: str, redis: SyncClient) -> WorkerRecord | None:
-        record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
+        try:
+            record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
+        except UNREACHABLE:
+            return None  # slow, or away: the next look may find it
         if not isinstance(record, bytes):
             return None
         return msgspec.msgpack.decode(record, type=WorkerRecord)
