@@ -44,3 +44,18 @@ def test_a_process_that_ended_is_told_once_however_fast_the_next_one_runs() -> N
     found.note([], pools("running", 2, **ended), {})
     assert len(told) == 2, "its restart was too fast to be seen"
     assert found.num_starts == {"decode-0": 2}
+
+
+def test_a_later_end_is_told_where_an_agent_counts_anew() -> None:
+    """Ray's head was started again in between: both are first restarts of their agents."""
+    found, _ = watch()
+    keys = list[str]()
+    found._events = SimpleNamespace(add=lambda *_, once: keys.append(once))  # type: ignore[assignment]
+    for since in (1000.0, 2000.0):
+        found.note([], pools("running", 0, since=since - 100), {})
+        found.note([], pools("restarting", 0, since=since), {})
+        found.note([], {}, {})
+    assert len(set(keys)) == 2
+    found.note([], pools("running", 0, since=1900), {})
+    found.note([], pools("running", 1, since=2000.5), {})
+    assert keys[2] == keys[1], "another router that saw the same end later"

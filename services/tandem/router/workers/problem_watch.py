@@ -67,7 +67,10 @@ class ProblemWatch:
             ended = starts + (agent.get("state") == "restarting")
             self.num_starts[name], self._starts_told[name] = starts, ended
             if ended > before.get(name, ended):
-                self._tell("ended", name, ending(agent) or "its process ended", once=str(ended))
+                # A new agent counts anew, and a new worker may have an old one's name.
+                when = int(agent.get("since", 0.0)) // _SAME_S
+                told = ending(agent) or "its process ended"
+                self._tell("ended", name, told, once=f"{ended}:{when}")
 
     def _tell(self, kind: str, about: str, text: str, once: str = "") -> None:
         level = logging.INFO if kind == "well" else logging.WARNING
