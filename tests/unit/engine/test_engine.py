@@ -220,7 +220,7 @@ class TestRefusal:
 
     def test_a_pool_without_a_block(self) -> None:
         config = EngineConfig(model="toy", kv_bytes_max=8)
-        with pytest.raises(ConfigError, match="kv_bytes_max is 8"):
+        with pytest.raises(ConfigError, match="--kv-memory is 8"):
             Engine(config, ToyRunner(block_size=16), "toy")
 
 

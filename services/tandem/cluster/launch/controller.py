@@ -117,11 +117,16 @@ def _read_pools(path: str) -> dict[Role, PoolCommand]:
 
 def _take(lease: HeadLease) -> int:
     give_up_at = time.monotonic() + _LEASE_DEADLINE_S
-    while not (number := lease.take()):
+    while True:
+        try:
+            if number := lease.take():
+                return number
+            why = "another `tandem controller` holds the lease of this cluster"
+        except UNREACHABLE as error:
+            why = f"Redis does not answer: {error}"
         if time.monotonic() > give_up_at:
-            raise ConfigError("another `tandem controller` holds the lease of this cluster")
+            raise ConfigError(why)
         time.sleep(_RETRY_S)
-    return number
 
 
 def _renew(lease: HeadLease, number: int, address: str) -> bool:
