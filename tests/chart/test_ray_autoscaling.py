@@ -46,9 +46,12 @@ def ray_cluster(objects: list[Object]) -> Object:
 def run_bash(made: Object, folder: Path, start_ray: str, *, programs: int) -> list[list[str]]:
     """Runs a container's command, and returns the command lines of the programs in it."""
     told = folder / "told"
-    for program in ("tandem", "ray"):
-        script = folder / program
-        script.write_text(f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >>{told}\necho >>{told}\n')
+    told.mkdir()
+    for program in ("tandem", "ray"):  # both at once: each has a file, which appears whole
+        script, own = folder / program, folder / f"{program}.told"
+        script.write_text(
+            f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >{own}\nmv {own} {told}/{program}\n'
+        )
         script.chmod(0o755)
     (folder / "sleep").write_text("#!/bin/sh\nkill -9 $PPID\n")  # ends the loop after one turn
     (folder / "sleep").chmod(0o755)
@@ -56,10 +59,8 @@ def run_bash(made: Object, folder: Path, start_ray: str, *, programs: int) -> li
     command = [*made["command"], *made["args"]]
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         assert process.wait(20) == 0
-        wait_for(
-            lambda: told.read_text().count("\n") == programs, deadline_s=20, what="all programs"
-        )
-    return [line.rstrip("\0").split("\0") for line in told.read_text().splitlines()]
+        wait_for(lambda: len(list(told.iterdir())) == programs, deadline_s=20, what="all programs")
+    return [path.read_text().rstrip("\0").split("\0") for path in told.iterdir()]
 
 
 def test_ray_knows_the_seats_of_both_groups(objects: list[Object]) -> None:
