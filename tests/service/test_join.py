@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from tandem.cluster.joining.call import ask_to_join
+from tandem.cluster.operate import show_status
 from tandem.errors import ConfigError
 from tests.harness.hosts import Machine, why_not
-from tests.harness.network import Network
+from tests.harness.network import Network, Shape
 from tests.tiny_models import make_random_speaker
 
 if reason := why_not():
@@ -33,6 +34,7 @@ TANDEM = [sys.executable, "-m", "tandem.cli"]
 JOIN_PORT = 8100
 GCS_PORT = 8101
 NEVER_OPEN = (10001, 8265)  # Ray's client server and its dashboard
+SLOW_BYTES_PER_S = 8e6
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
@@ -46,6 +48,7 @@ def eventually(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> 
 
 @dataclass
 class Joined:
+    network: Network
     first: Machine
     second: Machine
     token_file: Path
@@ -56,9 +59,12 @@ class Joined:
         self.second.run(*TANDEM, "join", f"{self.first.address}:{JOIN_PORT}", *told)
         eventually(lambda: "joined as" in self.second.text())
 
+    @property
+    def admin_url(self) -> str:
+        return f"http://{self.first.address}:8002"
+
     def scale(self, size: str) -> None:
-        url = f"http://{self.first.address}:8002"
-        subprocess.run([*TANDEM, "scale", size, "--url", url], check=True, timeout=60)
+        subprocess.run([*TANDEM, "scale", size, "--url", self.admin_url], check=True, timeout=60)
 
     def get(self, path: str) -> Any:
         port = 8002 if path.startswith("/v1/cluster") else 8000
@@ -111,7 +117,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
             options += ["--local-prefill-max-tokens", "0"]
             first.run(*TANDEM, "up", *options, "--kv-memory", "33554432")
             found = eventually(lambda: re.search(r"--ca-sha256 (\w+)", first.text()))
-            made = Joined(first, second, token_file, found[1])
+            made = Joined(network, first, second, token_file, found[1])
             made.join()
             yield made
         finally:
@@ -136,6 +142,27 @@ def test_ray_answers_only_over_tls_with_a_certificate(joined: Joined) -> None:
     assert pem.startswith("-----BEGIN CERTIFICATE-----")
 
 
+def test_a_worker_goes_near_its_peers_where_as_many_of_its_pool_are(
+    joined: Joined, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined.network.shape(joined.second.place, Shape(bytes_per_s=SLOW_BYTES_PER_S))
+    joined.scale("prefill=2")
+    far, near = (agent["host"] for agent in joined.agents("prefill"))
+    assert far in joined.second.text()
+    eventually(lambda: joined.decode_worker()["transports"].keys() == {"prefill-0", "prefill-1"})
+    joined.scale("prefill=3")
+    # The second machine has two workers less, and each of them one prefill worker.
+    added = joined.agents("prefill")[-1]
+    assert added["host"] == near
+    show_status(joined.admin_url)
+    told = re.sub(r"\s+", " ", capsys.readouterr().out)
+    found = re.search(rf"prefill-2 is on {near}: {far} has ([\d.]+) MB/s to the decode", told)
+    assert found, told
+    assert float(found[1]) * 1e6 < 2 * SLOW_BYTES_PER_S
+    joined.network.shape(joined.second.place, Shape())
+    joined.scale("prefill=1")
+
+
 def test_a_worker_goes_to_the_machine_that_joined_and_elsewhere_when_that_is_lost(
     joined: Joined,
 ) -> None:
@@ -143,13 +170,14 @@ def test_a_worker_goes_to_the_machine_that_joined_and_elsewhere_when_that_is_los
     (agent,) = joined.agents("prefill")
     assert agent["host"] in joined.second.text()
     # No memory is shared between the two hosts, and NIXL does not use TCP.
-    eventually(lambda: joined.decode_worker()["transports"] == {"prefill-0": "grpc"})
+    eventually(lambda: joined.decode_worker()["transports"].get("prefill-0") == "grpc")
     before = joined.chat("What is gravity?")
     assert "prefill-0" in json.dumps(joined.get(f"/v1/requests/{before['id']}"))
     joined.second.kill()
-    eventually(lambda: "prefill-1" in joined.decode_worker()["transports"], 60)
+    eventually(lambda: joined.serves("prefill-1"), 60)
     states = {agent["id"]: agent["state"] for agent in joined.agents("prefill")}
     assert states == {"prefill-0": "lost", "prefill-1": "running"}
+    eventually(lambda: "prefill-1" in joined.decode_worker()["transports"], 60)
     after = joined.chat("What is gravity?")
     assert after["choices"] == before["choices"]
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.cluster.tables import audit_tables, pools_table, worker_tables
+from tandem.cluster.tables import audit_tables, placed_whys, pools_table, worker_tables
 from tandem.errors import OperateError
 from tandem.pool_sizes import POOL_SIZE_MAX
 
@@ -49,6 +49,8 @@ def show_status(url: str) -> None:
         screen.print(escape(state["headline"]))
     screen.print()
     screen.print(pools_table(state["pools"]))
+    for reason in placed_whys(state["pools"]):
+        screen.print(escape(reason))
     autoscale = state.get("autoscale", {})
     for decision in autoscale.get("decisions", ()):
         screen.print(f"autoscale {autoscale['mode']}: {decision['why']}")

@@ -6,6 +6,8 @@
 
 A lost member keeps its name, because its process may still run: the next one gets another name.
 
+Where several hosts do equally well, a worker goes to one that is near its peers (nearness.py).
+
 With `ClusterSpec.on_nodes` Ray's nodes come and go by themselves, and a member takes resources of
 its node. Members share nodes as long as they fit, so that other nodes become idle.
 
@@ -21,11 +23,19 @@ from typing import Literal
 
 import msgspec
 
+from tandem.cluster.nearness import (
+    PairBandwidths,
+    bandwidths_to,
+    far_hosts,
+    host_bandwidths,
+    told_far,
+)
 from tandem.config.cluster import Pool
 from tandem.pool_sizes import POOLS
 
 Leave = Literal["leaves", "drains"]  # of a host: its members are replaced; they are drained, too
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
+_PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
 class PoolCommand(msgspec.Struct, frozen=True):
@@ -102,6 +112,7 @@ class Member(msgspec.Struct, frozen=True):
     host: str = ""
     has_ports: bool = False  # it gets the ports that its pool's command names
     num_losses: int = 0  # of its host; each new agent has another name
+    placed_why: str = ""  # hosts that it was kept from because they are far; empty: from none
 
     @property
     def agent_name(self) -> str:
@@ -124,13 +135,14 @@ def plan(
     members: Sequence[Member],
     hosts: Sequence[Host] | None = None,
     leaving: Mapping[str, Leave] = MappingProxyType({}),
+    measured: PairBandwidths = MappingProxyType({}),
 ) -> tuple[list[Member], list[Member]]:
     """Returns (members to add, members to drain) so that the pools get their wanted sizes.
 
     `hosts` are those that answer, by default the machine of the spec. A pool stays smaller than
     wanted while no host fits. Members on a `leaving` host are replaced, and stay until it says that
     they may drain. A member moves where a host has two fewer of its pool: the pool is larger by one
-    until the new member runs.
+    until the new member runs. What is `measured` decides only where members go, never how many.
     """
     hosts = [spec.host] if hosts is None else hosts
     hosts = [host for host in hosts if host.host_id not in leaving]
@@ -140,18 +152,18 @@ def plan(
         there = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
         missing = wanted.get(pool, 0) - len(there)
         for _ in range(missing):
-            if (host := _host_for(spec, pool, [*members, *add], hosts)) is None:
+            if (found := _host_for(spec, pool, [*members, *add], hosts, measured)) is None:
                 break
-            add.append(_next_member(spec, pool, [*members, *add], host))
+            add.append(_next_member(spec, pool, [*members, *add], *found))
         if missing < 0:
             leave = _surplus_on_nodes if spec.on_nodes else _surplus
             drain += leave(there, -missing)
         elif (
             missing == 0
             and not spec.on_nodes
-            and (host := _host_to_move_to(spec, pool, members, hosts)) is not None
+            and (found := _host_to_move_to(spec, pool, members, hosts, measured)) is not None
         ):
-            add.append(_next_member(spec, pool, [*members, *add], host))
+            add.append(_next_member(spec, pool, [*members, *add], *found))
     return add, drain
 
 
@@ -211,6 +223,7 @@ def describe(
                     "is_stopped": m.is_stopped,
                     "since": m.since,
                     **({"host": m.host} if m.host else {}),
+                    **({"placed_why": m.placed_why} if m.placed_why else {}),
                 }
                 for m in members
                 if m.pool == pool
@@ -249,39 +262,84 @@ def _surplus_on_nodes(there: Sequence[Member], num_surplus: int) -> list[Member]
 
 
 def _host_to_move_to(
-    spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
-) -> Host | None:
+    spec: ClusterSpec,
+    pool: Pool,
+    members: Sequence[Member],
+    hosts: Sequence[Host],
+    measured: PairBandwidths,
+) -> tuple[Host, str] | None:
     """Returns the host that is to get a member of a pool which is whole and not spread evenly."""
     there = [m for m in members if m.pool == pool and m.state != "lost"]
     if any(m.state != "running" for m in there):
         return None
-    host = _host_for(spec, pool, members, hosts)
+    found = _host_for(spec, pool, members, hosts, measured)
     by_host = Counter(m.host for m in there)
-    if host is None or max(by_host.values(), default=0) < by_host[host.host_id] + 2:
+    if found is None or max(by_host.values(), default=0) < by_host[found[0].host_id] + 2:
         return None
-    return host
+    return found
 
 
 def _host_for(
+    spec: ClusterSpec,
+    pool: Pool,
+    members: Sequence[Member],
+    hosts: Sequence[Host],
+    measured: PairBandwidths,
+) -> tuple[Host, str] | None:
+    """Returns a host for one more member of this pool, and from which hosts it was kept.
+
+    Of the hosts that fit, those drop out that are far from the pool's peers. Of the others the one
+    with the fewest members is chosen, or, on the nodes of Ray, the one with the most.
+    """
+    fits = _fits(spec, pool, members, hosts)
+    fits, why = _without_far(pool, members, fits, measured)
+    if not fits:
+        return None
+    if spec.on_nodes:
+        on_host = Counter(m.host for m in members if m.state not in ("gone", "lost"))
+        return max(fits, key=lambda host: on_host[host.host_id]), why
+    of_all = Counter(m.host for m in members if not m.leaves)
+    return min(fits, key=lambda host: of_all[host.host_id]), why
+
+
+def _fits(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
-) -> Host | None:
-    """Returns the host with the fewest members of this pool, then the fewest of all.
+) -> list[Host]:
+    """Returns the hosts that have the pool's labels, and of these those with the fewest of its
+    members: the loss of one host must not take a whole pool.
 
     Where machines can join, each has one process of a pool whose command names ports. A node of Ray
-    must have room, and the one with the most members is chosen.
+    must have room, and its pool is not spread.
     """
     needs = spec.selectors.get(pool, {}).items()
     fits = [host for host in hosts if needs <= host.labels.items()]
     if spec.on_nodes:
-        fits = [host for host in fits if _has_room(spec, pool, members, host)]
-        on_host = Counter(m.host for m in members if m.state not in ("gone", "lost"))
-        return max(fits, key=lambda host: on_host[host.host_id], default=None)
+        return [host for host in fits if _has_room(spec, pool, members, host)]
     if spec.host_id and spec.pools[pool].ports:
         taken = {m.host for m in members if m.pool == pool and m.state != "lost"}
         fits = [host for host in fits if host.host_id not in taken]
     of_pool = Counter(m.host for m in members if m.pool == pool and not m.leaves)
-    of_all = Counter(m.host for m in members if not m.leaves)
-    return min(fits, key=lambda h: (of_pool[h.host_id], of_all[h.host_id]), default=None)
+    fewest = min((of_pool[host.host_id] for host in fits), default=0)
+    return [host for host in fits if of_pool[host.host_id] == fewest]
+
+
+def _without_far(
+    pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
+) -> tuple[list[Host], str]:
+    """Returns the hosts that are not far from the pool's peers, and what is said of the others.
+
+    A peer counts as soon as it has a record, and with it an entry in `measured`.
+    """
+    if len(hosts) < 2 or pool not in _PEERS:
+        return hosts, ""
+    there = [m for m in members if not m.leaves]
+    peers = [m.host for m in there if m.pool == _PEERS[pool] and m.member_id in measured]
+    between = host_bandwidths(measured, {m.member_id: m.host for m in there})
+    bandwidths = bandwidths_to(peers, [host.host_id for host in hosts], between)
+    if not (far := far_hosts(bandwidths)):
+        return hosts, ""
+    near = [host for host in hosts if host.host_id not in far]
+    return near, told_far(far, bandwidths, _PEERS[pool])
 
 
 def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> bool:
@@ -293,7 +351,9 @@ def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Ho
     return all(free[name] >= amount for name, amount in spec.resources(pool).items())
 
 
-def _next_member(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> Member:
+def _next_member(
+    spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host, placed_why: str
+) -> Member:
     taken = {m.member_id for m in members}
     number = next(n for n in range(len(taken) + 1) if f"{pool}-{n}" not in taken)
     ordinal = 1 + max((m.ordinal for m in members), default=-1)
@@ -306,6 +366,7 @@ def _next_member(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host:
         core=core,
         host=host.host_id,
         has_ports=bool(spec.pools[pool].ports) and first,
+        placed_why=placed_why,
     )
 
 

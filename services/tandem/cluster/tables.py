@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 _LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
+_WHYS_MAX = 8
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 
 
@@ -36,6 +37,16 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
         wanted, running = pool.get("wanted", "-"), pool.get("running", pool.get("registered", "-"))
         made.add_row(name, str(wanted), str(running), ready, serving, agents)
     return made
+
+
+def placed_whys(pools: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each process that was kept from far hosts, for eight at most."""
+    agents = [agent for pool in pools.values() for agent in pool.get("agents", ())]
+    return [
+        f"{agent['id']} is on {agent['host']}: {agent['placed_why']}"
+        for agent in agents
+        if agent.get("placed_why") and agent["state"] not in ("draining", "lost")
+    ][-_WHYS_MAX:]
 
 
 def worker_tables(

@@ -60,6 +60,12 @@ class PairRate(msgspec.Struct, frozen=True):
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)
 
+    @property
+    def is_measured(self) -> bool:
+        """Returns whether it is other than the first guess for its transport."""
+        guess = default_pair(self.transport)
+        return (self.latency_s, self.bytes_per_s) != (guess.latency_s, guess.bytes_per_s)
+
 
 class WindowBytes(msgspec.Struct, frozen=True):
     """KV of layers with a window: only the last blocks of a prompt move."""

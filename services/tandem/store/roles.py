@@ -2,7 +2,7 @@
 
 router      all keys of its cluster: it reads records, and writes API keys, sizes and usage
 worker      the registry and the prefix tree, so neither API keys nor sizes
-controller  the sizes of the pools, and the lease of Ray's head
+controller  the sizes of the pools, the lease of Ray's head, and the records of workers to read
 """
 
 from tandem.config.tls import Kind
@@ -39,6 +39,8 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
         "{%s}:head",
         "{%s}:head-number",
         "{%s}:leaving",
+        "{%s}:workers",
+        "{%s}:worker:*",
     ),
 }
 _COMMANDS: dict[Kind, tuple[str, ...]] = {
@@ -56,7 +58,7 @@ _COMMANDS: dict[Kind, tuple[str, ...]] = {
         f"+{c}"
         for c in (
             *(*_CONNECT, *_CLUSTER, "brpop", "rpop", "lpush", "rpush", "get", "set", "incr"),
-            *("eval", "sadd", "srem", "smembers"),
+            *("eval", "sadd", "srem", "smembers", "mget"),
         )
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tandem.cluster.tables import audit_tables, duration, worker_tables
+from tandem.cluster.tables import audit_tables, duration, placed_whys, worker_tables
 
 
 def worker(worker_id: str, peers: int = 2) -> dict[str, Any]:
@@ -84,3 +84,10 @@ def test_the_audit_trail_in_80_columns_has_each_entry_whole() -> None:
 )
 def test_a_duration_has_the_unit_that_suits_it(seconds: float, told: str) -> None:
     assert duration(seconds) == told
+
+
+def test_a_process_that_was_kept_from_far_hosts_says_so() -> None:
+    plain = {"id": "prefill-0", "state": "running", "host": "host-b"}
+    near = {"id": "prefill-1", "state": "running", "host": "host-a", "placed_why": "host-b is far"}
+    pools = {"prefill": {"agents": [plain, near, {**near, "state": "lost"}]}, "decode": {}}
+    assert placed_whys(pools) == ["prefill-1 is on host-a: host-b is far"]

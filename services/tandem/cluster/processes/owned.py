@@ -16,6 +16,7 @@ from tandem.cluster.pools import ClusterSpec, Leave, Member
 from tandem.cluster.processes.head_lease import fenced_set
 from tandem.config.cluster import Pool
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.store.pair_rates import read_pair_bandwidths
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,15 @@ class SharedOwned:
         try:
             return read_leaving(self._redis(), self._cluster_id)
         except UNREACHABLE:
+            return {}
+
+    def pair_bandwidths(self) -> dict[str, dict[str, float]]:
+        """Returns how fast workers' blocks come to each other, as they measured it: worker id ->
+        peer's worker id -> bytes/s. Nothing while Redis is lost or does not let it be read."""
+        try:
+            return read_pair_bandwidths(self._redis(), self._cluster_id)
+        except UNREACHABLE as error:
+            log.info("the bandwidth of pairs is not known: %s", error)
             return {}
 
     def _redis(self) -> SyncClient:

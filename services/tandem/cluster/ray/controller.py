@@ -141,8 +141,7 @@ class PoolController:
         back = revive(members, self._hosts.alive)
         changed = {m.ordinal: m for m in (*lost, *back)}
         planned = [changed.get(m.ordinal, m) for m in members]
-        hosts, leaving = list(self._hosts.alive.values()), self._leaving
-        add, drain = plan(self._spec, self._owned.wanted, planned, hosts, leaving)
+        add, drain = self._plan(planned)
         draining = {m.ordinal for m in drain}
         planned = [
             msgspec.structs.replace(m, state="draining") if m.ordinal in draining else m
@@ -161,7 +160,7 @@ class PoolController:
             if member.agent_name in self._agents:
                 self._agents[member.agent_name].drain.remote()
         for member in (*back, *add):
-            log.info("adding %s %s", member.member_id, member.host)
+            log.info("adding %s %s %s", member.member_id, member.host, member.placed_why)
             self._attach(member)
         if self._spec.requests_nodes:
             self._nodes.request(node_bundles(self._spec, self._owned.wanted, self._owned.members))
@@ -169,6 +168,16 @@ class PoolController:
             self._published = state
             self._channel.publish(state)
         return True
+
+    def _plan(self, members: list[Member]) -> tuple[list[Member], list[Member]]:
+        """Returns (members to add, members to drain). What workers measured is read only when one
+        is to be placed and there are hosts to choose from."""
+        hosts = list(self._hosts.alive.values())
+        now = (self._spec, self._owned.wanted, members, hosts, self._leaving)
+        add, drain = plan(*now)
+        if add and len(hosts) > 1 and self._shared is not None:
+            add, drain = plan(*now, self._shared.pair_bandwidths())
+        return add, drain
 
     def _write(self, new: Owned) -> bool:
         """Keeps the new state, which counts only if it could be written."""

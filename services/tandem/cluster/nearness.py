@@ -1,0 +1,73 @@
+"""Finds the hosts that are far from the workers with which a new one would exchange KV. Pure.
+
+    the records of workers: how fast the blocks of each peer come   --> bandwidth of two hosts
+    bandwidth of a host and each peer's host, harmonic mean         --> bandwidth to the peers
+
+Two workers on one host measure the bandwidth within that host. A host is far if another one that
+would do has more than `FAR_TIMES` its bandwidth to the peers. Smaller differences are noise beside
+the load, by which hosts are chosen otherwise.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from statistics import harmonic_mean, median
+
+FAR_TIMES = 2.0
+_NAMED_MAX = 3  # far hosts in a reason
+
+PairBandwidths = Mapping[str, Mapping[str, float]]  # worker id -> peer's worker id -> bytes/s
+HostBandwidths = Mapping[tuple[str, str], float]  # two host ids in order -> bytes/s
+
+
+def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBandwidths:
+    """Returns the median of what the workers of two hosts measured of each other, in bytes/s.
+
+    `host_of` has the host's id of each worker; other workers do not count.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for worker_id, peers in pairs.items():
+        for peer, bytes_per_s in peers.items():
+            if worker_id in host_of and peer in host_of:
+                key = _in_order(host_of[worker_id], host_of[peer])
+                found.setdefault(key, []).append(bytes_per_s)
+    return {key: median(measured) for key, measured in found.items()}
+
+
+def bandwidths_to(
+    peer_hosts: Sequence[str], host_ids: Collection[str], between: HostBandwidths
+) -> dict[str, float]:
+    """Returns the bandwidth of each host to the peers, in bytes/s: that of equal shares from all.
+
+    `peer_hosts` has the host of each peer. A host is left out unless its bandwidth to each of them
+    is known: means over different peers do not compare.
+    """
+    found = {}
+    for host_id in host_ids:
+        each = [between.get(_in_order(host_id, peer_host)) for peer_host in peer_hosts]
+        known = [bytes_per_s for bytes_per_s in each if bytes_per_s is not None]
+        if known and len(known) == len(each):
+            found[host_id] = harmonic_mean(known)
+    return found
+
+
+def far_hosts(bandwidths: Mapping[str, float]) -> list[str]:
+    """Returns the far ones of these hosts, the farthest first; never all of them."""
+    fastest = max(bandwidths.values(), default=0.0)
+    far = [host_id for host_id, found in bandwidths.items() if found * FAR_TIMES < fastest]
+    return sorted(far, key=lambda host_id: (bandwidths[host_id], host_id))
+
+
+def told_far(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
+    """Says why hosts are left out, such as "host-b has 9.2 MB/s to the decode workers, another
+    host 812.0 MB/s"; `peers` names the pool of the peers."""
+    named = [f"{host_id} has {_shown(bandwidths[host_id])}" for host_id in far[:_NAMED_MAX]]
+    more = [f"{len(far) - _NAMED_MAX} more are far"] if len(far) > _NAMED_MAX else []
+    fastest = _shown(max(bandwidths.values()))
+    return f"{', '.join(named + more)} to the {peers} workers, another host {fastest}"
+
+
+def _in_order(one: str, other: str) -> tuple[str, str]:
+    return (one, other) if one < other else (other, one)
+
+
+def _shown(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:,.1f} MB/s"
