@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tandem.errors import NotNow
-from tandem.store.client import UNREACHABLE, Client
+from tandem.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.store.script import Script
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,17 @@ class Journal:
                     await self._write()
 
     async def read(self, name: str, num_max: int, decode: Callable[[bytes], Any]) -> list[Any]:
-        """Returns the last entries of all processes, the newest first. Raises NotNow."""
+        """Returns the last entries of all processes, the newest first, but those of other versions
+        that cannot be read. Raises NotNow."""
         try:
             told: Any = await self._redis.xrevrange(self._key(name), count=num_max)
         except UNREACHABLE as error:
             raise NotNow(f"{self._what} is in Redis, which is away: {error!r}") from error
-        return [decode(fields[b"entry"]) for _, fields in told]
+        found = []
+        for _, fields in told:
+            with suppress(KeyError, *UNREADABLE):
+                found.append(decode(fields[b"entry"]))
+        return found
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"

@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.cancellation import cancel
 from tandem.errors import QueueFull
 from tandem.router.api.admin import page_feed
 from tandem.router.api.admin.page_feed import Viewer
 from tandem.router.api.admin.snapshot import WORKER_COLUMNS
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord
+from tandem.router.workers.events import Event
 from tests.harness.page_server import SimulatedRouter
 
 pytestmark = pytest.mark.asyncio
@@ -178,6 +180,33 @@ async def test_a_bug_of_the_page_does_not_end_the_router(
     with fed.feed.viewing() as viewer:
         assert (await next_of(viewer))[0] == "full"
     running.cancel()
+
+
+async def test_an_event_that_cannot_be_read_stops_no_later_ones(
+    fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers of two versions write them during an upgrade."""
+    event, reads = Event(NOW, "started", "decode-0", "a text"), [0]
+
+    async def read(*_: object) -> list[Event]:
+        reads[0] += 1
+        if reads[0] == 1:
+            raise msgspec.ValidationError("Object missing required field `at`")
+        return [event]
+
+    monkeypatch.setattr(fed.view.events, "read", read)
+    monkeypatch.setattr(page_feed, "_AFTER_BUG_S", 0.01)
+    monkeypatch.setattr(page_feed, "_EVENTS_EVERY_S", 0.01)
+    monkeypatch.setattr(page_feed, "INTERVAL_S", 0.01)
+    running = asyncio.create_task(fed.feed.run())
+    try:
+        with fed.feed.viewing() as viewer:
+            async with asyncio.timeout(20):
+                while not (await next_of(viewer))[1].get("events"):
+                    pass
+    finally:
+        await cancel(running)
+    assert reads[0] > 1
 
 
 async def test_the_events_are_json_on_one_line() -> None:

@@ -245,9 +245,13 @@ class PageFeed:
         """Reads the events while anyone looks. Those that were read last stay if Redis is away."""
         while True:
             await self._wanted.wait()
-            with contextlib.suppress(TandemError, TimeoutError):
-                async with asyncio.timeout(_EVENTS_DEADLINE_S):
-                    self._events = await self._view.events.read(EVENTS_MAX, self._trail)
+            try:
+                with contextlib.suppress(TandemError, TimeoutError):
+                    async with asyncio.timeout(_EVENTS_DEADLINE_S):
+                        self._events = await self._view.events.read(EVENTS_MAX, self._trail)
+            except Exception:  # as an entry that a router of another version wrote
+                log.exception("the page cannot show new events")
+                await asyncio.sleep(_AFTER_BUG_S)
             await asyncio.sleep(_EVENTS_EVERY_S)
 
 
