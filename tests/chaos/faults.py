@@ -8,7 +8,8 @@
     cut   its network brings nothing and takes nothing
 
 A worker may also end by itself (one whose engine hangs does): the keeper starts it again, too.
-Where Ray's agents keep the workers, pool_faults.py strikes.
+Where Ray's agents keep the workers, pool_faults.py strikes them, and outages.py what is beside
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ import psutil
 from tests.harness.cluster import LocalCluster, Served, WorkerProcess, wait_for
 from tests.harness.network import Network, Place
 
-Kind = Literal["kill", "drain", "flip", "scale", "stop", "hang", "cut"]
+Kind = Literal[
+    *("kill", "drain", "flip", "scale", "stop", "hang", "cut"),
+    *("kill redis", "stop redis", "kill router", "kill controller", "kill head"),
+]
 
 _POLL_S = 0.05
 _BUSY_WITHIN_S = 10.0  # a worker that gets no request in this time is struck all the same
@@ -231,6 +235,9 @@ async def flip(cluster: Served, worker_id: str, role: str) -> bool:
     worker that is away cannot be asked."""
     path = f"/v1/cluster/workers/{worker_id}/role"
     async with httpx.AsyncClient(base_url=cluster.admin_url, timeout=20) as client:
-        reply = await client.post(path, json={"role": role})
+        try:
+            reply = await client.post(path, json={"role": role})
+        except httpx.TransportError:  # a router that was killed may have moved it
+            return False
     assert reply.status_code in (200, 404, 409, 503), reply.text
     return reply.status_code == 200

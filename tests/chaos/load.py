@@ -1,7 +1,8 @@
 """Clients of a chaos run: prompts whose exact tokens are known, asked in a closed loop.
 
 Half of the requests go over HTTP, half over gRPC, all as streams; some clients leave early. Every
-request ends as one `Outcome`, after a bounded time.
+request ends as one `Outcome`, after a bounded time. A stream that ends with its router is an
+outcome of its own, and its client asks once more.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
@@ -36,6 +38,8 @@ LEAVES_WITHIN_S = 4.0
 class Prompt:
     token_ids: list[int]
     expected: list[int]  # at least MAX_TOKENS; computed or a reference's
+    # Fields that HTTP, gRPC and the engine's SamplingParams have under the same names.
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0})
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,11 @@ class Outcome:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
-    cut_short: Literal["", "left", "hung"] = ""
+    cut_short: Literal["", "left", "hung", "router lost"] = ""
     seconds: float = 0.0
     was_heard: bool = True  # False: its client left before the router had read the request
     name: str = field(default_factory=lambda: uuid.uuid4().hex)  # what the client calls it
+    is_retry: bool = False  # of a request whose router was killed
 
     @property
     def kind(self) -> str:
@@ -66,6 +71,25 @@ class Outcome:
         if self.cut_short:
             return self.cut_short
         return "finished" if self.ends == ["length"] else "+".join(self.ends) or "nothing"
+
+
+@dataclass
+class RouterLife:
+    """The router's deaths, as told by the test that kills it and waits until it is ready again."""
+
+    num_deaths: int = 0
+    is_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.is_up.set()
+
+    @contextmanager
+    def death(self) -> Iterator[None]:
+        """Nobody asks anything while the block runs, in which the router is killed and returns."""
+        self.num_deaths += 1
+        self.is_up.clear()
+        yield
+        self.is_up.set()
 
 
 def golden_prompts(
@@ -117,6 +141,7 @@ def requests(
     *,
     is_over: Callable[[], bool],
     share_of_long: float = 0.0,
+    leaves_within_s: float = LEAVES_WITHIN_S,
 ) -> Iterator[Request]:
     """Yields at least `count` requests, and more until `is_over`. A long answer has all tokens of
     its reference."""
@@ -129,7 +154,7 @@ def requests(
             prompt,
             len(prompt.expected) if is_long else rng.randint(1, MAX_TOKENS),
             "http" if number % 2 else "grpc",
-            rng.uniform(0, LEAVES_WITHIN_S) if leaves else None,
+            rng.uniform(0, leaves_within_s) if leaves else None,
         )
 
 
@@ -143,7 +168,11 @@ class Load:
         *,
         num_clients: int,
         bound_s: float,
+        router: RouterLife | None = None,
     ) -> None:
+        """`router`: of a test that kills it. The router's records of requests die with it, so
+        nobody asks then which requests it heard."""
+        self._router = router
         self._cluster = cluster
         self._wanted = wanted
         self._num_clients = num_clients
@@ -167,18 +196,33 @@ class Load:
     ) -> None:
         left: Outcome | None = None  # without a token: the router is asked once the next has ended
         for request in self._wanted:
-            outcome = Outcome(request)
-            self.num_running += 1
-            try:
-                await self._ask(ways[request.api], outcome)
-            finally:
-                self.num_running -= 1
-                self.outcomes.append(outcome)
+            outcome = await self._outcome(ways[request.api], Outcome(request))
+            if outcome.cut_short == "router lost":
+                await self._outcome(ways[request.api], Outcome(request, is_retry=True))
+            if self._router is not None:
+                continue
             if left is not None:
                 left.was_heard = await was_heard(http, left.name)
             left = outcome if outcome.cut_short == "left" and not outcome.token_ids else None
         if left is not None:
             left.was_heard = await was_heard(http, left.name)
+
+    async def _outcome(
+        self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome
+    ) -> Outcome:
+        router = self._router or RouterLife()
+        await router.is_up.wait()
+        num_deaths = router.num_deaths
+        self.num_running += 1
+        try:
+            await self._ask(way, outcome)
+        finally:
+            self.num_running -= 1
+            self.outcomes.append(outcome)
+        was_cut = outcome.kind not in ("finished", "left", "hung")
+        if was_cut and router.num_deaths > num_deaths and not outcome.is_retry:
+            outcome.cut_short = "router lost"
+        return outcome
 
     async def _ask(self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome) -> None:
         started = time.monotonic()
@@ -203,7 +247,7 @@ async def _over_http(client: httpx.AsyncClient, outcome: Outcome) -> None:
     body = {
         "prompt": request.prompt.token_ids,
         "max_tokens": request.max_tokens,
-        "temperature": 0,
+        **request.prompt.sampling,
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": True,
@@ -232,11 +276,12 @@ async def _over_grpc(stub: InferenceStub, outcome: Outcome) -> None:
     call = stub.Generate(
         pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=request.prompt.token_ids),
-            sampling=pb.SamplingParams(temperature=0),
+            sampling=pb.SamplingParams(**request.prompt.sampling),
             max_tokens=request.max_tokens,
             ignore_eos=True,
         ),
         metadata=((REQUEST_ID_HEADER, outcome.name),),
+        wait_for_ready=True,  # a router that was killed is there again, its channel a moment later
     )
     try:
         async for message in call:

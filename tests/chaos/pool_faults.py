@@ -1,10 +1,11 @@
 """Faults of a cluster whose workers Ray's agents keep, from outside and by its own controls.
 
-    Crashes  kill -9 and SIGSTOP of any worker, one after the other: none before the last one is
-             started again, for a request may lose two workers and no third
+    Crashes  kill -9, SIGSTOP, hang and cut of any worker, one after the other: none before the last
+             one is started again, for a request may lose two workers and no third
     Orders   drain, flip and scale over HTTP, as an operator's, all the while
 
-Each goes through its deck again and again, shuffled, and each takes who is there at random.
+What is struck beside workers is in outages.py. Each goes through its deck again and again,
+shuffled, and each takes who is there at random.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from random import Random
 
 import httpx
@@ -28,7 +30,7 @@ _POLL_S = 0.2
 _BACK_WITHIN_S = 600.0  # on a machine that has little time for it, too
 
 
-class _Striker(ABC):
+class Striker(ABC):
     """`happened`: every fault that came about."""
 
     def __init__(
@@ -61,8 +63,14 @@ class _Striker(ABC):
 
     async def _any_worker(self, role: str = "") -> KeptWorker:
         """Returns a random worker of the role, or of any role if there is none."""
-        found = await asyncio.to_thread(lambda: sorted(self._cluster.workers.items()))
-        workers = [worker for _, worker in found]
+        workers: list[KeptWorker] = []
+
+        def found() -> bool:
+            by_id = self._cluster.workers
+            workers[:] = [by_id[worker_id] for worker_id in sorted(by_id)]
+            return bool(workers)
+
+        await self._until(found)
         return self._rng.choice([w for w in workers if w.role == role] or workers)
 
     def _note(self, fault: Fault, what: str) -> Happened:
@@ -72,37 +80,62 @@ class _Striker(ABC):
         return noted
 
     def _held(self, worker_id: str) -> int:
-        record = self._cluster.records().get(worker_id)
-        if record is None:
+        try:
+            record = self._cluster.records()[worker_id]
+        except (KeyError, httpx.TransportError):  # a pool or a router, or there is no router
             return 0
         load = record["load"]
         held = sum(load[name] for name in ("num_running", "num_waiting", "num_leases", "num_pulls"))
         return max(held, record["requests_here"])
 
     async def _until(self, probe: Callable[[], bool]) -> None:
+        """A router that does not answer is one that was killed: the probe runs again."""
         async with asyncio.timeout(_BACK_WITHIN_S):
-            while not await asyncio.to_thread(probe):  # noqa: ASYNC110
+            while not await asyncio.to_thread(_answered, probe):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
 
-class Crashes(_Striker):
+def _answered(probe: Callable[[], bool]) -> bool:
+    try:
+        return probe()
+    except httpx.TransportError:
+        return False
+
+
+class Crashes(Striker):
     _role = "prefill"  # of the worker struck last: a short run strikes both pools, too
 
     async def _strike(self, fault: Fault) -> None:
         await self._until(self._cluster.is_whole)
         self._role = "decode" if self._role == "prefill" else "prefill"
         worker = await self._any_worker(self._role)
+        if fault.kind == "cut":
+            await self._cut(fault)
+            return
         noted = self._note(fault, worker.worker_id)
         try:
             if fault.kind == "kill":
                 os.kill(worker.pid, signal.SIGKILL)
             else:
-                await stop(worker.pid, fault.duration_s)
+                is_engine_only = fault.kind == "hang"
+                await stop(worker.pid, fault.duration_s, is_engine_only=is_engine_only)
         except (ProcessLookupError, psutil.NoSuchProcess):  # it was drained just then
             self._happened.remove(noted)
 
+    async def _cut(self, fault: Fault) -> None:
+        """Cuts off one of the workers that are not at home."""
+        network, places = self._cluster.network, self._cluster.places
+        assert network is not None
+        worker_id = self._rng.choice(sorted(places))
+        self._note(fault, worker_id)
+        network.cut(places[worker_id])
+        try:
+            await asyncio.sleep(fault.duration_s)
+        finally:
+            network.heal(places[worker_id])
 
-class Orders(_Striker):
+
+class Orders(Striker):
     async def _strike(self, fault: Fault) -> None:
         if fault.kind == "scale":
             await self._scale(fault)
@@ -116,14 +149,19 @@ class Orders(_Striker):
     async def _scale(self, fault: Fault) -> None:
         """One worker more in a pool, for so long; then the newest of it goes."""
         pool = self._rng.choice(("prefill", "decode"))
-        pools = (await asyncio.to_thread(self._cluster.state))["pools"]
-        size = pools[pool]["wanted"]
+        size = self._cluster.sizes[pool]
         self._note(fault, pool)
         for wanted in (size + 1, size):
-            reply = await self._post("/v1/cluster", {pool: wanted})
-            assert reply.status_code == 202, reply.text
+            await self._resize(pool, wanted)
             await self._until(lambda wanted=wanted: self._has(pool, wanted))
             await asyncio.sleep(fault.duration_s)
+
+    async def _resize(self, pool: str, size: int) -> None:
+        """Asks for a size; again, while Redis is away and nobody can be told of it."""
+        async with asyncio.timeout(_BACK_WITHIN_S):
+            while (reply := await self._post("/v1/cluster", {pool: size})).status_code != 202:
+                assert reply.status_code == 503, reply.text
+                await asyncio.sleep(_POLL_S)
 
     def _has(self, pool: str, size: int) -> bool:
         """Its processes run or are on their way; one that was killed meanwhile may be away."""
@@ -155,5 +193,12 @@ class Orders(_Striker):
             await flip(self._cluster, worker.worker_id, back)
 
     async def _post(self, path: str, body: dict[str, object]) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=self._cluster.admin_url, timeout=20) as client:
-            return await client.post(path, json=body)
+        """Posts an order; again, while there is no router (one that was killed may have heard)."""
+        async with (
+            httpx.AsyncClient(base_url=self._cluster.admin_url, timeout=20) as client,
+            asyncio.timeout(_BACK_WITHIN_S),
+        ):
+            while True:
+                with suppress(httpx.TransportError):
+                    return await client.post(path, json=body)
+                await asyncio.sleep(_POLL_S)

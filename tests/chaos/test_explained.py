@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tandem.cluster.processes import guardian
-from tests.harness.cluster import free_port, wait_for
+from tests.harness.cluster import free_port, process_named, wait_for
 from tests.harness.debian import unpacked
 from tests.harness.explained import (
     KILLED,
@@ -84,13 +84,7 @@ class Up(Faulty):
 
     def pid(self, name: str) -> int:
         """Returns the first process of the cluster with this text in its command line."""
-        for pid in guardian.cluster_processes(self.cluster_id):
-            try:
-                if name in " ".join(psutil.Process(pid).cmdline()):
-                    return pid
-            except psutil.NoSuchProcess:
-                continue
-        raise LookupError(name)
+        return process_named(self.cluster_id, name)
 
     def scale(self, size: int) -> None:
         url = f"{self.admin_url}/v1/cluster"

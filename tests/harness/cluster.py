@@ -19,8 +19,10 @@ from typing import Any, Protocol
 
 import grpc
 import httpx
+import psutil
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes import guardian
 from tandem.config.cluster import REDIS_URL_VARIABLE
 from tandem.observability.logs import STACKS_SIGNAL
 from tandem.rpc.auth import token_metadata
@@ -71,6 +73,18 @@ def free_port() -> int:
         if len(_reserved) > _RESERVED_MAX:
             _reserved.popleft().close()
         return port
+
+
+def process_named(cluster_id: str, name: str) -> int:
+    """Returns the first process of a cluster with this text in its command line. Raises LookupError
+    if there is none."""
+    for pid in guardian.cluster_processes(cluster_id):
+        try:
+            if name in " ".join(psutil.Process(pid).cmdline()):
+                return pid
+        except psutil.NoSuchProcess:
+            continue
+    raise LookupError(name)
 
 
 class Served(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import uuid
 from collections import Counter
 from dataclasses import dataclass
@@ -32,11 +33,13 @@ from tandem.models.source import resolve
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tests.harness import placing
 from tests.harness.certificates import worker_channel
-from tests.harness.cluster import free_port, wait_for
+from tests.harness.cluster import free_port, process_named, wait_for
+from tests.harness.network import Network, Place
 
 START_DEADLINE_S = 300.0
-_ROOT = Path(__file__).parents[2]
+_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,20 @@ class KeptCluster:
         prefill: int = 1,
         decode: int = 1,
         module: str = "",
+        network: Network | None = None,
     ) -> None:
         """`run_folder`'s path must be short: Ray's sockets lie below it.
 
-        `module`: run in the place of tandem.worker.
+        `module`: run in the place of tandem.worker. `network`: its hosts have the workers with
+        number 1, one host for each pool; all others are at its home.
         """
         self.http_port, self.grpc_port = free_port(), free_port()
         admin = AdminOptions(port=free_port(), grpc_port=free_port())
         self.admin_url = f"http://127.0.0.1:{admin.port}"
         self.token = uuid.uuid4().hex
-        self._redis = EmbeddedRedis(run_folder / "redis")
-        self._redis.start()
+        home = network.home.address if network else "127.0.0.1"
+        self.redis = EmbeddedRedis(run_folder / "redis", host=home)
+        self.redis.start()
         self.cluster_id = f"test-{uuid.uuid4().hex[:12]}"
         write_certificates(run_folder, self.cluster_id)
         self._tls_dir = certificate_folder(run_folder, "router")
@@ -104,6 +110,19 @@ class KeptCluster:
         if module:
             pools = {name: _running(module, pool) for name, pool in spec.pools.items()}
             spec = msgspec.structs.replace(spec, pools=pools)
+        self.sizes = {"prefill": prefill, "decode": decode}  # at the start
+        self.network = network
+        self.places: dict[str, Place] = {}
+        if network is not None:
+            self.places = dict(zip(("prefill-1", "decode-1"), network.hosts, strict=True))
+            placed = [sys.executable, "-m", placing.__name__, placing.told(network, self.places)]
+            pools = {
+                name: pool
+                if name == "router"
+                else msgspec.structs.replace(pool, command=[*placed, *pool.command])
+                for name, pool in spec.pools.items()
+            }
+            spec = msgspec.structs.replace(spec, pools=pools)
         self._spec = spec
         self.folder = run_folder / "logs"
         self.head = HeadProcess(
@@ -111,9 +130,9 @@ class KeptCluster:
             {
                 **os.environ,
                 CLUSTER_ID_VARIABLE: self.cluster_id,
-                REDIS_URL_VARIABLE: self._redis.url,
+                REDIS_URL_VARIABLE: self.redis.url,
                 TOKEN_VARIABLE: self.token,
-                "PYTHONPATH": str(_ROOT),
+                "PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH")))),
                 "OMP_NUM_THREADS": "1",
             },
         )
@@ -147,7 +166,7 @@ class KeptCluster:
     def close(self) -> None:
         self.head.end()
         guardian.end_cluster(self.cluster_id, 1.0)
-        self._redis.stop()
+        self.redis.stop()
 
     def state(self) -> dict[str, Any]:
         return httpx.get(f"{self.admin_url}/v1/cluster", timeout=10).json()
@@ -195,6 +214,10 @@ class KeptCluster:
     def scale(self, **sizes: int) -> None:
         """Asks for these sizes; `is_whole` says when it is so."""
         httpx.post(f"{self.admin_url}/v1/cluster", json=sizes, timeout=10).raise_for_status()
+
+    def pid(self, name: str) -> int:
+        """Returns the first process of the cluster with this text in its command line."""
+        return process_named(self.cluster_id, name)
 
     def pids(self, pool: str) -> dict[str, int]:
         """Returns the process ids of a pool, as its agents report them."""

@@ -1,0 +1,86 @@
+"""Outages of what is beside the workers of a kept cluster, one after the other.
+
+kill redis       and start it again at the same address, empty, after so long
+stop redis       SIGSTOP, later SIGCONT
+kill router      its agent starts it again; the streams that it had are lost
+kill controller  Ray starts the pool controller again
+kill head        GCS and raylet; a fresh head after so long, with agents of its own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from random import Random
+
+import httpx
+
+from tests.chaos.faults import Fault, Happened
+from tests.chaos.load import RouterLife
+from tests.chaos.pool_faults import Striker
+from tests.harness.kept_cluster import KeptCluster
+
+
+class Outages(Striker):
+    def __init__(
+        self,
+        cluster: KeptCluster,
+        rng: Random,
+        router: RouterLife,
+        *,
+        num_requests: Callable[[], int],
+        happened: list[Happened],
+    ) -> None:
+        super().__init__(cluster, rng, num_requests=num_requests, happened=happened)
+        self._router = router
+
+    async def _strike(self, fault: Fault) -> None:
+        await self._until(self._is_answered)
+        what, _, whom = fault.kind.partition(" ")
+        self._note(fault, whom)
+        match whom:
+            case "redis":
+                await self._redis(fault, is_killed=what == "kill")
+            case "router":
+                await self._kill_router()
+            case "controller":
+                os.kill(await asyncio.to_thread(self._cluster.pid, "ray::PoolController"), 9)
+            case "head":
+                await self._kill_head(fault)
+        await self._until(self._is_answered)
+
+    async def _redis(self, fault: Fault, *, is_killed: bool) -> None:
+        redis = self._cluster.redis
+        if is_killed:
+            await asyncio.to_thread(redis.kill)
+        else:
+            os.kill(redis.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(fault.duration_s)
+        finally:
+            if is_killed:
+                redis.start()
+            else:
+                os.kill(redis.pid, signal.SIGCONT)
+
+    async def _kill_router(self) -> None:
+        (pid,) = (await asyncio.to_thread(self._cluster.pids, "router")).values()
+        with self._router.death():
+            os.kill(pid, signal.SIGKILL)
+            await self._until(self._is_ready)
+
+    def _is_ready(self) -> bool:
+        return httpx.get(f"{self._cluster.url}/ready", timeout=5).status_code == 200
+
+    async def _kill_head(self, fault: Fault) -> None:
+        self._cluster.kill_head()
+        try:
+            await asyncio.sleep(fault.duration_s)
+        finally:
+            self._cluster.start_head()
+
+    def _is_answered(self) -> bool:
+        """Returns whether the router knows of one agent of its own, as the controller told it."""
+        return len(self._cluster.pids("router")) == 1

@@ -1,0 +1,61 @@
+"""Prompts of a tiny random model, and what one engine answers to each of them, alone.
+
+The model has random weights and 203 tokens, so that another token anywhere in a prompt, or another
+seed, changes the answer from its first or second token on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tandem.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.types import SamplingParams
+from tests.chaos.load import Prompt
+from tests.engine_driver import drive_all, make_spec
+from tests.tiny_models import make_tiny_model
+
+ANSWER = 48  # tokens of a long answer
+PREFIX_MAX = 320
+REST_MAX = 100
+_VOCABULARY = range(3, 203)
+
+
+def reference_prompts(
+    folder: Path, rng: Random, num_prefixes: int, num_each: int
+) -> tuple[str, list[Prompt]]:
+    """Makes the model in `folder`; returns what `--model` takes, and prompts with their answers.
+
+    `num_each` prompts share each prefix: every third is greedy, every third greedy with a penalty
+    for what was said before, and every third is sampled with a seed of its own.
+    """
+    model, _ = make_tiny_model("llama", folder, max_position_embeddings=1024)
+    config = EngineConfig(model="", device="cpu", numerics="invariant", num_blocks=64)
+    engine = Engine(config, ModelRunner(model, config), model.fingerprint)
+    known = []
+    for number, tokens in enumerate(_prompts(rng, num_prefixes, num_each)):
+        sampling = _sampling(rng, number)
+        spec = make_spec(
+            f"{number}", tokens, max_tokens=ANSWER, sampling=SamplingParams(**sampling)
+        )
+        known.append(Prompt(tokens, drive_all(engine, spec).token_ids[f"{number}"], sampling))
+    return str(folder), known
+
+
+def _prompts(rng: Random, num_prefixes: int, num_each: int) -> Iterator[list[int]]:
+    for _ in range(num_prefixes):
+        prefix = rng.choices(_VOCABULARY, k=rng.randint(0, PREFIX_MAX))
+        for _ in range(num_each):
+            yield prefix + rng.choices(_VOCABULARY, k=rng.randint(1, REST_MAX))
+
+
+def _sampling(rng: Random, number: int) -> dict[str, Any]:
+    if number % 3 == 0:
+        return {"temperature": 0}
+    if number % 3 == 1:
+        return {"temperature": 0, "repetition_penalty": 1.5}
+    return {"temperature": 0.9, "top_p": 0.95, "seed": rng.randrange(1 << 31)}

@@ -1,0 +1,35 @@
+"""Runs a worker in its place of a network, by its id: what Ray's agents start knows no places.
+
+    python -m tests.harness.placing PLACES COMMAND ...
+
+The process becomes the command, so its id and its start time stay the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from tests.harness.network import Network, Place
+
+
+def told(network: Network, places: Mapping[str, Place]) -> str:
+    """Returns PLACES: the places of workers by id; all other workers are at home."""
+    all_places = {"": network.home, **places}
+    return json.dumps({worker_id: asdict(place) for worker_id, place in all_places.items()})
+
+
+def main() -> None:
+    places, command = json.loads(sys.argv[1]), sys.argv[2:]
+    worker_id = command[command.index("--worker-id") + 1]
+    place = Place(**places.get(worker_id, places[""]))
+    command = [*place.prefix, *command, "--host", place.address]
+    environment = place.environment if place.namespace else {}
+    os.execvpe(command[0], command, {**os.environ, **environment})
+
+
+if __name__ == "__main__":
+    main()
