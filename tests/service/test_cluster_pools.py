@@ -142,6 +142,8 @@ def test_processes_run_apart_from_ray(cluster: RealCluster) -> None:
         environment = psutil.Process(pid).environ()
         assert environment[CLUSTER_ID_VARIABLE] == cluster.spec.cluster_id
         assert not [name for name in environment if name.startswith("RAY_")]
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        assert psutil.Process(pid).nice() == niceness, "it gives way to all other programs"
 
 
 def test_ray_listens_on_this_machine_only(cluster: RealCluster) -> None:

@@ -140,11 +140,14 @@ secretKeyRef:
 {{- $rules | replace "%CLUSTER%" (trimPrefix "tandem:" $tag) -}}
 {{- end -}}
 
-{{/* The memory monitor would end what Ray started, which is small, for what it did not start. */}}
+{{/* The memory monitor would end what Ray started, which is small, for what it did not start. Workers
+inherit the niceness of the agents that start them. */}}
 {{- define "tandem.rayEnv" -}}
 - name: RAY_memory_monitor_refresh_ms
   value: "0"
 - name: RAY_worker_oom_score_adjustment
+  value: "0"
+- name: RAY_worker_niceness
   value: "0"
 - name: RAY_AUTH_MODE
   value: token
