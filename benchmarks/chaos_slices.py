@@ -71,7 +71,7 @@ OUTAGES = (
     *[Fault("kill controller")] * 2,
     Fault("kill head", 10),
 )
-PAUSE_S = 5.0  # between two faults of one sort, at most
+PAUSE_S = 3.0  # between two faults of one sort, at most
 NUM_PREFIXES, NUM_EACH = 24, 9
 LEAVES_WITHIN_S = 1.0
 SHARE_OF_LONG = 0.2

@@ -22,6 +22,8 @@ from tests.chaos.load import RouterLife
 from tests.chaos.pool_faults import Striker
 from tests.harness.kept_cluster import KeptCluster
 
+_ROUTER = "tandem.router "  # in its command line
+
 
 class Outages(Striker):
     def __init__(
@@ -35,6 +37,7 @@ class Outages(Striker):
     ) -> None:
         super().__init__(cluster, rng, num_requests=num_requests, happened=happened)
         self._router = router
+        self._router_pids: list[int] = []
 
     async def _strike(self, fault: Fault) -> None:
         await self._until(self._is_answered)
@@ -46,7 +49,7 @@ class Outages(Striker):
             case "router":
                 await self._kill_router()
             case "controller":
-                os.kill(await asyncio.to_thread(self._cluster.pid, "ray::PoolController"), 9)
+                await self._until(self._kill_controller)
             case "head":
                 await self._kill_head(fault)
         await self._until(self._is_answered)
@@ -61,15 +64,19 @@ class Outages(Striker):
             await asyncio.sleep(fault.duration_s)
         finally:
             if is_killed:
-                redis.start()
+                await asyncio.to_thread(redis.start)
             else:
                 os.kill(redis.pid, signal.SIGCONT)
 
     async def _kill_router(self) -> None:
-        (pid,) = (await asyncio.to_thread(self._cluster.pids, "router")).values()
+        (pid,) = self._router_pids
         with self._router.death():
             os.kill(pid, signal.SIGKILL)
             await self._until(self._is_ready)
+
+    def _kill_controller(self) -> bool:
+        os.kill(self._cluster.pid("ray::PoolController"), signal.SIGKILL)
+        return True
 
     def _is_ready(self) -> bool:
         return httpx.get(f"{self._cluster.url}/ready", timeout=5).status_code == 200
@@ -79,8 +86,12 @@ class Outages(Striker):
         try:
             await asyncio.sleep(fault.duration_s)
         finally:
-            self._cluster.start_head()
+            await asyncio.to_thread(self._cluster.start_head)
 
     def _is_answered(self) -> bool:
-        """Returns whether the router knows of one agent of its own, as the controller told it."""
-        return len(self._cluster.pids("router")) == 1
+        """Returns whether the router runs that its agent has started, and answers.
+
+        A controller that was killed may still tell of the one before.
+        """
+        self._router_pids = list(self._cluster.pids("router").values())
+        return len(self._router_pids) == 1 and self._router_pids[0] == self._cluster.pid(_ROUTER)

@@ -98,7 +98,7 @@ class Striker(ABC):
 def _answered(probe: Callable[[], bool]) -> bool:
     try:
         return probe()
-    except httpx.TransportError:
+    except (httpx.TransportError, LookupError):
         return False
 
 

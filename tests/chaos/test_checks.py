@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from tests.chaos import checks
 from tests.chaos.checks import check_counted, wrong_outcomes
-from tests.chaos.load import Outcome, Prompt, Request
+from tests.chaos.load import Load, Outcome, Prompt, Request, RouterLife
+
+
+class StubCluster:
+    """An address where nobody is asked."""
+
+    url = admin_url = "http://127.0.0.1:9"
+    grpc_port = 9
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        return {}
+
 
 REQUEST = Request(0, Prompt([1, 2], [5, 6, 7, 8]), max_tokens=3, api="http", leaves_after_s=None)
 
@@ -28,13 +40,47 @@ REQUEST = Request(0, Prompt([1, 2], [5, 6, 7, 8]), max_tokens=3, api="http", lea
         ([5, 6, 7], ["length", "worker_lost"], "", "neither finished"),
         ([5], ["worker_lost"], "", "neither finished"),
         ([5, 6, 7], [], "hung", "neither finished"),
+        ([5, 6], ["UNAVAILABLE"], "router lost", ""),
+        ([5, 9], ["UNAVAILABLE"], "router lost", "WRONG TOKENS"),
     ],
 )
 def test_an_outcome_is_right_or_named(
-    token_ids: list[int], ends: list[str], cut_short: Literal["", "left", "hung"], problem: str
+    token_ids: list[int],
+    ends: list[str],
+    cut_short: Literal["", "left", "hung", "router lost"],
+    problem: str,
 ) -> None:
     found = wrong_outcomes([Outcome(REQUEST, token_ids, ends, cut_short)])
     assert (problem in found[0]) if problem else not found
+
+
+async def test_a_stream_that_ends_with_its_router_is_asked_for_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = RouterLife()
+    load = Load(StubCluster(), iter([REQUEST]), num_clients=1, bound_s=9, router=router)
+
+    async def ask(_: object, outcome: Outcome) -> None:
+        with contextlib.nullcontext() if outcome.is_retry else router.death():
+            outcome.ends.append("length" if outcome.is_retry else "UNAVAILABLE")
+
+    monkeypatch.setattr(load, "_ask", ask)
+    await load.run()
+    assert [o.kind for o in load.outcomes] == ["router lost", "finished"]
+
+
+async def test_a_retry_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = RouterLife()
+    load = Load(StubCluster(), iter([REQUEST]), num_clients=1, bound_s=9, router=router)
+
+    async def ask(_: object, outcome: Outcome) -> None:
+        with router.death():
+            outcome.ends.append("UNAVAILABLE")
+
+    monkeypatch.setattr(load, "_ask", ask)
+    await load.run()
+    assert [o.kind for o in load.outcomes] == ["router lost", "UNAVAILABLE"]
+    assert "neither finished" in wrong_outcomes(load.outcomes)[0]
 
 
 @pytest.mark.parametrize(("was_heard", "num_counted"), [(True, 2), (False, 1)])

@@ -1,0 +1,35 @@
+"""A few short slices of `benchmarks/chaos_slices.py`, which runs very many requests.
+
+The script has all kinds of faults at once, of workers and of what is beside them. It fails for a
+wrong token, a request that failed, KV that is still held, and an error that was logged.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.network import why_not
+
+ROOT = Path(__file__).parents[2]
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_slices_have_no_problem_and_the_second_run_goes_on_after_the_first(tmp_path: Path) -> None:
+    books = tmp_path / "books.json"
+    script = ROOT / "benchmarks" / "chaos_slices.py"
+    for num_requests in (300, 600):
+        command = [sys.executable, script, "--slice", "300", "--books", books]
+        done = subprocess.run(
+            [*command, "--requests", str(num_requests)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        assert json.loads(books.read_text())["sums"]["requests"] == num_requests
