@@ -88,8 +88,8 @@ def errors_logged(cluster: AnyCluster) -> list[str]:
     as they were made to."""
     return [
         f"{log.name}: {record}"
-        for log in sorted(cluster.folder.glob("*.log"))
-        for record in _STARTS_OF_RECORDS.split(log.read_text())
+        for log in sorted(cluster.logs)
+        for record in _STARTS_OF_RECORDS.split(log.read_text(errors="replace"))
         if (" ERROR " in record.partition("\n")[0] or "\nTraceback" in f"\n{record}")
         and "UCX" not in record
         and "the engine made no turn" not in record

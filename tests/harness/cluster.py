@@ -173,6 +173,10 @@ class LocalCluster:
     admin_port: int = 0
 
     @property
+    def logs(self) -> list[Path]:
+        return list(self.folder.glob("*.log"))
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 

@@ -139,6 +139,15 @@ class KeptCluster:
         self._ray_pids: dict[str, int] = {}
 
     @property
+    def logs(self) -> list[Path]:
+        """The logs of routers and workers, of Ray's agents and of the pool controller."""
+        sessions = self.folder.parent / "ray"
+        return [
+            *self.folder.glob("*.log"),
+            *{file.resolve() for file in sessions.glob("session_*/logs/worker-*.err")},
+        ]
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 
