@@ -79,6 +79,7 @@ class RouterLife:
 
     num_deaths: int = 0
     is_up: asyncio.Event = field(default_factory=asyncio.Event)
+    num_retries: int = 0  # under way: one more death would be a request's second
 
     def __post_init__(self) -> None:
         self.is_up.set()
@@ -197,9 +198,10 @@ class Load:
         left: Outcome | None = None  # without a token: the router is asked once the next has ended
         for request in self._wanted:
             outcome = await self._outcome(ways[request.api], Outcome(request))
-            if outcome.cut_short == "router lost":
-                await self._outcome(ways[request.api], Outcome(request, is_retry=True))
             if self._router is not None:
+                if outcome.cut_short == "router lost":
+                    await self._outcome(ways[request.api], Outcome(request, is_retry=True))
+                    self._router.num_retries -= 1
                 continue
             if left is not None:
                 left.was_heard = await was_heard(http, left.name)
@@ -222,6 +224,7 @@ class Load:
         was_cut = outcome.kind not in ("finished", "left", "hung")
         if was_cut and router.num_deaths > num_deaths and not outcome.is_retry:
             outcome.cut_short = "router lost"
+            router.num_retries += 1
         return outcome
 
     async def _ask(self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome) -> None:

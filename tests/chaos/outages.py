@@ -69,6 +69,7 @@ class Outages(Striker):
                 os.kill(redis.pid, signal.SIGCONT)
 
     async def _kill_router(self) -> None:
+        await self._until(lambda: not self._router.num_retries and self._is_answered())
         (pid,) = self._router_pids
         with self._router.death():
             os.kill(pid, signal.SIGKILL)
