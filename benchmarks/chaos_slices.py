@@ -275,7 +275,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def write(path: Path, slices: list[dict[str, Any]]) -> None:
     path.parent.mkdir(exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"sums": sums(slices), "slices": slices}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(each) for each in slices)
+    summed = json.dumps(sums(slices), indent=1)
+    part.write_text(f'{{"sums": {summed},\n"slices": [\n{lines}\n]}}\n')
     part.replace(path)
 
 
