@@ -5,7 +5,10 @@ it holds up look-ups for a millisecond or two.
 
 Both sides of an audit change meanwhile: what a worker stored or evicted a moment ago is on its way
 to the tree. So a range of buckets in which they differ is read again, and only what differs at each
-look counts: a publisher that lives is done with anything within the pauses.
+look counts: a publisher that lives is done with anything within the pauses. A block that is evicted
+and comes back all the time is no difference: from the second look on a block is held only if it is
+before and after the tree is read. Nor is a log that has begun between two looks: the looks at its
+entries begin with it.
 """
 
 from __future__ import annotations
@@ -113,22 +116,29 @@ class TreeInspector:
         self, worker_id: str, held: Held, first: int, end: int, entries: int
     ) -> tuple[Differences, int]:
         """Returns the differences that stayed, and the bucket that the comparison ended before."""
-        missing: set[bytes] | None = None
-        stale: set[bytes] = set()
-        for look in range(self.looks):
+        missing, stale = set[bytes](), set[bytes]()
+        num_looks, was_there = 0, True  # looks in a row at a log, or at none
+        for look in range(2 * self.looks):
+            before = None
             if look:
                 await asyncio.sleep(self.pause_s)
+                before = await held(first, end)
             said = await self._read(worker_id, first, end, entries)
             # Buckets that filled up since the first look are read all the same.
             entries = NUM_BUCKETS + (1 << 30)
             claimed, end = said or (set(), end)
-            really = await held(first, end)
-            num_checked = len(claimed | really)
-            missing = (really - claimed) & (missing if missing is not None else really)
-            stale = (claimed - really) & (stale if look else claimed)
-            if said and not missing and not stale:
+            after = await held(first, end)
+            num_looks = num_looks + 1 if (said is not None) == was_there else 1
+            was_there = said is not None
+            lacking = (after if before is None else before & after) - claimed
+            surplus = claimed - after - (before or set())
+            missing = lacking & missing if num_looks > 1 else lacking
+            stale = surplus & stale if num_looks > 1 else surplus
+            if num_looks == self.looks or (said and not missing and not stale):
                 break
-        return Differences(num_checked, len(missing or ()), len(stale), said is not None), end
+        if num_looks < self.looks:  # its log comes and goes, or nothing differs
+            missing, stale = set(), set()
+        return Differences(len(claimed | after), len(missing), len(stale), was_there), end
 
     async def _read(
         self, worker_id: str, at: int, end: int, budget: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from hashlib import blake2b
 
 import pytest
@@ -135,6 +136,44 @@ async def test_what_is_being_published_is_no_difference(
     assert found.missing
     assert found.stale
     await cancel(task)
+
+
+async def test_a_block_that_comes_back_after_each_look_at_the_tree_is_no_difference(
+    index: RedisIndex, tree: TreeInspector
+) -> None:
+    """It is evicted and published as such, then the tree is read, and then it is held again."""
+    blocks = chain("a", 100)
+    await index.reset("w", "1")
+    assert await index.publish("w", "1", 0, blocks[:99], [])
+    asked: Counter[int] = Counter()
+
+    async def held(first: int, end: int) -> set[bytes]:
+        asked[first] += 1  # before and after each look at a range, but only after the first
+        return await holding(set(blocks[: 99 + asked[first] % 2]))(first, end)
+
+    assert await tree.audit("w", held) == Differences(100)
+    assert max(asked.values()) == 3
+
+
+async def test_a_log_that_begins_between_two_looks_is_looked_at_from_then_on(
+    index: RedisIndex, tree: TreeInspector
+) -> None:
+    """The tree was lost. Before the worker publishes anew, all that it holds is missing."""
+    blocks = chain("a", 100)
+    truth = set(blocks)
+    num_asked = 0
+
+    async def held(first: int, end: int) -> set[bytes]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:  # after the first look; a block is on its way
+            await index.reset("w", "1")
+            assert await index.publish("w", "1", 0, blocks[:99], [])
+        if num_asked == 3:
+            assert await index.publish("w", "1", 1, blocks[99:], [])
+        return await holding(truth)(first, end)
+
+    assert await tree.audit("w", held) == Differences(100)
 
 
 async def test_stats_count_entries_workers_bytes_and_what_was_swept(
