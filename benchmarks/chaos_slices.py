@@ -10,8 +10,9 @@ outages (outages.py: Redis, the router, the pool controller and Ray's head).
 Each answer is compared with that of one engine alone. A slice is so many requests, drawn by its own
 number. At its end the faults end, all workers return, and nothing may be held. Then its books are
 added to the JSON file, and the next slice begins, until there are as many requests as were asked
-for. When the script is started again it goes on after the last whole slice. SIGTERM and Ctrl-C end
-it after the slice under way; the second time at once.
+for. When the script is started again it goes on after the last whole slice. A slice that showed a
+defect runs again when its line is deleted from the file. SIGTERM and Ctrl-C end the script after the
+slice under way; the second time at once.
 
 Needs root and /dev/net/tun. Exit status 1 when any slice has a problem.
 """
@@ -261,7 +262,8 @@ async def run(cluster: KeptCluster, prompts: list[Prompt], arguments: argparse.N
     slices = Slices(cluster, prompts, arguments)
     books = read(arguments.books)
     while not stop.is_set() and sums(books)["requests"] < arguments.requests:
-        books.append(await slices.run(len(books), arguments.slice))
+        missing = {*range(len(books) + 1)} - {each["number"] for each in books}
+        books.append(await slices.run(min(missing), arguments.slice))
         write(arguments.books, books)
         told = {k: v for k, v in books[-1].items() if k not in ("memory_mib", "problems")}
         print(f"{sums(books)['requests']} requests; {told}", flush=True)
