@@ -11,7 +11,7 @@ Each answer is compared with that of one engine alone. A slice is so many reques
 number. At its end the faults end, all workers return, and nothing may be held. Then its books are
 added to the JSON file, and the next slice begins, until there are as many requests as were asked
 for. When the script is started again it goes on after the last whole slice. A slice that showed a
-defect runs again when its line is deleted from the file. SIGTERM and Ctrl-C end the script after the
+defect runs again when its line is deleted from the file. SIGTERM and Ctrl-C end it after the
 slice under way; the second time at once.
 
 Needs root and /dev/net/tun. Exit status 1 when any slice has a problem.
