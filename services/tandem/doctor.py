@@ -16,7 +16,8 @@ from tandem.memory import read_memory
 from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
 
-_FILES_MIN = 65536
+_CONNECTIONS = 4096  # of --connections-max, over HTTP and as many over gRPC
+_OTHER_FILES = 256
 _SHARED_MIN = 64 << 20
 _KERNEL_MIN = (5, 6)  # pidfd_open and pidfd_getfd
 
@@ -93,10 +94,12 @@ def clock(host: Host) -> Finding:
 
 
 def open_files(host: Host) -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < _FILES_MIN
-    cost = f"a router refuses connections beyond about {soft}; raise it with `ulimit -n`"
-    return Finding("open files", str(soft), cost if few else "")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a router raises its soft limit itself
+    if hard == resource.RLIM_INFINITY:
+        return Finding("open files", "unlimited")
+    needed, room = 2 * _CONNECTIONS + _OTHER_FILES, max(1, (hard - _OTHER_FILES) // 2)
+    cost = f"a router takes {room} connections, not {_CONNECTIONS}; {needed} files are enough"
+    return Finding("open files", str(hard), cost if hard < needed else "")
 
 
 def shared_memory(host: Host) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_lack_has_a_cost_and_what_is_well_has_none(
 def test_the_nixl_that_pulls_use_is_found(tmp_path: Path) -> None:
     pytest.importorskip("nixl_cu12")
     assert doctor.nixl(host(tmp_path, {}, UCX_TLS="tcp")).found == "nixl_cu12, UCX_TLS=tcp"
+
+
+@pytest.mark.parametrize(
+    ("limits", "cost"),
+    [
+        ((1024, 20_000), ""),  # a router raises its own limit as far as it may
+        ((1024, 1024), "a router takes 384 connections, not 4096; 8448 files are enough"),
+        ((1024, resource.RLIM_INFINITY), ""),
+    ],
+)
+def test_open_files_are_what_a_router_may_raise_them_to(
+    limits: tuple[int, int], cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    assert doctor.open_files(Host(tmp_path)).cost == cost
 
 
 def test_devices_that_there_are_cost_nothing(tmp_path: Path) -> None:
