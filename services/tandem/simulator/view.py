@@ -33,7 +33,7 @@ class _Known:
 
 
 class View:
-    """The simulated router's view; `roster` is kept up to date in place."""
+    """The simulated router's view; `roster` is up to date after `tick`, which may replace it."""
 
     def __init__(self, scenario: Scenario, clock: Clock, workers: list[Worker]) -> None:
         self._scenario = scenario
@@ -47,8 +47,12 @@ class View:
         self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def tick(self) -> None:
-        """Ages the shares before a choice: they count for less as time goes by."""
-        self.roster.second = self._shares.second(self._clock.now_s)
+        """Ages the shares before they are used: they count for less as time goes by."""
+        now_s = self._clock.now_s
+        if self._shares.rebase(now_s):
+            # A new one: sums of shares from before and after the change would not fit together.
+            self.roster = Roster(self._snapshot(known) for known in self._known.values())
+        self.roster.second = self._shares.second(now_s)
 
     def note_prefill(
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
@@ -67,6 +71,7 @@ class View:
         self._refresh(known)
 
     def note_first_token(self, sent: Sent, worker_id: str) -> None:
+        self.tick()
         self._paces.first_token(sent, worker_id, self._clock.now_s)
         known = self._known[worker_id]
         known.rates = paced(self._scenario.rates, self._paces.of(worker_id))

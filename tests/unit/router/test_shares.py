@@ -58,3 +58,14 @@ def test_after_days_shares_are_new_numbers_in_the_same_proportion() -> None:
     assert shares.placed("b") == pytest.approx(3 * shares.placed("a"))
     shares.leave("a")
     assert not shares.rebase(1.2 * REBASE_S)
+
+
+def test_a_pause_of_many_days_leaves_no_share() -> None:
+    shares = Shares()
+    shares.join("a", 0.0)
+    shares.sent("a", 1.0, 10.0)
+    week_s = 7 * 86_400.0
+    assert shares.rebase(week_s)
+    assert shares.placed("a") == 0.0
+    shares.sent("a", 2.0, week_s)
+    assert shares.placed("a") == 2.0

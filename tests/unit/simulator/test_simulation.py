@@ -71,6 +71,21 @@ def test_every_policy_serves_every_request(policy: str, scenario: Scenario) -> N
     assert report.load_requests >= 1
 
 
+@pytest.mark.parametrize("pause_s", [1800.0, 40_000.0, 400_000.0])
+def test_shares_stay_finite_in_a_trace_of_weeks(pause_s: float) -> None:
+    """Shares double every 5 minutes, and no float counts more than 1,024 doublings, or 85 h."""
+    count = int(30 * 86_400 / pause_s)
+    arrivals = [Arrival(n * pause_s, 1100, 5, (2 * n, 2 * n + 1)) for n in range(count)]
+    simulation = run(POOLS, arrivals)
+    assert simulation.clock.now_s > 20 * 86_400
+    assert all(request.ended_s for request in simulation.requests)
+    roster = simulation.view.roster
+    for role in ("decode", "prefill"):
+        placed = [roster.by_id[worker_id].placed for worker_id in roster.pool(role)]
+        assert all(0.0 <= share < 1e40 for share in placed)
+        assert roster.mean_placed(role) == pytest.approx(sum(placed) / len(placed))
+
+
 def test_the_same_seed_gives_the_same_figures() -> None:
     scenario = replace(POOLS, rate_error=0.3, seed=3)
     reports = [summarize(run(scenario, many(0.8)), "tandem", 0.8) for _ in range(2)]

@@ -28,9 +28,12 @@ class Shares:
 
     def rebase(self, now_s: float) -> bool:
         """Rescales all shares before numbers grow out of bounds, after days; True if it did so."""
-        if now_s - self._origin_s < REBASE_S:
+        elapsed_s = now_s - self._origin_s
+        if elapsed_s < REBASE_S:
             return False
-        scale = 1 / self.second(now_s)
+        # Not 1 / second(now_s): after a pause of 1,024 half-lives (85 h) that is past all floats,
+        # while this becomes 0.
+        scale = 2.0 ** (-elapsed_s / HALF_LIFE_S)
         self._placed = {name: placed * scale for name, placed in self._placed.items()}
         self._origin_s = now_s
         return True
