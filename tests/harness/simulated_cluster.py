@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -65,8 +66,11 @@ class Socket:
             raise zmq.Again
         return self.received.popleft()
 
-    def send_multipart(self, frames: list[Any], copy: bool = True) -> None:
+    def send_multipart(self, frames: list[Any], copy: bool = True) -> Future[None]:
         self.sent.append(frames)
+        is_sent: Future[None] = Future()
+        is_sent.set_result(None)
+        return is_sent
 
     def send(self, frame: bytes) -> None:
         self.sent.append([frame])

@@ -229,6 +229,20 @@ async def test_the_wait_for_a_prefix_ends_with_its_stream() -> None:
         assert producer.service.num_leases == 0
 
 
+async def test_a_lease_whose_prefix_breaks_is_refused() -> None:
+    """Nobody would tell the engine to go on without the prefix, and heartbeats would go on."""
+    async with producer_of() as producer:
+        holder = pb.PrefixHolder(worker_id="d0", num_blocks=4)
+        call = await opened(producer, start(prefix_holders=[holder]))
+        await producer.sent(Add)
+        producer.report(reserved=[Reserved("l", 0, list(range(7)))])
+        producer.prefixes.num_blocks.set_exception(RuntimeError("a bug"))
+        refused = (await next_event(call)).refused
+        assert refused.message == "internal_error: the lease broke: RuntimeError('a bug')"
+        assert (await producer.sent(Remove)).sequence_id == "l"
+        assert producer.service.num_leases == 0
+
+
 @pytest.mark.parametrize(
     ("limits", "others"),
     [({"leases_max": 2}, ("d1", "d2")), ({"leases_per_consumer_max": 2}, ("d0", "d0"))],
@@ -301,7 +315,9 @@ async def test_holds_of_a_prefix_that_many_want_do_not_keep_a_drain_going() -> N
             await call.write(RELEASE)
             assert (await next_event(call)).HasField("held")
             assert (await next_event(call)).released.whole
-        assert producer.service.num_leases == 0
+        async with asyncio.timeout(5):
+            while producer.service.num_leases:  # noqa: ASYNC110  (the streams close just now)
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(("code", "helps"), [("queue_full", True), ("kv_capacity_exceeded", False)])

@@ -1,9 +1,10 @@
-"""The worker sets how long an engine may take to start."""
+"""The link to an engine that does not start, ends, or cannot be told anything."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,13 @@ def config(start_deadline_s: float) -> WorkerConfig:
     )
 
 
+def unheard() -> list[dict[str, Any]]:
+    """Returns a list of what the event loop reports from now on: errors that nobody awaits."""
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+    return reports
+
+
 async def start(start_deadline_s: float, engine_module: str) -> None:
     link = EngineLink(config(start_deadline_s), "1", engine_module=engine_module)
     try:
@@ -38,9 +46,12 @@ async def start(start_deadline_s: float, engine_module: str) -> None:
 
 
 async def test_an_engine_that_does_not_start_is_given_up_at_the_workers_deadline() -> None:
+    reports = unheard()
     async with asyncio.timeout(60):
         with pytest.raises(WorkerLost, match=r"after 0\.2 s; --start-deadline"):
             await start(0.2, "tests.harness.silent_engine")
+    gc.collect()
+    assert not reports
 
 
 async def test_an_engine_that_ends_is_not_waited_for() -> None:
@@ -72,8 +83,19 @@ async def test_a_command_to_a_stopped_engine_is_dropped_in_silence() -> None:
     """The future of a send on a closed socket would fail, with nobody to hear of it."""
     link = EngineLink(config(1.0), "1")
     await link.stop()
-    unheard: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    reports = unheard()
     link.send(messages.Remove("a"))
     gc.collect()
-    assert not unheard
+    assert not reports
+
+
+async def test_an_engine_that_lacks_a_command_is_ended() -> None:
+    link = EngineLink(config(1.0), "1")
+    reports = unheard()
+    no_bytes: Any = "text"  # which ZeroMQ does not send
+    link.send(messages.Remove("a"), no_bytes)
+    async with asyncio.timeout(5):
+        assert "a command cannot be sent to the engine: TypeError" in await link.ended()
+    await link.stop()
+    gc.collect()
+    assert not reports

@@ -113,15 +113,17 @@ class EngineLink:
         for task in self._tasks:
             task.add_done_callback(self._on_task_done)
         deadline_s = self._config.start_deadline_s
-        await asyncio.wait([ready], timeout=deadline_s)
-        if not ready.done():  # an engine that ended has answered with its WorkerLost
+        try:
+            async with asyncio.timeout(deadline_s):
+                found: messages.Ready = await ready  # an engine that ended raises its WorkerLost
+        except TimeoutError:
             self.tell_stacks()
             raise WorkerLost(
                 f"the engine did not start: its model is not loaded after {deadline_s:g} s; "
                 "--start-deadline is how long it may take"
-            )
-        self._map_pool(ready.result(), pool_fd)
-        return ready.result()  # type: ignore[no-any-return]
+            ) from None
+        self._map_pool(found, pool_fd)
+        return found
 
     async def ended(self) -> str:
         """Waits until the engine process is gone; says why."""
@@ -149,7 +151,11 @@ class EngineLink:
         if isinstance(command, messages.ENDS_OF_PULLS):
             self.reservations.end(messages.sequence_id(command))
         # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.
-        self._commands.send_multipart(frames, copy=data is None)
+        sending: Any = self._commands.send_multipart(frames, copy=data is None)
+        if sending.done():
+            self._on_sent(sending)
+        else:
+            sending.add_done_callback(self._on_sent)
 
     def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[transfer.PullResult]:
         """Starts a pull over NIXL; the future has its one result."""
@@ -298,6 +304,11 @@ class EngineLink:
                 self._end(message, fatal if isinstance(fatal, ConfigError) else None)
             case _:
                 self._answer(reply.request_id, reply)
+
+    def _on_sent(self, sent: asyncio.Future[Any]) -> None:
+        """Ends an engine that lacks a command: it would hold what it was told to let go of."""
+        if not sent.cancelled() and (error := sent.exception()) is not None:
+            self.kill(f"a command cannot be sent to the engine: {error!r}")
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

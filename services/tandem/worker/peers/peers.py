@@ -143,6 +143,8 @@ class Peers:
             await self._pairing.again(peer)
         except TandemError as error:
             log.info("%s is not measured again: %s", peer.worker_id, error)
+        except Exception:
+            log.exception("measuring %s again broke", peer.worker_id)
         finally:
             entry.measured_at = time.monotonic()
             entry.again_s = min(2 * entry.again_s, _AGAIN_MAX_S)

@@ -15,12 +15,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import grpc
 
 from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
-from tandem.errors import BadRequest, NoWorkers, QueueFull
+from tandem.errors import BadRequest, InternalError, NoWorkers, QueueFull
 from tandem.observability.logs import about
 from tandem.observability.traces import NO_SPAN
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -99,6 +100,7 @@ class PrefillService:
             lease = self._leases.get(reserved.sequence_id)
             if lease is not None and lease.plan is not None:
                 lease.prefix = asyncio.create_task(self._fill(lease.plan, reserved))
+                lease.prefix.add_done_callback(partial(_fail_if_broken, lease))
         events: list[Prefilled | Held | Failed] = [*step.prefilled, *step.held, *step.failed]
         for event in events:
             if (lease := self._leases.get(event.sequence_id)) is not None:
@@ -151,6 +153,7 @@ class PrefillService:
         self._leases.open(lease)
         outcome = "cancelled"
         reading = asyncio.create_task(self._read_commands(lease, commands))
+        reading.add_done_callback(partial(_fail_if_broken, lease))
         try:
             self._link.send(self._begin(lease, first))
             yield pb.PrefillEvent(accepted=pb.Accepted(epoch=self._epoch))
@@ -257,6 +260,15 @@ class PrefillService:
                     return
         except BadRequest as error:
             lease.events.put_nowait(Failed(lease.lease_id, error.code, error.message))
+
+
+def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
+    """Ends the lease when a task that serves it breaks: its consumer would wait to its deadline."""
+    if task.cancelled() or (error := task.exception()) is None:
+        return
+    log.error("lease %s broke", lease.lease_id, exc_info=error, extra=about(lease.lease_id))
+    message = f"the lease broke: {error!r}"
+    lease.events.put_nowait(Failed(lease.lease_id, InternalError.code, message))
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
