@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -15,12 +17,18 @@ pytest.importorskip("moto")
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
-from tests.harness.client import golden
+from tests.harness.client import complete, golden, metric, open_client
 from tests.harness.cluster import LocalCluster, wait_for
+from tests.harness.kv_form import KvForm
 from tests.harness.object_store import BUCKET, ObjectStoreServer
 
 PLACEMENT = "x-tandem-placement"
 DEADLINE_S = 120.0
+LOADED, WRITTEN = (f"tandem_kv_tier_blocks_{what}_total" for what in ("loaded", "written"))
+NUM_CLIENTS = 4
+PER_FAULT = 16  # requests that end while the store has a fault, at least
+NUM_BLOCKS = 40  # of a worker's pool, which holds two of the prompts
+MAX_TOKENS = 6
 
 
 @pytest.fixture
@@ -134,3 +142,116 @@ def end_all(cluster: LocalCluster) -> None:
     """Kills all workers; the router stays."""
     while cluster.workers:
         cluster.workers.popitem()[1].kill()
+
+
+class Chats:
+    """Clients in a closed loop: prompts that fit no pool together, and their right answers."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._rng = Random(1)
+        self._expected: list[tuple[list[int], list[int]]] = []
+        self._over = asyncio.Event()
+        self.num_answered = 0
+
+    async def learn(self, num_prompts: int) -> None:
+        """Asks for the answers while nothing is cached. Two and two prompts share a beginning."""
+        async with open_client(self._cluster) as client:
+            shared: list[int] = []
+            for number in range(num_prompts):
+                if number % 2 == 0:
+                    shared = [self._rng.randrange(100, 40_000) for _ in range(150)]
+                tail = [self._rng.randrange(100, 40_000) for _ in range(100)]
+                prompt = [*shared, *tail]
+                answer = await complete(client, prompt, max_tokens=MAX_TOKENS)
+                self._expected.append((prompt, answer.token_ids))
+
+    async def run(self) -> None:
+        """Asks until `stop`. Each answer is 200 and right, at whatever the store does."""
+
+        async def client_of(client: httpx.AsyncClient) -> None:
+            while not self._over.is_set():
+                prompt, expected = self._rng.choice(self._expected)
+                answer = await complete(client, prompt, max_tokens=MAX_TOKENS)
+                assert answer.token_ids == expected
+                self.num_answered += 1
+
+        async with open_client(self._cluster) as client, asyncio.TaskGroup() as tasks:
+            for _ in range(NUM_CLIENTS):
+                tasks.create_task(client_of(client))
+
+    def stop(self) -> None:
+        self._over.set()
+
+    async def wait_for_answers(self, count: int) -> None:
+        """Returns when so many more requests have been answered."""
+        until = self.num_answered + count
+        while self.num_answered < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def wait_until(self, probe: Callable[[], bool], what: str) -> None:
+        await asyncio.to_thread(wait_for, probe, deadline_s=DEADLINE_S, what=what, interval_s=0.2)
+
+
+def total(cluster: LocalCluster, name: str) -> float:
+    return sum(metric(cluster, worker_id, name, tier="store") for worker_id in cluster.workers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [(KvForm("gemma3"), {"prefill": 2, "decode": 1}), (KvForm(), {"prefill": 1, "decode": 2})],
+    ids=["gemma3", "smollm2"],
+)
+async def test_no_fault_of_the_store_fails_a_request(
+    store: ObjectStoreServer, tmp_path: Path, form: KvForm, sizes: dict[str, int]
+) -> None:
+    """The store hangs, is killed, comes back without its objects, and hangs again when workers
+    start and end. Small models are computed sooner than loaded, so they may load nothing."""
+    options = ("--num-blocks", str(NUM_BLOCKS))
+    model = form.model(tmp_path)
+    with cluster_with(store, tmp_path, *options, model=model, **sizes) as (cluster, _):
+        chats = Chats(cluster)
+        await chats.learn(8)
+        clients = asyncio.create_task(chats.run())
+        faults = asyncio.create_task(do_faults(store, cluster, chats, loads=form.has_references))
+        await asyncio.wait({clients, faults}, return_when=asyncio.FIRST_COMPLETED)
+        chats.stop()
+        faults.cancel()
+        await clients
+        await faults
+        cluster.wait_idle()
+
+
+async def do_faults(
+    store: ObjectStoreServer, cluster: LocalCluster, chats: Chats, *, loads: bool
+) -> None:
+    """Does each fault under load, and sees the store used after each."""
+
+    async def see_more(name: str) -> None:
+        before = total(cluster, name)
+        await chats.wait_until(lambda: total(cluster, name) > before, f"more of {name}")
+
+    async def see_it_used() -> None:
+        for name in (LOADED, WRITTEN) if loads else (WRITTEN,):
+            await see_more(name)
+
+    await see_it_used()
+    store.stop()
+    await chats.wait_for_answers(PER_FAULT)
+    store.resume()
+    await see_it_used()
+    store.kill()
+    await chats.wait_for_answers(PER_FAULT)
+    await asyncio.to_thread(store.start)
+    await see_it_used()
+    store.stop()
+    await chats.wait_for_answers(4)
+    cluster.workers["decode-0"].kill()
+    cluster.start_worker("decode-0", "decode")
+    await asyncio.to_thread(cluster.wait_ready)
+    await chats.wait_for_answers(PER_FAULT)
+    store.kill()
+    await asyncio.to_thread(store.start)
+    await see_it_used()
