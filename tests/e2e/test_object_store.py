@@ -201,7 +201,10 @@ def total(cluster: LocalCluster, name: str) -> float:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("form", "sizes"),
-    [(KvForm("gemma3"), {"prefill": 2, "decode": 1}), (KvForm(), {"prefill": 1, "decode": 2})],
+    [
+        (KvForm("gemma3"), {"prefill": 2, "decode": 1}),
+        (KvForm(), {"prefill": 1, "decode": 2}),
+    ],
     ids=["gemma3", "smollm2"],
 )
 async def test_no_fault_of_the_store_fails_a_request(

@@ -142,7 +142,7 @@ class Engine:
         The first token, and sums of its blocks, came in `Prefilled`. The client has it already: it
         is not reported again, only an end that it may bring."""
         sequence = self._sequences.awaiting_all(sequence_id)
-        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.advance(sequence.num_missing_tokens)
         sequence.tables.take_sums(sequence.num_tokens, list(sums))
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)

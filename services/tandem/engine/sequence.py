@@ -326,6 +326,7 @@ class Sequence:
             here = (self.cached or NONE_CACHED).first(num_stored_tokens)
             here = here.then(CachedTokens(device=num_stored_tokens))
             self.cached = self._countable(here.then(CachedTokens(peer=self.num_computed_tokens)))
+        self.advance(0)
 
     def take_loaded(self, blocks: range, num_cached: int, by_tier: Mapping[str, int]) -> None:
         """The KV of `blocks` is in place, and `num_cached` blocks were at its admission; `by_tier`

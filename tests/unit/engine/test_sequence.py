@@ -82,6 +82,15 @@ def test_loaded_blocks_count_once_the_gap_before_them_is_computed() -> None:
     assert (sequence.num_computed_tokens, sequence.num_next_tokens) == (20, 6)
 
 
+def test_loaded_blocks_after_a_gap_are_forgotten_when_a_peer_fills_it() -> None:
+    for num_pulled, expected in ((6, (24, 2)), (4, (20, 6)), (2, (8, 4))):
+        sequence = make(26, Mode.WAITING_FOR_REMOTE_KV)
+        hold(sequence, [0, 1, 2, 3, 4, 5, 6], 1)
+        sequence.take_loaded(range(3, 5), 1, {"store": 2})
+        sequence.take_prefix(num_pulled)
+        assert (sequence.num_computed_tokens, sequence.num_next_tokens) == expected
+
+
 def test_finish_reasons() -> None:
     sequence = make(4, max_tokens=2, stop_token_ids=[3, 7])
     assert finish_reason(sequence, 100) == ""  # token 3 is the prompt's
