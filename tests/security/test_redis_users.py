@@ -49,6 +49,7 @@ def server() -> Iterator[EmbeddedRedis]:
         ("controller", f"HGETALL {SECRETS}"),
         ("controller", f"GET {TAG}:worker:w0"),
         ("controller", f"SET {TAG}:worker:w0 x"),
+        ("controller", f"MGET {TAG}:worker:w0:pairs {TAG}:worker:w0"),
         ("router", "GET {tandem:c2}:worker:w0"),
         *(
             (kind, command)

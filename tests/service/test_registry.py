@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing, closing
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import Incompatible
-from tandem.perf_model.rates import PairRate
+from tandem.perf_model.rates import PairRate, default_pair
+from tandem.store.client import connect, connect_blocking
+from tandem.store.pair_rates import read_pair_bandwidths
 from tandem.store.registry import KvCompatibility, Load, Registry, WorkerRecord
 
 pytestmark = pytest.mark.service
@@ -27,6 +32,7 @@ COMPATIBILITY = KvCompatibility(
     layout="v1",
     hash_version=1,
 )
+WHILE_ALIVE = {"workers", "worker:w", "worker:w:pairs", "contract"}  # keys of one worker
 OTHER = msgspec.structs.replace(COMPATIBILITY, block_size=32, kv_dtype="float32")
 
 
@@ -78,6 +84,26 @@ async def test_reads_what_was_written_by_worker_id(registry: Registry) -> None:
     assert await registry.read() == [a_record("w0"), changed]
 
 
+async def test_a_controller_reads_measured_pairs_and_no_first_guesses(tmp_path: Path) -> None:
+    pairs = {
+        "prefill-0": PairRate("nixl", 1e-3, 5e9),
+        "prefill-1": msgspec.structs.replace(default_pair("grpc"), reason="the other has no NIXL"),
+        "prefill-2": PairRate("grpc", 1e-3, float("nan")),
+    }
+    measured = msgspec.structs.replace(a_record("decode-0"), pairs=pairs)
+    names = ["decode-0", "prefill-0", "broken", "gone"]
+    with EmbeddedRedis(tmp_path, cluster_id="c") as server:
+        async with aclosing(connect(server.url_of("worker"))) as redis:
+            registry = Registry(redis, ClusterConfig("c", server.url, "token"))
+            for record in (measured, a_record("gone"), a_record("prefill-0")):
+                await registry.write(record)
+            await registry.remove("gone")
+            await redis.set("{tandem:c}:worker:broken:pairs", b"\xc1")
+        with closing(connect_blocking(server.url_of("controller"))) as controller:
+            found = read_pair_bandwidths(controller, "c", names)
+    assert found == {"decode-0": {"prefill-0": 5e9}, "prefill-0": {"p0": 1e9}}
+
+
 async def test_a_silent_worker_is_dead_and_its_id_is_dropped(
     registry: Registry, brief: Registry, redis_client: Redis, cluster_id: str
 ) -> None:
@@ -97,7 +123,7 @@ async def test_nothing_is_left_of_a_cluster_that_died(
 ) -> None:
     await registry.check_compatibility(COMPATIBILITY)
     await registry.write(a_record("w"))
-    assert await keys_of(redis_client, cluster_id) == {"workers", "worker:w", "contract"}
+    assert await keys_of(redis_client, cluster_id) == WHILE_ALIVE
     await brief.write(a_record("w"))  # which is its last
 
     async def is_empty() -> bool:

@@ -1,9 +1,14 @@
-"""Reads from the workers' records how fast the blocks of their peers come, for the pool controller.
+"""Tells the pool controller how fast blocks come to workers, as they measured it.
 
-The keys are those of registry.py. Only what was measured counts, not the first guesses.
+Each worker writes a key beside its record (registry.py), with the same time to live:
+
+    {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
+
+The controller may read this key and not the record, on whose addresses all others rely.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -12,39 +17,37 @@ from tandem.store.client import UNREADABLE, SyncClient
 from tandem.store.control_state import control_key
 
 
-class _Record(msgspec.Struct):
-    """The part of a worker's record that is read here."""
-
-    pairs: dict[str, PairRate] = {}
+def pairs_key(record_key: str) -> str:
+    return f"{record_key}:pairs"
 
 
-def read_pair_bandwidths(redis: SyncClient, cluster_id: str) -> dict[str, dict[str, float]]:
-    """Returns worker id -> peer's worker id -> bytes/s for all workers that have a record.
+def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
+    """Encodes the bandwidths of a worker's pairs. Only what was measured counts, not the first
+    guesses."""
+    bandwidths = {
+        peer: rate.bytes_per_s
+        for peer, rate in pairs.items()
+        if rate.is_measured and 0 < rate.bytes_per_s < math.inf
+    }
+    return msgspec.msgpack.encode(bandwidths)
 
-    A record that this version cannot read is left out. Raises what `store.client.UNREACHABLE`
-    lists.
+
+def read_pair_bandwidths(
+    redis: SyncClient, cluster_id: str, worker_ids: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Returns worker id -> peer's worker id -> bytes/s for those of these workers that have a
+    record.
+
+    What this version cannot read is left out. Raises what `store.client.UNREACHABLE` lists.
     """
-    members = redis.smembers(control_key(cluster_id, "workers"))
-    worker_ids = sorted(_bytes(m).decode(errors="replace") for m in members)
     if not worker_ids:
         return {}
-    values = redis.mget([control_key(cluster_id, f"worker:{name}") for name in worker_ids])
+    keys = [pairs_key(control_key(cluster_id, f"worker:{name}")) for name in worker_ids]
     found = {}
-    for worker_id, value in zip(worker_ids, values, strict=True):
+    for worker_id, value in zip(worker_ids, redis.mget(keys), strict=True):
+        assert not isinstance(value, str)  # replies are not decoded
         try:
-            pairs = msgspec.msgpack.decode(_bytes(value), type=_Record).pairs
+            found[worker_id] = msgspec.msgpack.decode(value or b"", type=dict[str, float])
         except UNREADABLE:
             continue
-        found[worker_id] = {
-            peer: rate.bytes_per_s
-            for peer, rate in pairs.items()
-            if rate.is_measured and 0 < rate.bytes_per_s < math.inf
-        }
     return found
-
-
-def _bytes(value: bytes | str | None) -> bytes:
-    """Narrows the type: replies are not decoded. A record that has expired is None, and is read as
-    one that cannot be."""
-    assert not isinstance(value, str)
-    return value or b""

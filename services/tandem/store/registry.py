@@ -4,6 +4,7 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
 
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
+    {tandem:CLUSTER}:worker:ID:pairs      what it measured of its peers (pair_rates.py)
     {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
     {tandem:CLUSTER}:contract:GENERATION  that of a generation with a name
     {tandem:CLUSTER}:loading              HASH, msgpack Loading of workers without a record
@@ -36,6 +37,7 @@ from tandem.errors import Incompatible
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.store.client import UNREADABLE, Client
+from tandem.store.pair_rates import encode_bandwidths, pairs_key
 from tandem.store.script import Script
 
 logger = logging.getLogger(__name__)
@@ -171,11 +173,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility; all in one hash slot.
-# ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms.
+# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the pairs; all in one hash
+# slot. ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms, 5 bandwidths.
 # Returns nothing. Only a KV compatibility equal to the worker's is kept alive by it.
 _WRITE = Script("""
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
+redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 local contract = redis.call('GET', KEYS[3])
@@ -234,20 +237,23 @@ class Registry:
     async def write(self, record: WorkerRecord) -> None:
         """Keeps a worker (and its generation's KV compatibility) alive for another time to live."""
         compatibility_key = self._compatibility_key_of(record.generation)
+        record_key = self._record_key(record.worker_id)
         await _WRITE(
             self._redis,
-            [self._record_key(record.worker_id), self._workers_key, compatibility_key],
+            [record_key, self._workers_key, compatibility_key, pairs_key(record_key)],
             record.worker_id,
             msgspec.msgpack.encode(record),
             _shared(record.compatibility),
             self._ttl_ms,
+            encode_bandwidths(record.pairs),
         )
 
     async def remove(self, worker_id: str) -> None:
         """Removes a worker that leaves in order; the last one takes the KV compatibility with
         it.
         """
-        await self._redis.delete(self._record_key(worker_id))
+        record_key = self._record_key(worker_id)
+        await self._redis.delete(record_key, pairs_key(record_key))
         await self._drop([worker_id])
 
     async def read(self) -> list[WorkerRecord]:

@@ -2,7 +2,7 @@
 
 router      all keys of its cluster: it reads records, and writes API keys, sizes and usage
 worker      the registry and the prefix tree, so neither API keys nor sizes
-controller  the sizes of the pools, the lease of Ray's head, and the records of workers to read
+controller  the sizes of the pools, the lease of Ray's head, and what workers measured of peers
 """
 
 from tandem.config.tls import Kind
@@ -39,8 +39,7 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
         "{%s}:head",
         "{%s}:head-number",
         "{%s}:leaving",
-        "{%s}:workers",
-        "{%s}:worker:*",
+        "{%s}:worker:*:pairs",
     ),
 }
 _COMMANDS: dict[Kind, tuple[str, ...]] = {

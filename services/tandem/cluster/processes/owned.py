@@ -8,6 +8,7 @@ whether its process is still wanted: the one that was told is dead, and the cont
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -111,11 +112,11 @@ class SharedOwned:
         except UNREACHABLE:
             return {}
 
-    def pair_bandwidths(self) -> dict[str, dict[str, float]]:
-        """Returns how fast workers' blocks come to each other, as they measured it: worker id ->
-        peer's worker id -> bytes/s. Nothing while Redis is lost or does not let it be read."""
+    def pair_bandwidths(self, worker_ids: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Returns how fast blocks come to these workers, as they measured it: worker id -> peer's
+        worker id -> bytes/s. Nothing while Redis is lost or does not let it be read."""
         try:
-            return read_pair_bandwidths(self._redis(), self._cluster_id)
+            return read_pair_bandwidths(self._redis(), self._cluster_id, worker_ids)
         except UNREACHABLE as error:
             log.info("the bandwidth of pairs is not known: %s", error)
             return {}

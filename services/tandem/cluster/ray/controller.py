@@ -176,7 +176,8 @@ class PoolController:
         now = (self._spec, self._owned.wanted, members, hosts, self._leaving)
         add, drain = plan(*now)
         if add and len(hosts) > 1 and self._shared is not None:
-            add, drain = plan(*now, self._shared.pair_bandwidths())
+            measured = self._shared.pair_bandwidths([m.member_id for m in members])
+            add, drain = plan(*now, measured)
         return add, drain
 
     def _write(self, new: Owned) -> bool:
