@@ -100,8 +100,8 @@ def worker_need(
     if keeps_quantized(config, model, kernels):
         stored_bytes = sum(file.stat().st_size for file in model.weight_files)
         weights_bytes = int(stored_bytes * _growth_max(model, kernels))
-        if shape.is_fp8 and DTYPE_BYTES[dtype] > DTYPE_BYTES[shape.torch_dtype]:
-            # The embedding and the output matrix, which are rarely in fp8.
+        if not model.is_gguf and DTYPE_BYTES[dtype] > DTYPE_BYTES[shape.torch_dtype]:
+            # The embedding and the output matrix, which are rarely quantized.
             weights_bytes += 2 * shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
         return Need(option, pool_bytes, weights_bytes)
     if kernels in ("torch", "triton"):
