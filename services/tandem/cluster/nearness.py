@@ -1,6 +1,6 @@
 """Finds the hosts that are far from the workers with which a new one would exchange KV. Pure.
 
-    the records of workers: how fast the blocks of each peer come   --> bandwidth of two hosts
+    what workers measured: how fast the blocks of each peer come    --> bandwidth of two hosts
     bandwidth of a host and each peer's host, harmonic mean         --> bandwidth to the peers
 
 Two workers on one host measure the bandwidth within that host. A host is far if another one that
