@@ -35,6 +35,13 @@ STAGES_OF = {
     "tandem-decode": {"queue", "prefill", "transfer", "first_decode", "decode"},
     "tandem-prefill": {"queue", "prefill", "transfer"},
 }
+NIXL_HISTOGRAMS = ("xfer_time_seconds", "post_time_seconds", "bytes_transferred", "num_descriptors")
+NIXL_COUNTERS = ("num_failed_transfers", "num_failed_notifications", "num_kv_expired_reqs")
+# Workers tell their pulls in their records, which are older than their metrics.
+PULLED_ALL = (
+    'sum(vllm:nixl_bytes_transferred_sum{engine="decode-0"})'
+    ' >= sum(tandem_kv_bytes_pulled_total{transport="nixl",worker="decode-0"}) > 0'
+)
 # Alerts that a slow machine may raise, whose autoscaler only says what it would do.
 MAY_FIRE = {"TandemTimeToFirstTokenHigh", "TandemInterTokenLatencyHigh", "TandemPoolTooSmall"}
 
@@ -214,6 +221,7 @@ def metric_names(url: str) -> set[str]:
 
 def check_vllm_names(prometheus: Prometheus) -> None:
     """Every query of vLLM's dashboards answers, with no division by nothing."""
+    wait_for(lambda: prometheus.query(PULLED_ALL), deadline_s=20, what="all pulls over NIXL")
     (series,) = prometheus.query("vllm:prompt_tokens_total")
     of = {name: series["metric"][name] for name in ("job", "instance")}
     asked = list(queries_of_vllm(**of, model=series["metric"]["model_name"]))
@@ -222,6 +230,11 @@ def check_vllm_names(prometheus: Prometheus) -> None:
     assert [query for query, found in answers.items() if not found] == []
     empty = [query for query, found in answers.items() if found[0]["value"][1] == "NaN"]
     assert empty == []
+    for name in (*(f"{n}_count" for n in NIXL_HISTOGRAMS), *(f"{n}_total" for n in NIXL_COUNTERS)):
+        samples = prometheus.query(f"vllm:nixl_{name}")
+        engines = {s["metric"]["engine"]: float(s["value"][1]) for s in samples}
+        assert set(engines) == {"decode-0", "prefill-0"}, name
+        assert (engines["decode-0"] > 0) == name.endswith("_count"), name
     for name in GAUGES:
         engines = {s["metric"]["engine"] for s in prometheus.query(name)}
         assert engines == {"decode-0", "prefill-0"}, name

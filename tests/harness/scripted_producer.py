@@ -174,6 +174,7 @@ class Consumer:
     producer: ScriptedSource
     server: grpc.aio.Server
     channel: grpc.aio.Channel
+    metrics: WorkerMetrics
 
     def submit(self, request_id: str = "r", *, has_holder: bool = False) -> asyncio.Task[None]:
         """Submits a request whose blocks are reserved at once; its prefill task. `has_holder`: the
@@ -266,7 +267,8 @@ async def consumer_of(
         producers = Producers(peers, prefixes, make_lease)  # type: ignore[arg-type]
         identity = pb.PrefixHolder(worker_id="d0", epoch="e", address="here")
         service = DecodeService(parts, producers, identity, max_model_len=1000)
-        yield Consumer(service, link, RecordingStream(), producer, server, peer.channel)
+        stream = RecordingStream()
+        yield Consumer(service, link, stream, producer, server, peer.channel, metrics)
 
 
 @asynccontextmanager

@@ -146,8 +146,11 @@ def test_no_port_is_opened_by_either_side(make_peer: MakePeer, make_consumer: Ma
     assert consumer.connect(peer) == ""
     consumer.thread.producer(1)
     consumer.wait(lambda: bool(consumer.of_kind(transfer.ProducerReady)), "the producer")
-    consumer.submit("read", peer, [1], [1])
-    assert consumer.result("read").done
+    consumer.submit("read", peer, [1, 2], [1, 3])
+    read = consumer.result("read")
+    assert read.done
+    assert read.num_blocks == 2
+    assert 0 < read.post_s <= read.elapsed_s
     assert listeners(peer.process.pid) == []
     assert set(listeners(os.getpid())) <= before
 

@@ -63,6 +63,7 @@ async def test_a_whole_lease_commits() -> None:
         await asyncio.wait_for(consumer.submit(), 20)
         assert consumer.link.names() == ["Commit"]
         assert tokens(consumer) == [5]
+        assert consumer.metrics.tally.counts.nixl.num_unconfirmed == 0
         await ended(consumer)
 
 
@@ -177,6 +178,7 @@ async def test_released_that_never_comes_is_not_waited_for_long() -> None:
         await asyncio.wait_for(consumer.submit(), 20)
         assert consumer.link.names() == ["Restart"]
         assert consumer.link.sent[-1].spec.token_ids[-1] == 5  # type: ignore[union-attr]
+        assert consumer.metrics.tally.counts.nixl.num_unconfirmed == 1
         await ended(consumer)
 
 

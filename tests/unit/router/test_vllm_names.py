@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cached_tokens import CachedTokens
-from tandem.engine_counts import EngineTally
+from tandem.engine_counts import EngineTally, NixlCounts
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.vllm_names import VllmMetrics
 from tandem.store.registry import Load
@@ -23,6 +25,13 @@ def record(worker_id: str = "decode-0") -> Any:
         tally.add_step(num_tokens)
     tally.add_prompt(100, CachedTokens(device=32, disk=16, peer=16))
     tally.add_preemptions(2)
+    tally.nixl.add_pull(seconds=0.03, post_s=0.0005, num_bytes=3_000, num_blocks=11)
+    tally.nixl.add_pull(seconds=6.0, post_s=0.002, num_bytes=2**40, num_blocks=60_000)
+    tally.nixl.add_failed()
+    for _ in range(2):
+        tally.nixl.add_unconfirmed()
+    for _ in range(3):
+        tally.nixl.add_expired()
     return Record(worker_id, tally)
 
 
@@ -35,9 +44,12 @@ class Record:
         self.load = Load(num_waiting=3, num_pulls=1)
 
 
-def exposed(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
+def exposed(
+    metrics: Metrics, workers: Sequence[Any] = ()
+) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Samples by name, as a Prometheus reads them."""
-    text = generate_latest(VllmMetrics(metrics.registry, [record()], "m")).decode()
+    named = VllmMetrics(metrics.registry, workers or [record()], "m")
+    text = generate_latest(named).decode()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -87,6 +99,40 @@ def test_what_an_engine_counts_is_exposed_under_its_worker() -> None:
     assert waiting == {"capacity": 3, "deferred": 1}
     steps = of(found["vllm:iteration_tokens_total_bucket"], "le")
     assert [steps[bound] for bound in ("1.0", "8.0", "16.0", "16384.0", "+Inf")] == [1, 2, 3, 3, 4]
+
+
+def test_pulls_over_nixl_have_vllms_names() -> None:
+    found = exposed(Metrics())
+    for name, value in {
+        "xfer_time_seconds_count": 2,
+        "xfer_time_seconds_sum": 6.03,
+        "post_time_seconds_sum": 0.0025,
+        "bytes_transferred_sum": 3_000 + 2**40,
+        "num_descriptors_sum": 60_011,
+        "num_failed_transfers_total": 1,
+        "num_failed_notifications_total": 2,
+        "num_kv_expired_reqs_total": 3,
+    }.items():
+        assert of(found[f"vllm:nixl_{name}"], "engine") == {"decode-0": value}, name
+    for name, bounds in {
+        "xfer_time_seconds": {"0.025": 0, "0.05": 1, "5.0": 1, "+Inf": 2},
+        "post_time_seconds": {"0.001": 1, "0.005": 2, "+Inf": 2},
+        "bytes_transferred": {"2048.0": 0, "8192.0": 1, "8.589934592e+09": 1, "+Inf": 2},
+        "num_descriptors": {"10.0": 0, "20.0": 1, "50000.0": 1, "+Inf": 2},
+    }.items():
+        buckets = of(found[f"vllm:nixl_{name}_bucket"], "le")
+        assert {bound: buckets[bound] for bound in bounds} == bounds, name
+
+
+def test_a_worker_with_other_buckets_has_no_histogram() -> None:
+    """As one of another version; the scrape of all others would fail with it."""
+    old, new = record("decode-1"), record()
+    old.counts = msgspec.structs.replace(old.counts, steps=(1, 2), nixl=NixlCounts())
+    found = exposed(Metrics(), [old, new])
+    for name in ("iteration_tokens_total_count", "nixl_xfer_time_seconds_count"):
+        assert set(of(found[f"vllm:{name}"], "engine")) == {"decode-0"}
+    failed = of(found["vllm:nixl_num_failed_transfers_total"], "engine")
+    assert failed == {"decode-0": 1, "decode-1": 0}
 
 
 @pytest.mark.parametrize("name", ["http_requests_total", "http_request_duration_seconds_count"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from tandem.cached_tokens import CachedTokens
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.observability.traces import Attributes
+from tandem.transfer.nixl.messages import PullResult
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission
+from tandem.worker.engine_process.messages import PullsSettled
 from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.prefill.leases import Lease
@@ -113,6 +115,27 @@ def test_a_lease_has_its_stages_at_the_producer() -> None:
     assert found["tandem_lease_seconds_sum"] == 5
     assert found["tandem_request_queue_time_seconds_sum"] == 1
     assert found["tandem_request_prefill_time_seconds_sum"] == 3
+
+
+def test_pulls_over_nixl_are_in_the_record() -> None:
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
+    reasons = ("error", "deadline", "cancelled", "")  # a client that left is no failure
+    failed = [PullResult("f", False, reason=reason) for reason in reasons]
+    done = PullResult("d", True, 4096, 0.25, post_s=0.125, num_blocks=8)
+    metrics.on_transfer(PullsSettled([done, *failed]))
+    told = metrics.tally.counts.nixl
+    assert told.num_failed == 3
+    totals = [h.total for h in (told.seconds, told.post_s, told.num_bytes, told.num_blocks)]
+    assert totals == [0.25, 0.125, 4096, 8]
+    assert sum(told.seconds.buckets) == 1
+
+
+def test_a_lease_that_ends_before_it_is_read_has_expired() -> None:
+    metrics = WorkerMetrics(worker_id="d0", role="prefill")
+    for transport, is_ahead in (("nixl", True), ("nixl", False), ("grpc", True)):
+        lease = Lease("r#1", "d1", transport, is_ahead=is_ahead, opened_at=1.0)
+        metrics.requests.on_lease_end(lease, 6.0)
+    assert metrics.tally.counts.nixl.num_expired == 1
 
 
 def test_a_worker_that_changes_its_pool_changes_its_label() -> None:

@@ -1,6 +1,6 @@
 """The counts and loads in the workers' records, under vLLM's names."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import (
@@ -11,11 +11,19 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from tandem.engine_counts import STEP_TOKENS, EngineCounts
+from tandem.engine_counts import (
+    POST_S,
+    PULL_BLOCKS,
+    PULL_BYTES,
+    PULL_S,
+    STEP_TOKENS,
+    EngineCounts,
+    NixlCounts,
+    Observed,
+)
 from tandem.store.registry import WorkerRecord
 
 _LABELS = ("model_name", "engine")
-_BOUNDS = (*map(floatToGoString, STEP_TOKENS), "+Inf")
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
     ("num_preemptions", "Sequences that were preempted", lambda c: c.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens", lambda c: c.prompt_tokens),
@@ -30,6 +38,23 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
         "Those whose KV a tier or another worker had",
         lambda c: c.cached_elsewhere,
     ),
+    ("nixl_num_failed_transfers", "Pulls over NIXL that failed", lambda c: c.nixl.num_failed),
+    (
+        "nixl_num_failed_notifications",
+        "Leases whose release was not confirmed",
+        lambda c: c.nixl.num_unconfirmed,
+    ),
+    (
+        "nixl_num_kv_expired_reqs",
+        "Leases of this worker's KV that ended before it was read",
+        lambda c: c.nixl.num_expired,
+    ),
+)
+_NIXL: tuple[tuple[str, str, Sequence[float], Callable[[NixlCounts], Observed]], ...] = (
+    ("xfer_time_seconds", "Of whole pulls", PULL_S, lambda n: n.seconds),
+    ("post_time_seconds", "In which NIXL took a pull's reads", POST_S, lambda n: n.post_s),
+    ("bytes_transferred", "Bytes of a pull", PULL_BYTES, lambda n: n.num_bytes),
+    ("num_descriptors", "Blocks of a pull", PULL_BLOCKS, lambda n: n.num_blocks),
 )
 # What a prefill worker computed for a prompt counts as computed.
 _SOURCES: tuple[tuple[str, Callable[[EngineCounts], float]], ...] = (
@@ -49,11 +74,27 @@ def engine_metrics(workers: Sequence[WorkerRecord], model_name: str) -> Iterator
         yield counter
     yield _by_source(engines)
     yield _waiting(workers, model_name)
-    steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step", labels=_LABELS)
-    for engine, counts in engines:
-        buckets = zip(_BOUNDS, map(float, accumulate(counts.steps)), strict=True)
-        steps.add_metric(engine, list(buckets), counts.step_tokens)
-    yield steps
+    steps = [(engine, Observed(c.step_tokens, c.steps)) for engine, c in engines]
+    yield _histogram("iteration_tokens_total", "Tokens of a step", STEP_TOKENS, steps)
+    for name, text, bounds, read in _NIXL:
+        observed = [(engine, read(counts.nixl)) for engine, counts in engines]
+        yield _histogram(f"nixl_{name}", text, bounds, observed)
+
+
+def _histogram(
+    name: str,
+    text: str,
+    bounds: Sequence[float],
+    engines: Iterable[tuple[tuple[str, str], Observed]],
+) -> Metric:
+    """Returns a histogram, without the workers of a version with other buckets."""
+    family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+    les = (*map(floatToGoString, bounds), "+Inf")
+    for engine, observed in engines:
+        if len(observed.buckets) == len(les):
+            buckets = zip(les, map(float, accumulate(observed.buckets)), strict=True)
+            family.add_metric(engine, list(buckets), observed.total)
+    return family
 
 
 def _by_source(engines: Sequence[tuple[tuple[str, str], EngineCounts]]) -> Metric:

@@ -278,8 +278,15 @@ class NixlConsumer:
         delay_s = self._delay_s if pull.local_block_ids else 0.0  # a probe is not held back
         if active.is_done and now >= active.started_at + delay_s:
             del self._pulls[pull.pull_id]
-            elapsed_s = self._clock() - active.started_at
-            self._results.append(PullResult(pull.pull_id, True, active.num_bytes, elapsed_s))
+            result = PullResult(
+                pull.pull_id,
+                True,
+                active.num_bytes,
+                self._clock() - active.started_at,
+                post_s=active.post_s,
+                num_blocks=len(pull.producer_block_ids),
+            )
+            self._results.append(result)
             return True
         if now >= active.started_at + pull.deadline_s:
             late = DeadlineExceeded(f"not done in {pull.deadline_s:g} s")

@@ -66,6 +66,8 @@ class PullResult(msgspec.Struct, frozen=True):
     error: str = ""
     reason: str = ""  # one word for why it is FAILED: refused, error, deadline, cancelled, ...
     num_fenced: int = 0  # of its local blocks: a read may still write them
+    post_s: float = 0.0  # part of `elapsed_s` in which NIXL took its reads; over CMA it copies then
+    num_blocks: int = 0  # that NIXL read; 0: it failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class NixlPull:
         self.started_at = clock()
         self.reads: list[Read] = []
         self.num_bytes = num_bytes
+        self.post_s = 0.0  # for which NIXL took reads
         # Blocks of several groups differ in size and take turns: their mean will do for pieces.
         self._block_bytes = max(1, num_bytes // len(pull.producer_block_ids))
         self._piece_size = piece_size
@@ -108,10 +109,12 @@ class NixlPull:
         read.ended = True  # for as long as `start` has not said otherwise: it may raise
         started_at = self._clock()
         state = agent.start(handle)
+        took_s = self._clock() - started_at
+        self.post_s += took_s
         read.ended = state is ReadState.FAILED
         if state is ReadState.DONE:
             num_bytes = (self._num_started - piece.start) * self._block_bytes
-            self._piece_size.observe(num_bytes, self._clock() - started_at)
+            self._piece_size.observe(num_bytes, took_s)
             self.reads.remove(read)
             instance.release_later(handle)
         elif state is ReadState.FAILED:

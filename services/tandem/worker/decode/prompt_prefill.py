@@ -111,7 +111,7 @@ class PromptPrefill:
                 first_token_id = await self._run_lease(sequence, reserved, lease)
             except Exception as error:
                 # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
-                self._note_failure(sequence, error)
+                self._note_failure(sequence, lease, error)
                 if isinstance(error, LeaseLost) and not sequence.is_over:
                     self._planner.note_failed(name, candidate.epoch, str(error))
                 if isinstance(error, ProducerSilent):
@@ -243,11 +243,14 @@ class PromptPrefill:
             return None
         return self._producers.make_lease(peer)
 
-    def _note_failure(self, sequence: DecodeSequence, error: Exception) -> None:
+    def _note_failure(
+        self, sequence: DecodeSequence, lease: ConsumerLease, error: Exception
+    ) -> None:
         told, named = None if isinstance(error, TandemError) else error, about(sequence.sequence_id)
         request_id = sequence.request_id
         log.warning("prefill of %s failed: %s", request_id, error, exc_info=told, extra=named)
         self._metrics.prefill_failures.inc()
+        self._metrics.on_lost_lease(lease)
         sequence.timings.prefill_worker_id = ""
 
     def _restart(

@@ -238,6 +238,11 @@ class ConsumerLease:
             self._ending.reschedule(now + self._config.transfer.release_deadline_s)
 
     @property
+    def is_unconfirmed(self) -> bool:
+        """Returns whether the producer was told that the reads are done, and did not confirm it."""
+        return self._is_release_sent and not self.stats.released_at
+
+    @property
     def _is_whole(self) -> bool:
         return self._first_block + self.stats.num_blocks == self._end_block
 

@@ -22,9 +22,9 @@ from tandem.perf_model.kv_load import kv_use
 from tandem.perf_model.rates import PairRate
 from tandem.prefix_index.publisher import Publisher
 from tandem.store.registry import Load
-from tandem.transfer.nixl.messages import Renewed
+from tandem.transfer.nixl.messages import PullResult, Renewed
 from tandem.worker.engine_process.messages import PullsSettled, TransferReply
-from tandem.worker.kv_pulls.lease import PullStats
+from tandem.worker.kv_pulls.lease import ConsumerLease, PullStats
 from tandem.worker.metrics.index import index_metrics
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.requests import RequestMetrics
@@ -148,12 +148,30 @@ class WorkerMetrics(MetricSet):
         match reply:
             case PullsSettled(results):
                 for result in results:
-                    if not result.done:
-                        reason = result.reason or "refused"
-                        self._pull_failures.labels(**self._labels, reason=reason).inc()
-                        self._blocks_fenced.inc(result.num_fenced)
+                    self._count(result)
             case Renewed(num_times):
                 self._renewals.inc(num_times)
+
+    def _count(self, result: PullResult) -> None:
+        nixl = self.tally.nixl
+        if result.done:
+            nixl.add_pull(
+                seconds=result.elapsed_s,
+                post_s=result.post_s,
+                num_bytes=result.num_bytes,
+                num_blocks=result.num_blocks,
+            )
+            return
+        reason = result.reason or "refused"
+        self._pull_failures.labels(**self._labels, reason=reason).inc()
+        self._blocks_fenced.inc(result.num_fenced)
+        if reason != "cancelled":
+            nixl.add_failed()
+
+    def on_lost_lease(self, lease: ConsumerLease) -> None:
+        """Counts a lease that failed after its reads were done, if they came over NIXL."""
+        if lease.is_unconfirmed and lease.peer.transport == "nixl":
+            self.tally.nixl.add_unconfirmed()
 
     def on_preemptions(self, num_preemptions: int) -> None:
         self._preemptions.inc(num_preemptions)

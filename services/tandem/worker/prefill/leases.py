@@ -22,6 +22,7 @@ class Lease:
 
     lease_id: str
     consumer_id: str
+    transport: str = "grpc"  # or "nixl", that its consumer reads by
     verify_every: int = 0
     is_hold: bool = False  # of a chain that is here: nothing is computed for it
     span: RequestSpan = NO_SPAN

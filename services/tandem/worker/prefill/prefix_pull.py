@@ -156,6 +156,7 @@ class PrefixPuller:
                 return await self._hold(lease, sequence_id, wanted, num_cached, targets)
             except Exception as error:
                 # Whatever it was, nothing that was pulled is trusted: the prefix is computed.
+                self._metrics.on_lost_lease(lease)
                 log.warning(
                     "no prefix of %s from %s: %s",
                     sequence_id,

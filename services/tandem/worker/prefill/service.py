@@ -149,7 +149,14 @@ class PrefillService:
             }
             headers = trace_headers(first.start.trace)
             span = self._tracing.begin("prefill_worker", headers, attributes)
-        lease = Lease(opening.lease_id, consumer_id, opening.verify_every, is_hold=holds, span=span)
+        lease = Lease(
+            opening.lease_id,
+            consumer_id,
+            opening.transport,
+            opening.verify_every,
+            is_hold=holds,
+            span=span,
+        )
         self._leases.open(lease)
         outcome = "cancelled"
         reading = asyncio.create_task(self._read_commands(lease, commands))
@@ -246,6 +253,7 @@ class PrefillService:
                     return
                 case pb.ReleaseLease():
                     is_released = True
+        lease.is_ahead = False  # its consumer has read all of it
         yield pb.PrefillEvent(
             released=pb.Released(epoch=self._epoch, lease_id=lease.lease_id, whole=True)
         )
