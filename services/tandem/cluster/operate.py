@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.cluster.progress import Step, Waiting
 from tandem.cluster.tables import audit_tables, placed_whys, pools_table, worker_tables
 from tandem.errors import OperateError
 from tandem.pool_sizes import POOL_SIZE_MAX
@@ -81,42 +82,52 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
     wanted = parse_sizes(sizes)
     ask(url, "POST", wanted)
     give_up_at = time.monotonic() + deadline_s
-    while missing := differences(ask(url, "GET")["pools"], wanted):
-        if time.monotonic() > give_up_at:
-            raise OperateError(
-                f"not reached in {deadline_s:g} s: {'; '.join(missing)}. It goes on: by the "
-                "pool controller, though not while Ray has no head, or by Kubernetes "
-                "(`kubectl get pods` says what a pod waits for)"
-            )
-        time.sleep(_POLL_INTERVAL_S)
+    state = at_first = ask(url, "GET")
+    with Waiting() as waiting:
+        while missing := differences(state["pools"], wanted):
+            if time.monotonic() > give_up_at:
+                raise OperateError(
+                    f"not reached in {deadline_s:g} s: {'; '.join(missing)}. It goes on: by the "
+                    "pool controller, though not while Ray has no head, or by Kubernetes "
+                    "(`kubectl get pods` says what a pod waits for)"
+                )
+            waiting.show(*scale_steps(at_first, state, wanted))
+            time.sleep(_POLL_INTERVAL_S)
+            state = ask(url, "GET")
     print(" ".join(f"{pool}={size}" for pool, size in wanted.items()))
 
 
 def set_role(url: str, worker_id: str, role: str) -> None:
     """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
     path, body = _path(worker_id, "role"), {"role": role} if role else {}
-    done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
+    with Waiting(Step(worker_id, "changes its pool")):
+        done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
     print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
 
 
 def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = False) -> None:
     """Drains a worker, and waits until its process is gone. Raises OperateError."""
-    process = _process(url, worker_id)
+    at_first = state = ask(url, "GET")
+    process = _process(state, worker_id)
     body = {"deadline_s": deadline_s, **({"force": True} if force else {})}
     ask(url, "POST", body, path=_path(worker_id, "drain"))
     waits_s = (deadline_s or _OWN_DEADLINE_MAX_S) + _END_MARGIN_S
     give_up_at = time.monotonic() + waits_s
-    while _process(url, worker_id) == process:
-        if time.monotonic() > give_up_at:
-            raise OperateError(f"{worker_id} is still there after {waits_s:g} s; see its log")
-        time.sleep(_POLL_INTERVAL_S)
+    with Waiting() as waiting:
+        while _process(state, worker_id) == process:
+            if time.monotonic() > give_up_at:
+                raise OperateError(f"{worker_id} is still there after {waits_s:g} s; see its log")
+            waiting.show(drain_step(at_first, state, worker_id))
+            time.sleep(_POLL_INTERVAL_S)
+            state = ask(url, "GET")
     print(f"{worker_id} has left")
 
 
 def reset_prefix_cache(url: str, worker_id: str) -> None:
     """Has workers drop their cached blocks, and prints how many each did. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
-    answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
+    with Waiting(Step(worker_id or "all workers", "drop their cached blocks")):
+        answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
     for name, num_blocks in answer["dropped_blocks"].items():
         print(f"{name}: {num_blocks:,} blocks dropped")
 
@@ -125,7 +136,8 @@ def verify_index(url: str, *, everything: bool) -> bool:
     """Prints each worker's verdict; returns whether all are ok. Raises OperateError."""
     deadline_s = _ALL_DEADLINE_S if everything else _SAMPLE_DEADLINE_S
     path = "/v1/cluster/index/verify"
-    answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
+    with Waiting(Step("all workers", "their blocks are compared with the prefix tree")):
+        answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
     workers: dict[str, dict[str, Any]] = answer["workers"]
     console().print(_index_table(workers))
     return all(worker["ok"] for worker in workers.values())
@@ -207,11 +219,54 @@ def _path(worker_id: str, change: str) -> str:
     return f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/{change}"
 
 
-def _process(url: str, worker_id: str) -> tuple[Any, ...]:
+def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | None:
+    return next((w for w in state["workers"] if w["worker_id"] == worker_id), None)
+
+
+def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
     """Identifies a worker's process, to tell it from its successor; empty if it is gone."""
-    workers = {w["worker_id"]: w for w in ask(url, "GET")["workers"]}
-    worker = workers.get(worker_id)
+    worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
+
+
+def scale_steps(
+    at_first: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
+) -> list[Step]:
+    """Returns a row for each pool that has not its size yet, then one for each of their workers
+    that starts or leaves."""
+    steps = []
+    for pool, size in wanted.items():
+        if missing := differences(state["pools"], {pool: size}):
+            far, near = (_distance(s["pools"].get(pool, {}), size) for s in (at_first, state))
+            note = missing[0].removeprefix(f"{pool}: ")
+            steps.append(Step(pool, note, max(0, far - near), max(1, far)))
+    for row in state.get("known_workers", ()):
+        if row["pool"] in wanted and row["state"] not in ("ready", "stopped"):
+            steps.append(Step(row["worker_id"], _told(row)))
+    return steps
+
+
+def _distance(pool: Mapping[str, Any], size: int) -> int:
+    """Returns how many processes are still to come or to go, or to become ready."""
+    running = pool.get("running", pool.get("registered", 0))
+    return int(max(abs(running - size), size - pool.get("ready", size)))
+
+
+def drain_step(at_first: Mapping[str, Any], state: Mapping[str, Any], worker_id: str) -> Step:
+    """Returns the row of a worker that drains: how many sequences and leases it still has."""
+    rows = {row["worker_id"]: row for row in state.get("known_workers", ())}
+    total, left = (_num_held(_worker(s, worker_id)) for s in (at_first, state))
+    note = _told(rows[worker_id]) if worker_id in rows else "draining"
+    return Step(worker_id, note, max(0, total - left), total)
+
+
+def _num_held(worker: Mapping[str, Any] | None) -> int:
+    load = worker["load"] if worker is not None else {}
+    return sum(load.get(name, 0) for name in ("num_running", "num_waiting", "num_leases"))
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    return f"{row['state']}: {row['note']}" if row["note"] else str(row["state"])
 
 
 def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:

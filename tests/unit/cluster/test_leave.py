@@ -11,6 +11,7 @@ import pytest
 
 from tandem.cluster.launch import leave
 from tandem.cluster.launch.leave import Leaving
+from tandem.cluster.progress import Step
 
 HERE, THERE = "host-here", "host-there"
 
@@ -39,15 +40,18 @@ def agent(host: str, state: str = "running") -> dict[str, Any]:
 
 
 def left(
-    monkeypatch: pytest.MonkeyPatch, pools: Callable[[set[str]], dict[str, Any]]
+    monkeypatch: pytest.MonkeyPatch,
+    pools: Callable[[set[str]], dict[str, Any]],
+    shown: list[Step] | None = None,
 ) -> tuple[list[str], FakeRedis]:
     """Returns what was said while the host left, and the Redis after that."""
-    redis, said = FakeRedis(pools), list[str]()
+    redis, said, shown = FakeRedis(pools), list[str](), shown if shown is not None else []
     monkeypatch.setattr(leave, "connect_blocking", lambda _: redis)
     monkeypatch.setattr(leave, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(leave, "_SETTLED_S", 0.2)
     urls = {"controller_url": "", "worker_url": ""}
-    Leaving(**urls, cluster_id="c", host_id=HERE).run(said.append, lambda: None)
+    leaving = Leaving(**urls, cluster_id="c", host_id=HERE)
+    leaving.run(said.append, lambda: None, shown.append)
     return said, redis
 
 
@@ -77,8 +81,10 @@ def test_what_starts_elsewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         there = agent(THERE, "running" if is_up else "pending")
         return {"router": {"wanted": 1, "agents": [*own, there]}}
 
-    said, _ = left(monkeypatch, pools)
+    shown = list[Step]()
+    said, _ = left(monkeypatch, pools, shown)
     assert said == ["draining what runs here"]
+    assert set(shown) == {Step("hand over", "other hosts lack router")}
     assert time.monotonic() - started > 1.0
 
 
@@ -93,7 +99,9 @@ def test_a_process_that_never_starts_leaves_time_to_drain(monkeypatch: pytest.Mo
         own = [] if is_gone else [agent(HERE)]
         return {"router": {"wanted": 1, "agents": [*own, agent(THERE, "restarting")]}}
 
-    said, redis = left(monkeypatch, pools)
+    shown = list[Step]()
+    said, redis = left(monkeypatch, pools, shown)
     assert said[-1] == "draining what runs here"
+    assert shown[-1] == Step("drain", "router-0 to end", 0, 1)
     assert len(drained) > 1
     assert not redis.words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time as real_time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.errors import ConfigError
 from tandem.store.registry import Loading
+from tests.harness.terminal import Terminal
 
 
 class FakeRedis:
@@ -56,7 +58,8 @@ def waited(monkeypatch: pytest.MonkeyPatch, loaded: Iterator[int]) -> None:
     lives: Any = SimpleNamespace(wait=lambda _: False, log_path=Path("log"))
     readiness.add(Member("decode-0", "decode", ordinal=0), lives)
     head: Any = SimpleNamespace(started=lambda: None)
-    readiness.wait(head)
+    with readiness.screen.bars():
+        readiness.wait(head)
 
 
 def test_a_start_without_progress_is_given_up(
@@ -73,3 +76,18 @@ def test_a_model_that_loads_for_long_is_waited_for(
     with pytest.raises(ConfigError, match="without progress"):
         waited(monkeypatch, iter([*range(60), *[60] * 100]))
     assert clock[0] > 3600
+
+
+def test_a_terminal_shows_what_the_start_waits_for(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly() -> Iterator[int]:
+        while True:
+            real_time.sleep(0.1)
+            yield 41
+
+    with Terminal() as terminal:
+        with pytest.raises(ConfigError, match="without progress"):
+            waited(monkeypatch, slowly())
+        for text in ("0 of 1 ready; decode-0", "41% of 1e-07 GB", "ray head"):
+            assert text in terminal.text

@@ -7,8 +7,8 @@ while Ray has no head; with a Redis of the cluster's own this host may become th
 """
 
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
@@ -30,6 +30,7 @@ from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S
 from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
+from tandem.cluster.progress import Step, Waiting
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
 from tandem.errors import ConfigError
@@ -81,9 +82,10 @@ def join(options: JoinOptions) -> int:
     """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
     token = read_join_token(options.token_file)
     host, port = options.host_and_port
-    reply, address = ask_to_join(
-        host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
-    )
+    with Waiting(Step(options.address, "is asked to let this host join")):
+        reply, address = ask_to_join(
+            host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
+        )
     if guardian.cluster_processes(reply.cluster_id):
         raise ConfigError("this machine is part of that cluster already")
     signals = stop_signals(parent_pid=options.parent_pid)
@@ -106,6 +108,7 @@ class _JoinedHost:
     def __init__(self, options: JoinOptions, reply: JoinReply, address: str, token: str) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._began = time.monotonic()
+        self._waiting: Waiting | None = None
         self._reply = reply
         self._token = token
         told = read(LaunchOptions, "tandem join", reply.options)
@@ -131,13 +134,15 @@ class _JoinedHost:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listening.close()
-        self._ray.end()
-        self._run.end_processes()
-        self._run.end()
+        with Waiting(Step("processes", "end")):
+            self._listening.close()
+            self._ray.end()
+            self._run.end_processes()
+            self._run.end()
 
     def say(self, text: str) -> None:
-        self._console.print(f"[dim]{time.monotonic() - self._began:5.1f} s[/]  {text}")
+        with self._waiting.hidden() if self._waiting is not None else nullcontext():
+            self._console.print(f"[dim]{time.monotonic() - self._began:5.1f} s[/]  {text}")
 
     def start(self) -> None:
         """Joins Ray. Raises ConfigError if this host cannot."""
@@ -152,11 +157,12 @@ class _JoinedHost:
         write_spec(self._run.folder, spec)
         self._ray.take_spec(spec)
         give_up_at = time.monotonic() + _START_DEADLINE_S
-        while not self._ray.is_up:
-            self._ray.tick()
-            if time.monotonic() > give_up_at:
-                raise ConfigError(f"Ray's head was not joined in {_START_DEADLINE_S:g} s")
-            time.sleep(_START_INTERVAL_S)
+        with self._bars(Step("ray", "this host joins the head")):
+            while not self._ray.is_up:
+                self._ray.tick()
+                if time.monotonic() > give_up_at:
+                    raise ConfigError(f"Ray's head was not joined in {_START_DEADLINE_S:g} s")
+                time.sleep(_START_INTERVAL_S)
         self._listening.open(self._reply, self._token, lambda who: self.say(f"{escape(who)} joins"))
         self.say(
             f"[bold green]joined[/] as {self._listening.host_id} ({escape(self._options.listen)})"
@@ -169,12 +175,24 @@ class _JoinedHost:
 
     def leave(self) -> None:
         """Hands over what runs here to other hosts."""
-        Leaving(
+        leaving = Leaving(
             controller_url=self._run.environment[REDIS_URL_VARIABLE],
             worker_url=self._run.environment[f"{REDIS_URL_OF_KIND}worker"],
             cluster_id=self._run.cluster_id,
             host_id=self._listening.host_id,
-        ).run(self.say, self._ray.tick)
+        )
+        with self._bars() as waiting:
+            leaving.run(self.say, self._ray.tick, waiting.show)
+
+    @contextmanager
+    def _bars(self, *steps: Step) -> Iterator[Waiting]:
+        """Shows on a terminal what is waited for; `say` prints above it."""
+        with Waiting(*steps) as waiting:
+            self._waiting = waiting
+            try:
+                yield waiting
+            finally:
+                self._waiting = None
 
     def watch(self) -> None:
         """Runs until told to stop; starts Ray and the guardian again when they end."""

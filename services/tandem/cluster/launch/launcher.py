@@ -36,6 +36,7 @@ from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, tell_head
 from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
+from tandem.cluster.progress import Step, Waiting
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.ray_host import RayHost
 from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
@@ -106,18 +107,29 @@ class _Launch:
 
     def __exit__(self, *_: object) -> None:
         """Ends everything in order, within 5 s."""
-        if self._listening is not None:
-            self._listening.close()
-        self._ray_head.end()
-        redis_pid = self._redis.pid if self._redis is not None and self._redis.is_running else None
-        self._run.end_processes(spare=redis_pid)
-        if self._redis is not None:
-            self._redis.stop(_REDIS_STOP_S)
-        self._run.end()
+        with Waiting(Step("processes", "end")):
+            if self._listening is not None:
+                self._listening.close()
+            self._ray_head.end()
+            redis = self._redis if self._redis is not None and self._redis.is_running else None
+            self._run.end_processes(spare=redis.pid if redis else None)
+            if self._redis is not None:
+                self._redis.stop(_REDIS_STOP_S)
+            self._run.end()
 
     def start(self) -> None:
         """Starts all until requests can be sent. Raises ConfigError with the reason if not."""
+        with self._screen.bars():
+            model, readiness = self._start_all()
+        command_to_join = self._open_join_port() if self._listening else ""
+        logs = str(self._run.logs.folder)
+        self._screen.show_ready(
+            model.name, readiness.members, readiness.transports, logs, command_to_join
+        )
+
+    def _start_all(self) -> tuple[ModelFolder, Readiness]:
         began = time.monotonic()
+        self._screen.wait_for(Step("redis"))
         self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
         number = self._take_lead() if self._listening else 0
@@ -148,13 +160,12 @@ class _Launch:
             self._ray_host.take_spec(spec)
             self._ray_host.take_started(head)
             self._ray_host.tick()  # publishes the head's address
-        transports, logs = readiness.transports, str(self._run.logs.folder)
-        command_to_join = self._open_join_port() if self._listening else ""
-        self._screen.show_ready(model.name, members, transports, logs, command_to_join)
+        return model, readiness
 
     def _fetch_model(self) -> ModelFolder:
         began = time.monotonic()
-        model = fetch_model(self._options, self._screen.say)
+        with self._screen.without_bars():  # a download shows its own
+            model = fetch_model(self._options, self._screen.say)
         _check_memory(self._options, model)
         self._screen.done(f"model {model.name}", time.monotonic() - began)
         return model

@@ -17,6 +17,7 @@ import msgspec
 from rich.markup import escape
 
 from tandem.cluster.processes.owned import forget_leaving, write_leaving
+from tandem.cluster.progress import Step
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.store.registry import WorkerRecord
 
@@ -40,19 +41,29 @@ class Leaving:
         self._cluster_id = cluster_id
         self._host_id = host_id
 
-    def run(self, say: Callable[[str], None], tick: Callable[[], None]) -> None:
+    def run(
+        self,
+        say: Callable[[str], None],
+        tick: Callable[[], None],
+        show: Callable[[Step], None] = lambda _: None,
+    ) -> None:
         """Returns when nothing is left here, the time is over or Redis is lost. `tick` is called
-        again and again: this host may have to stay Ray's head meanwhile."""
+        again and again: this host may have to stay Ray's head meanwhile. `show` is told what is
+        waited for."""
         give_up_at = time.monotonic() + LEAVE_DEADLINE_S
         redis = connect_blocking(self._controller_url)
         records = connect_blocking(self._worker_url)
         try:
             write_leaving(redis, self._cluster_id, self._host_id, "leaves")
-            if lacking := self._wait_for_others(redis, records, give_up_at - DRAIN_S, tick):
+            until = give_up_at - DRAIN_S
+            if lacking := self._wait_for_others(redis, records, until, tick, show):
                 say(f"[yellow]no other host has taken what runs here: {', '.join(lacking)}")
             say("draining what runs here")
             write_leaving(redis, self._cluster_id, self._host_id, "drains")
-            while self._own(self._pools(redis)) and time.monotonic() < give_up_at:
+            at_first = len(self._own(self._pools(redis)))
+            while (own := self._own(self._pools(redis))) and time.monotonic() < give_up_at:
+                left = ", ".join(agent["id"] for agent in own)
+                show(Step("drain", f"{left} to end", at_first - len(own), at_first))
                 tick()
                 time.sleep(_INTERVAL_S)
             forget_leaving(redis, self._cluster_id, self._host_id)
@@ -63,7 +74,12 @@ class Leaving:
             records.close()
 
     def _wait_for_others(
-        self, redis: SyncClient, records: SyncClient, until: float, tick: Callable[[], None]
+        self,
+        redis: SyncClient,
+        records: SyncClient,
+        until: float,
+        tick: Callable[[], None],
+        show: Callable[[Step], None],
     ) -> list[str]:
         """Waits until each pool has its size on other hosts, of processes that are ready, or no
         more of them are to come. Returns the pools that then lack some."""
@@ -76,6 +92,7 @@ class Leaving:
                 settles_at = now + _SETTLED_S
             if not lacking or now > min(until, settles_at):
                 return lacking
+            show(Step("hand over", f"other hosts lack {', '.join(lacking)}"))
             tick()
             time.sleep(_INTERVAL_S)
 

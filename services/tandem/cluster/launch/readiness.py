@@ -19,6 +19,7 @@ from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
+from tandem.cluster.progress import Step
 from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.errors import ConfigError
@@ -38,11 +39,11 @@ class Readiness:
     redis_url: str = field(repr=False)
     screen: LaunchScreen
     transports: dict[str, str] = field(default_factory=dict)  # of each decode worker's pairs
-    _members: list[Member] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
     _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
 
     def add(self, member: Member, started: DetachedProcess) -> None:
-        self._members.append(member)
+        self.members.append(member)
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
     def wait(self, ray_head: HeadProcess) -> HeadStarted:
@@ -61,7 +62,9 @@ class Readiness:
                 for member_id, (_, started, _) in self._waiting.items():
                     if started.wait(0):
                         raise process.failed_start(member_id, started.log_path)
-                now = len(self._waiting), head is None, self._num_bytes_loaded(redis)
+                loaded, to_load = self._bytes_loaded(redis)
+                self.screen.wait_for(*self._steps(head is None, loaded, to_load))
+                now = len(self._waiting), head is None, loaded
                 if now != progress:
                     progress, moved_at = now, time.monotonic()
                 if time.monotonic() - moved_at > _DEADLINE_S:
@@ -73,11 +76,22 @@ class Readiness:
             self._wait_for_pairs(redis)
         return head
 
+    def _steps(self, waits_for_head: bool, loaded: int, to_load: int) -> list[Step]:
+        """Returns the rows of the bars: the members, the weights that they load, and Ray."""
+        total = len(self.members)
+        ready, left = total - len(self._waiting), ", ".join(self._waiting)
+        steps = [Step("workers", f"{ready} of {total} ready; {left}", ready, total)] if left else []
+        if left and loaded < to_load:
+            told = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
+            steps.append(Step("weights", told, loaded, to_load))
+        return [*steps, Step("ray head", "starts")] if waits_for_head else steps
+
     def _wait_for_pairs(self, redis: SyncClient) -> None:
         """Waits until every decode worker has connected every prefill worker, within a bound."""
         began = time.monotonic()
-        producers = {m.member_id for m in self._members if m.pool == "prefill"}
-        consumers = {m.member_id for m in self._members if m.pool == "decode"}
+        self.screen.wait_for(Step("pairs", "decode workers connect prefill workers"))
+        producers = {m.member_id for m in self.members if m.pool == "prefill"}
+        consumers = {m.member_id for m in self.members if m.pool == "decode"}
         while producers and consumers and time.monotonic() - began < _PAIRS_DEADLINE_S:
             records = [self._record(member_id, redis) for member_id in consumers]
             self.transports = {
@@ -99,20 +113,21 @@ class Readiness:
                     return True
             except urllib.error.HTTPError:
                 # It is up; without a decode worker here it waits for one on another machine.
-                return all(m.pool != "decode" for m in self._members)
+                return all(m.pool != "decode" for m in self.members)
             except OSError:
                 return False
         record = self._record(member_id, redis)
         return record is not None and record.state == "ready"
 
-    def _num_bytes_loaded(self, redis: SyncClient) -> int:
-        """Returns how much of their weights all workers have loaded: a large model takes long."""
+    def _bytes_loaded(self, redis: SyncClient) -> tuple[int, int]:
+        """Returns how much of their weights all workers have loaded, and how much there is: a large
+        model takes long."""
         try:
             found = redis.hvals(f"{{tandem:{self.cluster_id}}}:loading")
         except UNREACHABLE:
-            return 0
+            return 0, 0
         told = [msgspec.msgpack.decode(v, type=Loading) for v in found if isinstance(v, bytes)]
-        return sum(notice.num_bytes for notice in told)
+        return sum(n.num_bytes for n in told), sum(n.num_bytes_all for n in told)
 
     def _record(self, member_id: str, redis: SyncClient) -> WorkerRecord | None:
         try:

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
+from tandem.cluster.progress import Step, Waiting
 
 # Greedy and with wide margins: the small model answers it the same in bf16 and fp32, cold and warm.
 _PROMPT = "What is gravity? Explain in two sentences."
@@ -23,14 +25,33 @@ class LaunchScreen:
         self._console = Console(highlight=False, soft_wrap=True)
         self._started = time.monotonic()
         self._rows: list[tuple[str, float, float]] = []  # name, seconds taken, done at second
+        self._waiting: Waiting | None = None
 
     def say(self, text: str) -> None:
         """Prints a line, which may have rich's markup."""
-        self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/]  {text}")
+        with self.without_bars():
+            self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/]  {text}")
 
     def done(self, what: str, took_s: float) -> None:
         self._rows.append((what, took_s, time.monotonic() - self._started))
         self.say(escape(what))
+
+    @contextmanager
+    def bars(self) -> Iterator[None]:
+        """Shows on a terminal what the start waits for, as `wait_for` tells it."""
+        with Waiting() as self._waiting:
+            try:
+                yield
+            finally:
+                self._waiting = None
+
+    def wait_for(self, *steps: Step) -> None:
+        if self._waiting is not None:
+            self._waiting.show(*steps)
+
+    def without_bars(self) -> AbstractContextManager[None]:
+        """While something else prints."""
+        return self._waiting.hidden() if self._waiting is not None else nullcontext()
 
     def show_ready(
         self,

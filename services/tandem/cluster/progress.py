@@ -1,0 +1,128 @@
+"""Bars of commands that wait, on standard error if that is a terminal.
+
+They appear after `SHOWN_AFTER_S` and leave nothing behind. In a file or a pipe there are none: the
+lines that the commands print are all.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress_bar import ProgressBar
+from rich.table import Column
+from rich.text import Text
+
+SHOWN_AFTER_S = 2.0
+_STEPS_MAX = 8  # rows; a large pool has more workers than a screen has lines
+_BAR_COLUMNS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One row: a part of a wait, named once. `total` is 0 if nobody knows how much is left."""
+
+    name: str
+    note: str = ""
+    done: float = 0.0
+    total: float = 0.0
+
+
+class Waiting:
+    """The bars of one wait; its methods may be called by any thread."""
+
+    def __init__(self, *steps: Step) -> None:
+        console = Console(stderr=True, highlight=False)
+        self._is_seen = sys.stderr.isatty() and not console.is_dumb_terminal
+        note = TextColumn(
+            "{task.fields[note]}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis"),
+        )
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            _Bar(),
+            note,
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.RLock()
+        self._is_on = self._is_over = False
+        self._timer = threading.Timer(SHOWN_AFTER_S, self._start)
+        self._timer.daemon = True
+        self.show(*steps)
+
+    def __enter__(self) -> Self:
+        if self._is_seen:
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._is_over = True
+            if self._is_on:
+                self._bars.stop()
+            self._is_on = False
+
+    def show(self, *steps: Step) -> None:
+        """Sets the rows; those of the same name go on."""
+        with self._lock:
+            steps = steps[:_STEPS_MAX]
+            for name in self._tasks.keys() - {step.name for step in steps}:
+                self._bars.remove_task(self._tasks.pop(name))
+            for step in steps:
+                if step.name not in self._tasks:
+                    self._tasks[step.name] = self._bars.add_task(step.name, total=None, note="")
+                self._bars.update(
+                    self._tasks[step.name],
+                    completed=step.done,
+                    total=step.total or None,
+                    note=step.note,
+                )
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Takes the bars away while something else is printed."""
+        with self._lock:
+            if self._is_on:
+                self._bars.stop()
+            try:
+                yield
+            finally:
+                if self._is_on:
+                    self._bars.start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._is_on = True
+                self._bars.start()
+
+
+class _Bar(ProgressColumn):
+    """A bar, where it is known how much is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bar = BarColumn(_BAR_COLUMNS)
+
+    def render(self, task: Task) -> ProgressBar | Text:
+        return Text() if task.total is None else self._bar.render(task)

@@ -1,0 +1,57 @@
+"""A terminal as standard error, and what was written to it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+import threading
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from tandem.cluster import progress
+
+
+class Terminal:
+    """Standard error is a terminal within it, and bars appear at once."""
+
+    def __init__(self) -> None:
+        self._written = b""
+        self._ours, theirs = pty.openpty()
+        self._theirs = open(theirs, "w")  # noqa: SIM115
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        self._patch.setattr(sys, "stderr", self._theirs)
+        self._patch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+        self._patch.setenv("TERM", "xterm")
+        self._patch.setenv("COLUMNS", "120")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._patch.undo()
+        self._theirs.close()
+        self._reader.join(10)
+        os.close(self._ours)
+
+    @property
+    def text(self) -> str:
+        """What was written, with all that a terminal understands as a command."""
+        return self._written.decode(errors="replace")
+
+    def _read(self) -> None:
+        while True:
+            try:
+                read = os.read(self._ours, 4096)
+            except OSError:  # the other side was closed
+                return
+            self._written += read
