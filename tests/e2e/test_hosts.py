@@ -2,7 +2,8 @@
 
     place 0: Redis, and this test    hosts 1 to 3: routers on two, workers    host 4: the client
 
-The first machine is Ray's head at first; each loss of the head's machine makes another the head.
+The first machine is Ray's head at first; each loss of the head's machine makes another the head,
+with a higher number. Each kind of fault hits a head at least once.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.store.client import connect_blocking
+from tandem.store.control_state import HEAD_KEY, Head, control_key
 from tests.harness.host_chats import PROMPTS
 from tests.harness.hosts import Machine, why_not
 from tests.harness.network import Network
@@ -41,6 +45,9 @@ WHOLE_S = 60.0
 PATIENCE_S = 180.0  # on a machine that is busy: what took longer than `WHOLE_S` is said at the end
 FAULT_S = 60.0
 SEEN_S = 20.0
+LEADS_S = 60.0  # until another machine is the head
+PAIRS_S = 60.0
+KINDS = ("kill", "cut", "stop")
 SPREAD_S = 180.0  # until a machine that came back has workers
 TANDEM = [sys.executable, "-m", "tandem.cli"]
 
@@ -64,6 +71,7 @@ class Hosts:
     token_file: Path
     ca_sha256: str = ""
     faults: list[tuple[float, float, str, str]] = field(default_factory=list)
+    heads: list[tuple[str, Head]] = field(default_factory=list)  # by the fault that made each
 
     def start(self, model: Path) -> None:
         first = self.machines[0]
@@ -113,6 +121,28 @@ class Hosts:
             for pool, size in WANTED.items()
         )
 
+    def head(self) -> Head:
+        """Returns Ray's head as Redis has it; its number is 0 while there is none that is up."""
+        with closing(connect_blocking(self.redis.url)) as redis:
+            (key,) = redis.keys(control_key("*", HEAD_KEY)) or [b""]
+            found = redis.get(key) if key else None
+        head = msgspec.json.decode(found, type=Head) if isinstance(found, bytes | str) else None
+        return head if head is not None and head.address else Head(0, "")
+
+    def is_head(self, machine: Machine) -> bool:
+        return self.head().address.rpartition(":")[0] == machine.address
+
+    def pairs_across(self) -> dict[tuple[str, str], str]:
+        """Returns the transport of each pair of workers on two machines, the reader first."""
+        workers = (self.state() or {}).get("workers", [])
+        machines = {w["worker_id"]: w["address"].rpartition(":")[0] for w in workers}
+        return {
+            (w["worker_id"], peer): transport
+            for w in workers
+            for peer, transport in w["transports"].items()
+            if machines.get(peer, "") not in ("", machines[w["worker_id"]])
+        }
+
     def is_used(self, machine: Machine) -> bool:
         """Returns whether the pools are whole, with workers on this machine."""
         workers = (self.state() or {}).get("workers", [])
@@ -122,6 +152,7 @@ class Hosts:
         """Lets a fault happen and pass, on a machine that has workers. Returns how long the pools
         took to be whole."""
         eventually(lambda: self.is_used(machine), SPREAD_S, f"workers for {machine.address}")
+        before, was_head = self.head(), self.is_head(machine)
         began = time.time()
         if kind == "cut":
             self.network.cut(machine.place)
@@ -131,6 +162,8 @@ class Hosts:
             machine.kill()
         with suppress(AssertionError):  # a machine may have nothing that is missed
             eventually(lambda: not self.is_whole(), SEEN_S, "the loss")
+        if was_head:
+            self._check_next_head(kind, before)
         eventually(self.is_whole, PATIENCE_S, f"whole pools ({kind})")
         whole_s = time.time() - began
         left_s = FAULT_S - (time.time() - began)
@@ -145,6 +178,16 @@ class Hosts:
         eventually(self.is_whole, PATIENCE_S, f"whole pools after {kind}")
         self.faults.append((began, time.time(), machine.address, kind))
         return whole_s
+
+    def _check_next_head(self, kind: str, before: Head) -> None:
+        """Waits until another host than `before` is the head, and sees that it has the higher
+        number."""
+        assert before.number, "no head was up"
+        is_other = lambda: self.head().host not in ("", before.host)  # noqa: E731
+        eventually(is_other, LEADS_S, f"another head than {before.host} after {kind}")
+        head = self.head()
+        assert head.number > before.number, (before, head)
+        self.heads.append((kind, head))
 
 
 @pytest.fixture
@@ -166,10 +209,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.mark.timeout(2400)
 def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_path: Path) -> None:
-    assert {t for w in (hosts.state() or {})["workers"] for t in w["transports"].values()} <= {
-        "grpc",
-        "nixl",
-    }
+    _check_pairs(hosts)
     book = tmp_path / "chats"
     command = [sys.executable, "-m", "tests.harness.host_chats"]
     addresses = ",".join(machine.address for machine in hosts.machines)
@@ -178,14 +218,21 @@ def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_pat
     whole_s: dict[str, float] = {}
     try:
         eventually(lambda: len(_read(book)) > 3 * len(PROMPTS), 120, "the first chats")
-        for number, machine in enumerate(hosts.machines):
-            for kind in ("cut", "stop", "kill"):
-                whole_s[f"{kind} {number}"] = round(hosts.fault(kind, machine), 1)
-                print(kind, number, whole_s[f"{kind} {number}"], len(_read(book)), flush=True)
+        left = [(kind, machine) for machine in hosts.machines for kind in KINDS]
+        while left:
+            kind, machine = fault = _next_fault(hosts, left)
+            left.remove(fault)
+            name = f"{kind} {hosts.machines.index(machine)}"
+            whole_s[name] = round(hosts.fault(kind, machine), 1)
+            _check_pairs(hosts)
+            print(name, whole_s[name], hosts.head(), len(_read(book)), flush=True)
         eventually(lambda: len(_read(book)) >= NUM_CHATS, 600, "all chats")
     finally:
         client.kill()
         client.wait()
+    assert {kind for kind, _ in hosts.heads} == set(KINDS), hosts.heads
+    numbers = [head.number for _, head in hosts.heads]
+    assert numbers == sorted(set(numbers)), hosts.heads
     chats = _read(book)
     with_router_lost = [c for c in chats if c["fault"] and _router_was_lost(hosts, c)]
     failed = [c for c in chats if c["fault"] and not _router_was_lost(hosts, c)]
@@ -197,6 +244,27 @@ def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_pat
     assert not [c for c in with_router_lost if c["retry"]], "a retry failed"
     assert {len(texts) for texts in answers.values()} == {1}, "an answer is not exact"
     assert max(whole_s.values()) <= WHOLE_S, whole_s
+
+
+def _next_fault(hosts: Hosts, left: list[tuple[str, Machine]]) -> tuple[str, Machine]:
+    """Returns a fault that hits the head, of a kind that hit none yet, or any that is left."""
+    seen = {kind for kind, _ in hosts.heads}
+    eventually(lambda: hosts.head().number, LEADS_S, "a head")
+    of_head = [(kind, m) for kind, m in left if kind not in seen and hosts.is_head(m)]
+    return (of_head or left)[0]
+
+
+def _check_pairs(hosts: Hosts) -> None:
+    """Sees that workers on two machines read each other's blocks by gRPC, which is TCP alone: over
+    NIXL, without RDMA, they could do so only as processes of one machine, through its memory."""
+    across: dict[tuple[str, str], str] = {}
+
+    def are_known() -> bool:
+        across.update(hosts.pairs_across())
+        return bool(across)
+
+    eventually(are_known, PAIRS_S, "a pair across hosts")
+    assert set(across.values()) == {"grpc"}, across
 
 
 def _read(book: Path) -> list[dict[str, Any]]:
