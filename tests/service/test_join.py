@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import subprocess
 import sys
 import time
@@ -14,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc import StatusCode
 
 from tandem.cluster.joining.call import ask_to_join
+from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.operate import show_status
 from tandem.errors import ConfigError
 from tests.harness.hosts import Machine, why_not
@@ -33,6 +35,10 @@ DEADLINE_S = 120.0
 TANDEM = [sys.executable, "-m", "tandem.cli"]
 JOIN_PORT = 8100
 GCS_PORT = 8101
+RAY_PORTS = {GCS_PORT, 8102, 8103}  # and the raylet's and the object manager's
+RAY_ACTOR_PORTS = range(8120, 8320)
+PUBLIC_PORTS = {8000, 8001, 8002, 8003}
+HOSTS = Path(__file__).parents[2] / "docs" / "hosts.md"
 NEVER_OPEN = (10001, 8265)  # Ray's client server and its dashboard
 SLOW_BYTES_PER_S = 8e6
 
@@ -100,6 +106,14 @@ class Joined:
         found = [line.split()[3].rpartition(":") for line in shown.stdout.splitlines()]
         return {(address, int(port)) for address, _, port in found}
 
+    def ports(self, machine: Machine) -> set[int]:
+        """Returns the ports at which others reach the machine."""
+        return {
+            port
+            for address, port in self.listening(machine)
+            if not address.startswith(("127.", "[::1]"))
+        }
+
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
@@ -133,13 +147,69 @@ def test_a_strange_authority_learns_no_token_and_a_wrong_token_gets_nothing(join
         ask_to_join(*where, token=TOKEN + "x", ca_sha256=joined.ca_sha256, own_address="")
 
 
-def test_ray_answers_only_over_tls_with_a_certificate(joined: Joined) -> None:
-    ports = {port for _, port in joined.listening(joined.first)}
-    assert GCS_PORT in ports
-    assert not ports & set(NEVER_OPEN)
-    # `get_server_certificate` presents none: the server ends that handshake, or what comes after.
-    pem = ssl.get_server_certificate((joined.first.address, GCS_PORT), timeout=5)
-    assert pem.startswith("-----BEGIN CERTIFICATE-----")
+def called(host: str, port: int, ca: bytes, *own: bytes) -> StatusCode:
+    """Returns the status of a call of nothing in particular, with a key and a certificate, or
+    without."""
+    credentials = grpc.ssl_channel_credentials(ca, *own)
+    with grpc.secure_channel(f"{host}:{port}", credentials) as channel:
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"", timeout=10)
+    code = refused.value.code()
+    assert isinstance(code, StatusCode)
+    return code
+
+
+def documented_ports() -> dict[int, str]:
+    """Returns the rows of the table in docs/hosts.md by port, those of single ports and ranges."""
+    rows = re.findall(r"^\| (8\d\d\d[^|]*) \| (.*) \|$", HOSTS.read_text(), re.MULTILINE)
+    found: dict[int, str] = {}
+    for ports, told in rows:
+        numbers = list(map(int, re.findall(r"\d+", ports)))
+        is_range = " to " in ports
+        found |= dict.fromkeys(range(numbers[0], numbers[1] + 1) if is_range else numbers, told)
+    return found
+
+
+def test_ray_answers_only_with_a_certificate_of_the_cluster(joined: Joined, tmp_path: Path) -> None:
+    """A call with a certificate of the cluster and without Ray's token is refused as a call."""
+    joined.scale("prefill=1")  # the joined machine has an agent
+    (tls,) = joined.first.folder.glob("tandem-*/tls/ray")
+    ca, *own = ((tls / name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt"))
+    Authority("stranger").write(tmp_path, "ray", addresses=[joined.first.address])
+    strange = [(tmp_path / name).read_bytes() for name in ("tls.key", "tls.crt")]
+    for machine in (joined.first, joined.second):
+        listening = joined.ports(machine)
+        ports = {p for p in listening if p in RAY_PORTS or p in RAY_ACTOR_PORTS}
+        assert (ports & RAY_PORTS) | {GCS_PORT} == RAY_PORTS
+        assert ports & set(RAY_ACTOR_PORTS)
+        for port in ports:
+            codes = [called(machine.address, port, ca, *key) for key in ([], strange, own)]
+            assert codes[:2] == [StatusCode.UNAVAILABLE] * 2, (port, codes)
+            assert codes[2] in (StatusCode.UNAUTHENTICATED, StatusCode.UNIMPLEMENTED), port
+
+
+def test_nobody_listens_but_those_whom_the_table_names(joined: Joined) -> None:
+    table = documented_ports()
+    silent = {port for port, told in table.items() if "nobody listens" in told}
+    assert len(silent) == 3
+    workers = joined.get("/v1/cluster")["workers"]
+    told = [w[name] for w in workers for name in ("address", "metrics_address")]
+    for machine, public in ((joined.first, PUBLIC_PORTS), (joined.second, set[int]())):
+        ports = joined.ports(machine)
+        assert not ports & {*NEVER_OPEN, *silent}
+        of_workers = {
+            int(port)
+            for host, _, port in (address.rpartition(":") for address in told)
+            if host == machine.address
+        }
+        assert ports - table.keys() <= public | of_workers, machine.address
+        assert public <= ports
+    on_second = joined.ports(joined.second)
+    alone = {port for port, told in table.items() if "on the head" in told or "first mach" in told}
+    named = set(range(JOIN_PORT, JOIN_PORT + 10)) & table.keys() - silent
+    assert joined.ports(joined.first) & named == named
+    assert on_second & named == named - alone
 
 
 def test_a_worker_goes_near_its_peers_where_as_many_of_its_pool_are(

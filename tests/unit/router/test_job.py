@@ -9,6 +9,7 @@ import pytest
 from tandem.block_hash import HASH_VERSION, hash_blocks
 from tandem.kv_budget import KvBudget
 from tandem.router.metrics.timeline import Timeline
+from tandem.router.placement.hint import PlacementHint
 from tandem.router.request.job import TRANSITIONS, Job, JobState, PreparedRequest, Progress
 from tandem.router.request.request import ClientRequest
 from tandem.states import ForbiddenTransition
@@ -49,6 +50,19 @@ def test_a_job_with_a_kv_budget_has_no_hashes() -> None:
     job = Job(PreparedRequest(client, 0, [1] * 9, 16, []), Progress([], Timeline()))
     job.progress.output_token_ids += [1] * 9
     assert job.hashes(COMPATIBILITY) == []
+
+
+def test_a_hint_counts_for_the_first_submission_alone() -> None:
+    """A worker that refused, or was lost, is not asked again; a fork goes to its parent."""
+    hint = PlacementHint("r", 0.0, "decode-0", "prefill-1")
+    request = PreparedRequest(ClientRequest("a prompt", hint=hint), 0, [1] * 5, 16, [])
+    job = Job(request, Progress([], Timeline()))
+    assert job.wanted == ("decode-0", "prefill-1")
+    fork = Job(request, Progress([], Timeline()), parent=job)
+    assert fork.wanted == ("", "")
+    job.routing.num_submissions = 1
+    assert job.wanted == ("", "")
+    assert job_of().wanted == ("", "")
 
 
 def test_hashes_grow_with_what_was_made() -> None:
