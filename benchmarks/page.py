@@ -2,7 +2,8 @@
 
 It needs Debian's chromium and playwright. The server is a process with the admin listener of a
 router and nothing else, and its CPU time includes the simulation of the workers. Runs take turns
-with the page open and without it; the figures are medians.
+with the page open and without it; the figures are medians. `--out` gets each task of more than
+50 ms with its time, and the scripts, styles and layouts of frames that took as long.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ from typing import Any
 
 _OBSERVE = """
 window.longTasks = [];
+window.longFrames = [];
 new PerformanceObserver(list => {
-  for (const entry of list.getEntries()) window.longTasks.push(entry.duration);
+  for (const {startTime, duration, name} of list.getEntries()) {
+    window.longTasks.push({at_ms: startTime, took_ms: duration, name});
+  }
 }).observe({type: "longtask", buffered: true});
+new PerformanceObserver(list => {
+  for (const frame of list.getEntries()) window.longFrames.push({
+    at_ms: frame.startTime, took_ms: frame.duration,
+    style_and_layout_ms: frame.startTime + frame.duration - frame.styleAndLayoutStart,
+    scripts: frame.scripts.map(script => ({
+      at_ms: script.startTime, took_ms: script.duration, invoker: script.invoker,
+      function: script.sourceFunctionName, source: script.sourceURL.split("/").at(-1),
+      forced_layout_ms: script.forcedStyleAndLayoutDuration,
+    })),
+  });
+}).observe({type: "long-animation-frame", buffered: true});
 """
 
 
@@ -30,9 +45,9 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(browser: Any, url: str, pid: int, seconds: float) -> tuple[float, list[float]]:
-    """Returns the share of a core that the server took with the page open, and the page's tasks of
-    more than 50 ms, in ms."""
+def measure(browser: Any, url: str, pid: int, seconds: float) -> tuple[float, dict[str, Any]]:
+    """Returns the share of a core that the server took with the page open, and the page's tasks and
+    frames of more than 50 ms."""
     page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
     page.add_init_script(_OBSERVE)
     page.goto(url)
@@ -40,9 +55,18 @@ def measure(browser: Any, url: str, pid: int, seconds: float) -> tuple[float, li
     before, began = cpu_s(pid), time.monotonic()
     page.wait_for_timeout(seconds * 1000)
     share = (cpu_s(pid) - before) / (time.monotonic() - began)
-    tasks = page.evaluate("window.longTasks")
+    long = page.evaluate("({tasks: window.longTasks, frames: window.longFrames})")
     page.context.close()
-    return share, tasks
+    return share, _rounded(long)
+
+
+def _rounded(told: Any) -> Any:
+    """Returns the same with all numbers to a tenth."""
+    if isinstance(told, dict):
+        return {name: _rounded(value) for name, value in told.items()}
+    if isinstance(told, list):
+        return [_rounded(value) for value in told]
+    return round(told, 1) if isinstance(told, float) else told
 
 
 def main() -> None:
@@ -53,11 +77,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--port", type=int, default=8093)
+    parser.add_argument(
+        "--out", type=Path, help="a JSON file, such as benchmarks/results/page.json"
+    )
     options = parser.parse_args()
     command = [sys.executable, "-m", "tests.harness.page_server"]
     command += ["--workers", str(options.workers), "--port", str(options.port)]
     server = subprocess.Popen(command)
-    closed, opened, tasks = [], [], []
+    closed, opened, runs = [], [], []
     try:
         time.sleep(5)
         with sync_playwright() as started:
@@ -71,7 +98,8 @@ def main() -> None:
                 url = f"http://127.0.0.1:{options.port}/"
                 share, long = measure(browser, url, server.pid, options.seconds)
                 opened.append(share)
-                tasks.append(max(long, default=0.0))
+                runs.append({"load": round(os.getloadavg()[0], 1), **long})
+            version = browser.version
             browser.close()
     finally:
         server.kill()
@@ -80,10 +108,13 @@ def main() -> None:
         "workers": options.workers,
         "cpu_percent_closed": round(100 * statistics.median(closed), 2),
         "cpu_percent_open": round(100 * statistics.median(opened), 2),
-        "longest_task_ms": [round(task) for task in tasks],
+        "longest_task_ms": [max((t["took_ms"] for t in run["tasks"]), default=0) for run in runs],
         "load": os.getloadavg()[0],
     }
     print(json.dumps(told))
+    if options.out is not None:
+        told |= {"chromium": version, "command": " ".join(sys.argv), "runs": runs}
+        options.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

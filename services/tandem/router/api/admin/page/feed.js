@@ -1,5 +1,6 @@
 // The live feed: server-sent events over fetch, because EventSource can send no key.
 
+import {byNumber} from "./dom.js";
 import {askForKey, headers, message, watchKey} from "./operator.js";
 
 const RETRY_FIRST_MS = 500, RETRY_MAX_MS = 10000;
@@ -11,7 +12,34 @@ export const state = {
   samples: [], sampleColumns: [], workerColumns: [], stepS: 5, now: 0, came: 0, error: "",
 };
 
-const objects = (columns, values) => Object.fromEntries(columns.map((name, i) => [name, values[i]]));
+// Objects that are made in this way share one shape; a worker's row comes each second.
+function object(columns, values) {
+  const made = {};
+  for (let i = 0; i < columns.length; i++) made[columns[i]] = values[i];
+  return made;
+}
+
+let order = [], isSorted = true;
+
+function put(id, worker) {
+  const before = state.workers.get(id);
+  if (!before) order.push(id);
+  isSorted &&= Boolean(before) && before.pool === worker.pool;
+  state.workers.set(id, worker);
+}
+
+function remove(id) {
+  if (state.workers.delete(id)) order = order.filter(other => other !== id);
+}
+
+// Returns the ids of workers by pool and number. Only what changed is sorted in: comparing names of
+// a thousand workers takes longer than to show them.
+export function ordered() {
+  const pool = id => state.workers.get(id).pool;
+  if (!isSorted) order.sort((a, b) => (pool(a) === pool(b) ? byNumber(a, b) : pool(a) < pool(b) ? -1 : 1));
+  isSorted = true;
+  return order;
+}
 
 // Takes an event into the state; returns which parts changed.
 export function take(kind, data) {
@@ -22,16 +50,17 @@ export function take(kind, data) {
     state.sampleColumns = data.sample_columns;
     state.stepS = data.step_s;
     state.workers.clear();
+    order = [];
     state.requests.clear();
     state.samples = [];
     for (const part of ["workers", "requests", "samples"]) changed.add(part);
   }
   for (const part of ["head", "events"]) if (data[part]) { state[part] = data[part]; changed.add(part); }
   for (const [id, values] of Object.entries(data.workers ?? {})) {
-    state.workers.set(id, objects(state.workerColumns, values));
+    put(id, object(state.workerColumns, values));
     changed.add("workers");
   }
-  for (const id of data.gone ?? []) { state.workers.delete(id); changed.add("workers"); }
+  for (const id of data.gone ?? []) { remove(id); changed.add("workers"); }
   for (const request of data.requests ?? []) { state.requests.set(request.id, request); changed.add("requests"); }
   if (data.samples?.length) {
     state.samples.push(...data.samples);

@@ -39,12 +39,13 @@ function showAge() {
   }
 }
 
-// Parts that are to be shown anew. Each has a task of its own, so that none is long.
+// Parts that are to be shown anew. Each has a task of its own, so that none is long; one that
+// returns a function has more to do, in a task of its own again.
 const parts = new Map();
 const PARTS = {
   head: () => { showHead(); showFacts(); showPools(); showCurl(); },
   samples: showCharts,
-  workers: () => { showPicture(); parts.set("table", showWorkers); },
+  workers: () => { parts.set("table", showWorkers); return showPicture(); },
   requests: showRequests,
   events: showEvents,
 };
@@ -55,7 +56,8 @@ function work() {
   isWorking = Boolean(part) && !document.hidden;
   if (!isWorking) return;
   parts.delete(name);
-  part();
+  const rest = part();
+  if (typeof rest === "function") parts.set(name, rest);
   setTimeout(work);
 }
 

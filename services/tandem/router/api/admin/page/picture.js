@@ -1,24 +1,27 @@
 // The picture: routers, prefill and decode workers on a canvas, with blocks and streams on their way.
 
-import {byId, byNumber, color} from "./dom.js";
-import {state} from "./feed.js";
+import {byId, color} from "./dom.js";
+import {ordered, state} from "./feed.js";
 
 const BOXES_MAX = 12; // of a pool; more are drawn as small cells
 const FLIGHT_MS = 1400, PARTICLES_MAX = 300;
 const GOOD = new Set(["ready", "draining"]);
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const FLOWS_MAX = 40; // that one event launches
+const DRAWN_AT_ONCE = 200; // workers; the rest in a task of its own
 const SHARES = [[.02, .15], [.24, .52], [.64, .92]]; // of the width, for each column
 // The workers are on one canvas, what moves is on another one above it.
 let box, canvas, context, above, colors = {}, places = new Map(), particles = [], isRunning = false;
-let drawn = {key: "", tones: new Map()}, last = [];
+let drawn = {key: "", tones: new Map()}, last = [], members = [];
+let size = {width: 0, height: 0}; // of the box: to ask it would lay out the page at once
 
 function readColors() {
   for (const name of ["back", "text", "muted", "line", "good", "bad", "warn", "pull", "move"]) colors[name] = color(name);
 }
 
 function columnsOf() {
-  const of = role => [...state.workers.entries()].filter(([, w]) => w.role === role).sort(([a], [b]) => byNumber(a, b));
+  const all = ordered().map(id => [id, state.workers.get(id)]);
+  const of = role => all.filter(([, w]) => w.role === role);
   const routers = Array.from({length: Math.min(8, state.head?.num_routers ?? 1)}, (_, i) =>
     [i ? `router (${i + 1})` : state.head?.router_id ?? "router", null]);
   return [["Routers", routers], ["Prefill", of("prefill")], ["Decode", of("decode")]];
@@ -80,7 +83,7 @@ function drawWorker(id, worker, at) {
 }
 
 function drawBase() {
-  const ratio = devicePixelRatio || 1, width = box.clientWidth, columns = columnsOf();
+  const ratio = devicePixelRatio || 1, {width} = size, columns = columnsOf();
   const key = [ratio, width, colors.back, ...columns.flatMap(([, members]) => members.map(([id]) => id))].join();
   if (key !== drawn.key) {
     drawn = {key, tones: new Map()};
@@ -96,7 +99,19 @@ function drawBase() {
       context.fillText(name + (i ? ` workers (${members.length})` : ""), SHARES[i][0] * width, 20);
     });
   }
-  for (const [, members] of columns) for (const [id, worker] of members) drawWorker(id, worker, places.get(id));
+  members = columns.flatMap(([, found]) => found);
+  return () => drawFrom(0);
+}
+
+// Draws some workers as they are by now; returns what draws the others.
+function drawFrom(first) {
+  const end = first + DRAWN_AT_ONCE;
+  for (const [id, worker] of members.slice(first, end)) drawWorker(id, worker, places.get(id));
+  return end < members.length ? () => drawFrom(end) : null;
+}
+
+function drawAll() {
+  for (let rest = drawBase(); rest; rest = rest());
 }
 
 function ends(source, target) {
@@ -106,7 +121,7 @@ function ends(source, target) {
   const isRight = from.x <= to.x;
   const a = {x: isRight ? from.x + from.w : from.x, y: from.y + from.h / 2};
   const b = {x: isOneColumn || !isRight ? to.x + to.w : to.x, y: to.y + to.h / 2};
-  const bow = isOneColumn ? 1.6 * Math.min(60, box.clientWidth - a.x) : 0;
+  const bow = isOneColumn ? 1.6 * Math.min(60, size.width - a.x) : 0;
   return {a, b, middle: {x: (a.x + b.x) / 2 + bow, y: (a.y + b.y) / 2}};
 }
 
@@ -125,7 +140,7 @@ export function launch(flows) {
 }
 
 function frame(now) {
-  above.clearRect(0, 0, box.clientWidth, box.clientHeight);
+  above.clearRect(0, 0, size.width, size.height);
   particles = particles.filter(p => now < p.began + FLIGHT_MS);
   for (const kind of ["pull", "move"]) {
     const mine = particles.filter(p => p.kind === kind), lines = new Path2D(), dots = new Path2D();
@@ -159,9 +174,10 @@ function describe() {
   return `Workers: ${known}. Lately ${sum("pull")} blocks were pulled and ${sum("move")} streams moved.`;
 }
 
+// Draws the frame of the picture; returns what draws its workers, in several tasks.
 export function showPicture() {
-  drawBase();
   box.setAttribute("aria-label", describe());
+  return drawBase();
 }
 
 export function makePicture() {
@@ -171,6 +187,11 @@ export function makePicture() {
   context = canvas.getContext("2d");
   above = canvases[1].getContext("2d");
   readColors();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColors(); showPicture(); });
-  new ResizeObserver(() => { if (state.head) drawBase(); }).observe(box);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColors(); drawAll(); });
+  size = {width: box.clientWidth, height: box.clientHeight};
+  new ResizeObserver(([entry]) => {
+    const before = size.width;
+    size = {width: entry.contentRect.width, height: entry.contentRect.height};
+    if (state.head && before !== size.width) drawAll(); // its own canvas sets the height
+  }).observe(box);
 }

@@ -1,7 +1,7 @@
 // The table of workers and the pools, with what an operator may change.
 
-import {byId, byNumber, make, row, setText} from "./dom.js";
-import {state} from "./feed.js";
+import {byId, make, row, setText} from "./dom.js";
+import {ordered, state} from "./feed.js";
 import {change, sure} from "./operator.js";
 
 const ROWS_MAX = 40;
@@ -16,9 +16,13 @@ function found() {
   const words = byId("worker-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const matches = ([id, w]) => words.every(word =>
     `${id} ${w.pool} ${w.role} ${w.state} ${w.host}`.toLowerCase().includes(word));
-  const rank = ([, w]) => (isIll(w) ? 0 : w.state === "draining" ? 1 : w.state === "stopped" ? 3 : 2);
-  return [...state.workers].filter(matches).sort((a, b) =>
-    rank(a) - rank(b) || a[1].pool.localeCompare(b[1].pool) || byNumber(a[0], b[0]));
+  const rank = w => (isIll(w) ? 0 : w.state === "draining" ? 1 : w.state === "stopped" ? 3 : 2);
+  const ranked = [[], [], [], []];
+  for (const id of ordered()) {
+    const each = [id, state.workers.get(id)];
+    if (matches(each)) ranked[rank(each[1])].push(each);
+  }
+  return ranked.flat();
 }
 
 const NAMES = ["name", "role", "state", "running", "waiting", "leases", "pulls", "kv", "transports", "host", "tools"];
