@@ -1,6 +1,7 @@
 """Very many requests under every kind of fault, in slices that can be resumed.
 
     python benchmarks/chaos_slices.py [--requests 100000] [--slice 2000] [--clients 24]
+                                      [--keep-router]
 
 Two prefill and two decode workers of a tiny random model, kept by Ray's agents. One worker of each
 pool is behind a network of its own. All the while, three at once, come faults of workers
@@ -8,7 +9,9 @@ pool is behind a network of its own. All the while, three at once, come faults o
 outages (outages.py: Redis, the router, the pool controller and Ray's head).
 
 Each answer is compared with that of one engine alone. A slice is so many requests, drawn by its own
-number. At its end the faults end, all workers return, and nothing may be held. Then its books are
+number. At its end the faults end, all workers return, and nothing may be held. If no router died,
+its count of outcomes must be that of the requests that it heard (always with --keep-router, which
+kills none). Then its books are
 added to the JSON file, and the next slice begins, until there are as many requests as were asked
 for. When the script is started again it goes on after the last whole slice. A slice that showed a
 defect runs again when its line is deleted from the file. SIGTERM and Ctrl-C end it after the
@@ -41,7 +44,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from process_growth import HOUR_S, name_of, own_memory_mib, slope_per_hour
 from tandem.cluster.processes.guardian import cluster_processes
-from tests.chaos.checks import errors_logged, wait_nothing_held, wrong_outcomes
+from tests.chaos.checks import (
+    check_counted,
+    errors_logged,
+    router_outcomes,
+    wait_nothing_held,
+    wrong_outcomes,
+)
 from tests.chaos.faults import Fault, Happened
 from tests.chaos.load import Load, Prompt, RouterLife, requests
 from tests.chaos.outages import Outages
@@ -92,6 +101,8 @@ class Slices:
         self._prompts = prompts
         self._arguments = arguments
         self._errors: Counter[str] = Counter()  # of the slices before
+        spared = ("kill router",) if arguments.keep_router else ()
+        self._outages = tuple(fault for fault in OUTAGES if fault.kind not in spared)
 
     async def run(self, number: int, count: int) -> dict[str, Any]:
         """Runs a slice and returns its books."""
@@ -114,10 +125,13 @@ class Slices:
             router=router,
         )
         memory = {"start": await asyncio.to_thread(memory_mib, self._cluster)}
+        num_before = router_outcomes(self._cluster).total()
         began = time.monotonic()
         await self._strike(load, rng, router, happened)
         seconds = time.monotonic() - began
         problems = wrong_outcomes(load.outcomes) + await asyncio.to_thread(self._after)
+        if is_counted := not router.num_deaths:
+            problems += self._miscounted(num_before, load)
         memory["end"] = await asyncio.to_thread(memory_mib, self._cluster)
         outcomes = load.outcomes
         return {
@@ -125,6 +139,8 @@ class Slices:
             "requests": sum(not o.is_retry for o in outcomes),
             "outcomes": dict(Counter(o.kind for o in outcomes if not o.is_retry)),
             "retries": dict(Counter(o.kind for o in outcomes if o.is_retry)),
+            "left_unheard": sum(not o.was_heard for o in outcomes),
+            "is_counted": is_counted,
             "tokens": sum(len(o.token_ids) for o in outcomes),
             "faults": dict(Counter(h.fault.kind for h in happened)),
             "seconds": round(seconds, 1),
@@ -146,7 +162,7 @@ class Slices:
             for striker, deck in (
                 (Crashes(cluster, Random(rng.random()), **told), CRASHES),
                 (Orders(cluster, Random(rng.random()), **told), ORDERS),
-                (Outages(cluster, Random(rng.random()), router, **told), OUTAGES),
+                (Outages(cluster, Random(rng.random()), router, **told), self._outages),
             )
         ]
         asking = asyncio.create_task(load.run())
@@ -174,6 +190,13 @@ class Slices:
         except Exception:  # the router or Redis is not back yet
             return False
         return True
+
+    def _miscounted(self, num_before: int, load: Load) -> list[str]:
+        try:
+            check_counted(self._cluster, num_before, load.outcomes)
+        except AssertionError as error:
+            return [f"NOT COUNTED ONCE: {error}"]
+        return []
 
     def _after(self) -> list[str]:
         """Returns what is wrong with the cluster after a slice."""
@@ -215,6 +238,8 @@ def sums(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "hours": round(sum(s["seconds_in_all"] for s in slices) / HOUR_S, 2),
         "tokens": sum(s["tokens"] for s in slices),
         **added,
+        "slices_counted": sum(s.get("is_counted", False) for s in slices),
+        "left_unheard": sum(s.get("left_unheard", 0) for s in slices),
         "slowest_s": max((s["slowest_s"] for s in slices), default=0.0),
         "problems": sum(len(s["problems"]) for s in slices),
         "memory_mib_per_10000_requests": memory_lines(slices),
@@ -309,6 +334,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slice", type=int, default=2000, help="requests of each slice")
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--books", type=Path, default=RESULTS)
+    parser.add_argument("--keep-router", action="store_true", help="kill no router")
     return parser.parse_args()
 
 

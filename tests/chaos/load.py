@@ -171,8 +171,8 @@ class Load:
         bound_s: float,
         router: RouterLife | None = None,
     ) -> None:
-        """`router`: of a test that kills it. The router's records of requests die with it, so
-        nobody asks then which requests it heard."""
+        """`router`: of a test that kills it. The router's records of requests die with it, so of
+        requests before a death nobody knows which it heard."""
         self._router = router
         self._cluster = cluster
         self._wanted = wanted
@@ -196,18 +196,32 @@ class Load:
         self, http: httpx.AsyncClient, ways: dict[str, Callable[[Outcome], Awaitable[None]]]
     ) -> None:
         left: Outcome | None = None  # without a token: the router is asked once the next has ended
+        num_deaths = 0  # when it had left
         for request in self._wanted:
             outcome = await self._outcome(ways[request.api], Outcome(request))
-            if self._router is not None:
-                if outcome.cut_short == "router lost":
-                    await self._outcome(ways[request.api], Outcome(request, is_retry=True))
-                    self._router.num_retries -= 1
-                continue
+            if self._router is not None and outcome.cut_short == "router lost":
+                await self._outcome(ways[request.api], Outcome(request, is_retry=True))
+                self._router.num_retries -= 1
             if left is not None:
-                left.was_heard = await was_heard(http, left.name)
+                await self._note_heard(http, left, num_deaths)
             left = outcome if outcome.cut_short == "left" and not outcome.token_ids else None
+            num_deaths = self._num_deaths
         if left is not None:
+            await self._note_heard(http, left, num_deaths)
+
+    async def _note_heard(self, http: httpx.AsyncClient, left: Outcome, num_deaths: int) -> None:
+        """Notes whether the router heard of a request, if it lives since then."""
+        if num_deaths != self._num_deaths:
+            return
+        try:
             left.was_heard = await was_heard(http, left.name)
+        except httpx.TransportError:
+            if self._router is None:
+                raise
+
+    @property
+    def _num_deaths(self) -> int:
+        return self._router.num_deaths if self._router is not None else 0
 
     async def _outcome(
         self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome

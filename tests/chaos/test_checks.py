@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.chaos import checks
+from tests.chaos import load as load_module
 from tests.chaos.checks import check_counted, wrong_outcomes
 from tests.chaos.load import Load, Outcome, Prompt, Request, RouterLife
 
@@ -81,6 +82,30 @@ async def test_a_retry_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) 
     await load.run()
     assert [o.kind for o in load.outcomes] == ["router lost", "UNAVAILABLE"]
     assert "neither finished" in wrong_outcomes(load.outcomes)[0]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_router_that_lives_is_asked_what_it_heard(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = RouterLife()
+    wanted = iter([REQUEST, REQUEST])
+    load = Load(StubCluster(), wanted, num_clients=1, bound_s=9, router=router)
+
+    async def ask(_: object, outcome: Outcome) -> None:
+        if len(load.outcomes) == 0:
+            outcome.cut_short = "left"
+            return
+        with router.death() if dies else contextlib.nullcontext():
+            outcome.ends.append("length")
+
+    async def was_heard(_: object, name: str) -> bool:
+        return False
+
+    monkeypatch.setattr(load, "_ask", ask)
+    monkeypatch.setattr(load_module, "was_heard", was_heard)
+    await load.run()
+    assert [o.was_heard for o in load.outcomes] == [dies, True]
 
 
 @pytest.mark.parametrize(("was_heard", "num_counted"), [(True, 2), (False, 1)])

@@ -26,10 +26,11 @@ if reason := why_not():
 def test_slices_have_no_problem_and_the_second_run_goes_on_after_the_first(tmp_path: Path) -> None:
     books = tmp_path / "books.json"
     script = ROOT / "benchmarks" / "chaos_slices.py"
-    for num_requests in (300, 600):
-        command = [sys.executable, script, "--slice", "300", "--books", books]
+    for num_requests, more in ((300, ()), (600, ("--keep-router",))):
+        command = [sys.executable, script, "--slice", "300", "--books", books, *more]
         done = subprocess.run(
             [*command, "--requests", str(num_requests)], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         assert json.loads(books.read_text())["sums"]["requests"] == num_requests
+    assert json.loads(books.read_text())["slices"][1]["is_counted"]
