@@ -1,14 +1,19 @@
-"""The queries of vLLM's dashboards for Grafana, told as their metrics, labels and forms.
+"""The queries of vLLM's dashboards for Grafana.
 
-Read in November 2026 from the dashboards in vLLM's repository: `prometheus_grafana/grafana.json`,
-and `performance_statistics.json`, `query_statistics.json` and `vllm_overview.json` of `dashboards`,
-all under `examples/observability`. One query of `vllm_overview.json` is left out: the hits of the
-multimodal cache, which vLLM answers with nothing, too, while it serves texts only.
+`tests/data/vllm_dashboards.json` has each expression of the dashboards in vLLM's source package, as
+it stands there. `VLLM_SOURCES` names an unpacked package to compare it with (test_vllm_names.py).
+
+Those of the newer `vllm_overview.json` in vLLM's repository, which no package has yet, are told
+here as their metrics, labels and forms (November 2026). One of its queries is left out: the hits of
+the multimodal cache, which vLLM answers with nothing, too, while it serves texts only.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 WINDOW = "60s"
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
@@ -57,8 +62,37 @@ LIMITS = {
 }
 
 
+_STOCK = Path(__file__).parents[1] / "data" / "vllm_dashboards.json"
+DASHBOARDS = "examples/observability"  # in vLLM's sources
+
+
+def stock() -> dict[str, list[str]]:
+    """Returns the expressions of each dashboard of the package, by its path there."""
+    return dict(json.loads(_STOCK.read_text())["expressions"])
+
+
+def expressions(dashboard: object) -> Iterator[str]:
+    """Yields the expressions of a dashboard's panels, in their order."""
+    children: list[Any] = []
+    if isinstance(dashboard, dict):
+        if isinstance(found := dashboard.get("expr"), str):
+            yield found
+        children = list(dashboard.values())
+    elif isinstance(dashboard, list):
+        children = dashboard
+    for child in children:
+        yield from expressions(child)
+
+
 def queries(job: str, instance: str, model: str) -> Iterator[str]:
     """Yields every query, for one model, as Grafana sends it when the variables are filled in."""
+    filled = {"$__rate_interval": WINDOW, "$__interval": WINDOW, "$__range": WINDOW}
+    filled |= {"$model_name": model, "$Deployment_id": model}
+    for expression in (e for found in stock().values() for e in found):
+        for variable, value in filled.items():
+            expression = expression.replace(variable, value)
+        assert "$" not in expression, expression
+        yield expression
     server = f'job=~"{job}",instance=~"{instance}"'
     for of in (f'model_name="{model}"', f'{server},model_name=~"{model}"'):
         yield from _histograms(of)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +19,7 @@ from tandem.engine_counts import EngineTally, NixlCounts
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.vllm_names import VllmMetrics
 from tandem.store.registry import Load
-from tests.harness.vllm_dashboards import queries
+from tests.harness.vllm_dashboards import DASHBOARDS, expressions, queries, stock
 
 
 def record(worker_id: str = "decode-0") -> Any:
@@ -70,6 +73,23 @@ def test_every_metric_of_vllms_dashboards_is_exposed() -> None:
     # Workers of the cluster view make these.
     of_workers = {f"vllm:{n}" for n in ("num_requests_running", "num_requests_waiting")}
     assert asked - set(exposed(metrics)) == of_workers | {"vllm:kv_cache_usage_perc"}
+
+
+def test_no_expression_of_a_dashboard_in_vllms_sources_is_left_out() -> None:
+    if not (sources := os.environ.get("VLLM_SOURCES", "")):
+        pytest.skip("VLLM_SOURCES names no sources of vLLM")
+    found = {
+        str(path.relative_to(sources)): list(
+            dict.fromkeys(expressions(json.loads(path.read_text())))
+        )
+        for path in sorted(Path(sources, DASHBOARDS).rglob("*.json"))
+    }
+    assert found == stock()
+
+
+def test_the_stock_dashboards_are_whole() -> None:
+    """As they are in vLLM 0.33.0."""
+    assert [len(found) for found in stock().values()] == [21, 14, 32]
 
 
 def test_requests_by_reason_are_vllms() -> None:
