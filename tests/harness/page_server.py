@@ -37,7 +37,13 @@ from tandem.store.registry import KvCompatibility, Load, WorkerRecord
 
 _KV = KvCompatibility("m", "float32", "invariant", 16, "float32", "l", 1)
 _UP = SimpleNamespace(
-    is_up=True, load=None, num_inflight=0, num_unreported=0, tokens_unreported=0, is_draining=False
+    is_up=True,
+    why_down="",
+    load=None,
+    num_inflight=0,
+    num_unreported=0,
+    tokens_unreported=0,
+    is_draining=False,
 )
 _STAGES: dict[Any, float] = {"tokenize": 1, "route": 2, "queue": 20, "prefill": 80, "wire": 3}
 
