@@ -45,7 +45,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What was written, with all that a terminal understands as a command."""
+        """Returns what was written, with the codes that a terminal obeys."""
         return self._written.decode(errors="replace")
 
     def _read(self) -> None:

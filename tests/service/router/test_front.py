@@ -83,7 +83,7 @@ async def hints(admin: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def test_a_hint_places_at_both_workers_that_the_picker_chose(front: RunningRouter) -> None:
-    """After each hinted request the other worker has less to do, and a smaller share of late."""
+    """The other worker would win each time: it has less to do, and a smaller share of late."""
     before = await hints(front.admin)
     for _ in range(4):
         assert await placed(front, hint_of("decode-1", BUSY)) == ["decode-1", BUSY, IDLE]

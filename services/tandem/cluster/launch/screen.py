@@ -50,7 +50,7 @@ class LaunchScreen:
             self._waiting.show(*steps)
 
     def without_bars(self) -> AbstractContextManager[None]:
-        """While something else prints."""
+        """Returns a context in which something else may print."""
         return self._waiting.hidden() if self._waiting is not None else nullcontext()
 
     def show_ready(
