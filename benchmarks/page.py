@@ -4,6 +4,8 @@ It needs Debian's chromium and playwright. The server is a process with the admi
 router and nothing else, and its CPU time includes the simulation of the workers. Runs take turns
 with the page open and without it; the figures are medians. `--out` gets each task of more than
 50 ms with its time, and the scripts, styles and layouts of frames that took as long.
+`longest_task_cpu_ms` is the CPU time of the longest task, which other work on the machine does not
+stretch.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+_TRACED = ["disabled-by-default-devtools.timeline", "devtools.timeline", "toplevel"]
 _OBSERVE = """
 window.longTasks = [];
 window.longFrames = [];
@@ -50,14 +53,32 @@ def measure(browser: Any, url: str, pid: int, seconds: float) -> tuple[float, di
     frames of more than 50 ms."""
     page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
     page.add_init_script(_OBSERVE)
+    browser.start_tracing(page=page, categories=_TRACED)
     page.goto(url)
     page.wait_for_selector("#workers tbody tr")
     before, began = cpu_s(pid), time.monotonic()
     page.wait_for_timeout(seconds * 1000)
     share = (cpu_s(pid) - before) / (time.monotonic() - began)
     long = page.evaluate("({tasks: window.longTasks, frames: window.longFrames})")
+    long["cpu_ms"] = sorted(_tasks_cpu_ms(json.loads(browser.stop_tracing())), reverse=True)[:10]
     page.context.close()
     return share, _rounded(long)
+
+
+def _tasks_cpu_ms(trace: dict[str, Any]) -> list[float]:
+    """Returns the CPU time of each task of the page's main thread. A task that waits for a core
+    looks longer than that."""
+    events = trace["traceEvents"]
+    mains = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e["name"] == "thread_name" and e["args"].get("name") == "CrRendererMain"
+    }
+    return [
+        e["tdur"] / 1000
+        for e in events
+        if e["name"].endswith("RunTask") and "tdur" in e and (e["pid"], e["tid"]) in mains
+    ]
 
 
 def _rounded(told: Any) -> Any:
@@ -109,6 +130,7 @@ def main() -> None:
         "cpu_percent_closed": round(100 * statistics.median(closed), 2),
         "cpu_percent_open": round(100 * statistics.median(opened), 2),
         "longest_task_ms": [max((t["took_ms"] for t in run["tasks"]), default=0) for run in runs],
+        "longest_task_cpu_ms": [max(run["cpu_ms"], default=0) for run in runs],
         "load": os.getloadavg()[0],
     }
     print(json.dumps(told))

@@ -22,7 +22,7 @@ const CHARTS = [
 ];
 const HEIGHT = 130;
 const drawn = []; // {plot, now, box, format, lines, title}
-let pending = 0;
+let pending = 0, boxWidth = 0; // of each chart: to ask it while drawing would lay out the page at once
 
 function draw(chart) {
   const axis = {
@@ -30,7 +30,7 @@ function draw(chart) {
     font: "11px system-ui", size: 44,
   };
   const options = {
-    width: Math.max(200, chart.box.clientWidth), height: HEIGHT, legend: {show: false}, cursor: {show: false},
+    width: Math.max(200, boxWidth), height: HEIGHT, legend: {show: false}, cursor: {show: false},
     scales: {x: {time: true}, y: {range: (_, low, high) => [0, chart.format === percent || !(high > 0) ? 1 : 1.1 * high]}},
     axes: [
       {...axis, size: 24, space: 70, values: (_, at) => at.map(minute)},
@@ -106,9 +106,10 @@ export function makeCharts() {
   }
   const again = () => each(chart => { if (chart.plot) draw(chart); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-  let width = 0;
-  new ResizeObserver(() => {
-    if (width && width !== byId("charts").clientWidth) again();
-    width = byId("charts").clientWidth;
-  }).observe(byId("charts"));
+  boxWidth = drawn[0].box.clientWidth;
+  new ResizeObserver(([entry]) => {
+    const before = boxWidth;
+    boxWidth = entry.contentRect.width;
+    if (before !== boxWidth) again();
+  }).observe(drawn[0].box);
 }
