@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tandem.config.engine import EngineConfig
 from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
 from tandem.errors import UnsupportedModel
 from tandem.models.quantized.fp8 import RUN, Fp8
+from tandem.models.source import read_folder
 from tandem_kernels.native import library
+from tests.tiny_models import make_tiny_model
 from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape
 
@@ -132,3 +140,23 @@ def test_what_is_no_number_is_refused() -> None:
     )
     with pytest.raises(UnsupportedModel, match="is NaN"):
         NativeDecoder(native_shapes.config_of(BASE), weights, num_threads=1)
+
+
+@pytest.mark.parametrize("part", ["self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_the_file_and_the_tensor_of_a_weight_that_is_no_number_are_named(
+    part: str, tmp_path: Path
+) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path)
+    file, config_file = folder.path / "model.safetensors", folder.path / "config.json"
+    stored = load_file(file)
+    for name in [each for each in stored if each.endswith("_proj.weight")]:
+        numbers = stored[name].to(torch.float8_e4m3fn)
+        if name == f"model.layers.1.{part}.weight":
+            numbers.view(torch.uint8)[3, 5] = 0xFF
+        stored |= {name: numbers, f"{name}_scale": torch.ones(())}
+    save_file(stored, file, metadata={"format": "pt"})
+    config = json.loads(config_file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    config_file.write_text(json.dumps(config))
+    where = re.escape(f"{file}: model.layers.1.{part}.weight has a weight")
+    with pytest.raises(UnsupportedModel, match=where):
+        ModelRunner(read_folder(folder.path), EngineConfig(model="", device="cpu"))

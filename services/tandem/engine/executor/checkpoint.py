@@ -25,12 +25,17 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
         with naming(files[0]):
             return read_tensors(files[0], config)
     tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, Path] = {}
     for file in files:
         with naming(file):
-            tensors |= load_file(file)
+            loaded = load_file(file)
+        tensors |= loaded
+        places |= dict.fromkeys(loaded, file)
     if config.is_mxfp4:
         return join_mxfp4(tensors)
-    return tensors if config.quantization is None else join_parts(tensors, config.quantization)
+    if config.quantization is None:
+        return tensors
+    return join_parts(tensors, config.quantization, places)
 
 
 def check_tied(stored: Stored) -> None:

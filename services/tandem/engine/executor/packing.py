@@ -16,7 +16,6 @@ from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.heap import give_back_freed
 from tandem.engine.executor.weights import Linear, ModelWeights
-from tandem.errors import UnsupportedModel
 from tandem.models.gguf.tensors import Blocks
 from tandem.models.quantized.fp8 import Fp8
 from tandem_kernels.native.library import (
@@ -92,16 +91,15 @@ class Packer:
         if kind not in (Kind.BF16_PAIRS, Kind.F8_PAIRS):
             return self.matrix(parts)
         biases = [part.bias for part in parts if part.bias is not None]
-        weight = parts[0].weight
+        bias = _in_turn(biases) if biases else None
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
-        fp8 = None
         if blocks:
             data = _in_turn([each.data.view(torch.uint8) for each in blocks])
             fp8 = Fp8(data.view(blocks[0].data.dtype), _in_turn([each.scales for each in blocks]))
-            weight = torch.empty(data.shape, dtype=weight.dtype, device="meta")
+            weight = torch.empty(data.shape, dtype=parts[0].weight.dtype, device="meta")
+            packed = self._fp8((Linear(weight, bias, fp8),), stored=blocks)
         else:
-            weight = _in_turn([part.weight for part in parts])
-        packed = self.matrix((Linear(weight, _in_turn(biases) if biases else None, fp8),))
+            packed = self.matrix((Linear(_in_turn([part.weight for part in parts]), bias),))
         self._drop(parts)
         return packed
 
@@ -127,7 +125,8 @@ class Packer:
         self._kept.append(floats)
         return floats.data_ptr()
 
-    def _fp8(self, parts: Sequence[Linear]) -> Matrix:
+    def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
+        """Packs matrices in fp8. `stored` are those of the checkpoint that they were made of."""
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         data = [each.data.view(torch.uint8) for each in blocks]
         codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
@@ -135,7 +134,9 @@ class Packer:
         kind = self._kind_of(parts[0])
         panels = self._zeros(packed_bytes((num_out, num_in), kind))
         if not self._library.pack_fp8(codes.data_ptr(), (num_out, num_in), kind, panels):
-            raise UnsupportedModel("a weight in fp8 is NaN")
+            for each in stored or blocks:
+                each.check_numbers()
+            raise AssertionError("no weight in fp8 is NaN, and the kernels refuse one")
         scales = pad(torch.cat([each.scales for each in blocks]), (0, 0, 0, -num_out % PANEL))
         scales = scales.view(-1, PANEL, scales.shape[1]).transpose(1, 2).contiguous()
         self._kept.append(scales)

@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tandem.errors import UnsupportedModel
+
 RUN = 128  # inputs that share a scale, unless all of an output do
+_NAN = 0x7F  # in e4m3, of either sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,7 @@ class Fp8:
 
     data: torch.Tensor  # float8_e4m3fn [out, in]
     scales: torch.Tensor  # float32 [out, runs]
+    source: str = "a matrix"  # the file and the tensor that it is of, for messages
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -24,6 +28,11 @@ class Fp8:
     def scale_inputs(self) -> int:
         """Returns how many inputs share a scale; the last may be fewer."""
         return RUN if self.scales.shape[1] > 1 else self.data.shape[1]
+
+    def check_numbers(self) -> None:
+        """Raises UnsupportedModel naming the source if a weight is NaN."""
+        if bool((self.data.view(torch.uint8) & _NAN == _NAN).any()):
+            raise UnsupportedModel(f"{self.source} has a weight in fp8 that is NaN")
 
     def numbers(self) -> torch.Tensor:
         """Returns float32 [out, in]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,7 @@ class Coded:
     name: str  # of the matrix, without .weight
     by_kind: Mapping[str, torch.Tensor]
     scheme: Scheme
+    file: Path | None = None  # of its first part; None: of none
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -77,9 +79,10 @@ class Coded:
         num_out, _ = self.shape
         weight, scale = self.by_kind["weight"], self._scale()
         if self.scheme.block is None:
-            return Fp8(weight, scale.reshape(-1, 1).expand(num_out, 1))
-        rows, _ = self.scheme.block
-        return Fp8(weight, scale.repeat_interleave(rows, 0)[:num_out])
+            scales = scale.reshape(-1, 1).expand(num_out, 1)
+        else:
+            scales = scale.repeat_interleave(self.scheme.block[0], 0)[:num_out]
+        return Fp8(weight, scales, source=f"{self.file}: {self.name}.weight")
 
     def _scale(self) -> torch.Tensor:
         inverse = "weight_scale_inv" in self.by_kind
@@ -114,13 +117,14 @@ class Coded:
 
     def _demand(self, fits: bool, name: str) -> None:
         if not fits:
-            raise UnsupportedModel(f"{self.name}.{name} does not fit its matrix")
+            raise UnsupportedModel(f"{self.file}: {self.name}.{name} does not fit its matrix")
 
 
 def join_parts(
-    stored: Mapping[str, torch.Tensor], scheme: Scheme
+    stored: Mapping[str, torch.Tensor], scheme: Scheme, files: Mapping[str, Path]
 ) -> dict[str, torch.Tensor | Coded]:
-    """Returns the tensors of a checkpoint, with the parts of each quantized matrix as one."""
+    """Returns the tensors of a checkpoint, with the parts of each quantized matrix as one. `files`
+    are those of the tensors, by name."""
     names = PARTS[scheme.coding]
     main = names[0]
     joined: dict[str, torch.Tensor | Coded] = dict(stored)
@@ -131,7 +135,7 @@ def join_parts(
         parts = {
             part: joined.pop(f"{module}.{part}") for part in names if f"{module}.{part}" in stored
         }
-        joined[f"{module}.weight"] = Coded(module, parts, scheme)  # type: ignore[arg-type]
+        joined[f"{module}.weight"] = Coded(module, parts, scheme, files[name])  # type: ignore[arg-type]
     return joined
 
 
