@@ -19,31 +19,47 @@ class Family:
     """The properties that models of one architecture share; the defaults are Llama's.
 
     norms: where attention and the MLP are normalized: before them, after them (before the residual
-        is added), or both.
+        is added), or both ("around").
     norm_offset: what is added to the stored weights of norms.
     qk_norm: RMSNorm of q and k before the rotation: none, of each head, or of all heads as one.
-    biases: whether q, k and v and the output have biases: as `attention_bias` says, q, k and v
-        always and the output never, or none.
-    windows: which layers have `sliding_window`: none; all; if `use_sliding_window` is true
-        all, or those chosen by layer_types and other keys; or by a pattern with a full layer at
-        its end.
-    pattern: the default length of that pattern.
+    biases: which products of attention have biases:
+        "config": q, k, v and the output, if `attention_bias` is true;
+        "qkv": q, k and v always, the output never;
+        "none": none.
+    windows: which layers have a window of `sliding_window` tokens:
+        "none": none;
+        "all": all;
+        "switched": all if `use_sliding_window` is true, else none;
+        "chosen": some if `use_sliding_window` is true, else none. `layer_types` names them; if it
+            is absent, they are the layers without a rope (`has_no_rope_layers`), or else those
+            from number `max_window_layers` on;
+        "pattern": those that `layer_types` names; if it is absent, all but the last of each
+            `sliding_window_pattern` layers.
+    pattern: what `sliding_window_pattern` is if config.json leaves it out.
+    rope_theta: what `rope_theta` is if config.json leaves it out.
     has_rope_by_kind: layers with a window have a rope of their own.
     has_no_rope_layers: some layers have no rope (`no_rope_layers`).
     is_fused: checkpoints hold q, k and v in one matrix, and gate and up in one.
     has_partial_rope: some of a head's numbers may have no rope (`partial_rotary_factor`), and the
         only scaling is longrope.
     is_length_scaled: `max_position_embeddings` includes the scaling of the rope, of any kind.
-    experts: how config.json and checkpoints say which layers have experts and of what sizes:
-        Mixtral's or gpt-oss's way (all layers), Qwen 3's (those that `decoder_sparse_step` and
-        `mlp_only_layers` leave), DeepSeek's (those after `first_k_dense_replace`), or not at all.
+    activation_key: the key of config.json that names the activation of the MLP's gates.
+    multipliers: the constants that a decoder multiplies with: none, those of Granite's keys, or
+        Gemma's (embeddings by the square root of the hidden size, scores by
+        `query_pre_attn_scalar`).
+    experts: which layers have experts, and the keys and tensors that say so:
+        "": none;
+        "mixtral", "gpt_oss": all layers;
+        "qwen": those that `decoder_sparse_step` and `mlp_only_layers` leave;
+        "deepseek": those from number `first_k_dense_replace` on.
     is_corrected: experts are chosen by sigmoids with a learned correction (DeepSeek V3).
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have layers after the last one, which predict further tokens
         (`num_nextn_predict_layers`) and are not run.
     has_sinks: each head has a learned score that takes part in its softmax and has no value.
     has_clamped_gates: gates and ups are clamped to `swiglu_limit`.
-    quantization: the method of `quantization_config` that may be read.
+    quantization: the `quant_method` that checkpoints of this family alone may have; other methods
+        are in quantized/scheme.py.
     has_caps: logits and scores may be capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys whose value must be absent, null or false.
