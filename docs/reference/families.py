@@ -107,8 +107,11 @@ def _factors(family: Family) -> str:
 
 def _gguf_names(name: str) -> list[str]:
     """Returns the architectures that a GGUF file of the family may name."""
+    # The file's other keys tell these apart.
     if name in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return ["llama"]  # the file's other keys tell them apart
+        return ["llama"]
+    if name == "DeepseekV3ForCausalLM":
+        return ["deepseek2"]
     return [gguf for gguf, (architecture, _) in ARCHITECTURES.items() if architecture == name]
 
 

@@ -49,7 +49,21 @@ _OF_OLMO2 = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OF_GEMMA = _OF_OLMO2 | {"pre_feedforward_layernorm": "ffn_norm"}
+_OF_DEEPSEEK = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
 _OF_FAMILIES = {
+    "deepseek_v2": _OF_DEEPSEEK,
+    "deepseek_v3": _OF_DEEPSEEK,
     "olmo2": _OF_OLMO2,
     "gemma2": _OF_GEMMA,
     "gemma3_text": _OF_GEMMA,
@@ -106,11 +120,26 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
             array = array + 1
         if name.endswith(("experts.down_proj", "self_attn.sinks")):
             name += ".weight"
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if config.model_type in _PERMUTED and part in heads:
             rows = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)
         tensors[gguf_name(name, config.model_type)] = np.ascontiguousarray(array)
     return tensors
+
+
+def split_latent(tensors: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
+    """The keys and the values of latents apart, as newer versions of the script write them."""
+    split = {}
+    for name, array in tensors.items():
+        if not name.endswith("attn_kv_b.weight"):
+            split[name] = array
+            continue
+        heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        split[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys.swapaxes(1, 2))
+        split[name.replace("kv_b", "v_b")] = np.ascontiguousarray(values)
+    return split
 
 
 def experts_of_gpt_oss(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
@@ -141,6 +170,8 @@ def write_gguf(
     those of tensors that are quantized, `tokens` other texts of some."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (_SIZES | (keys or {})).items():
+        if value is None:  # the file lacks it
+            continue
         adds = {
             bool: writer.add_bool,
             int: writer.add_uint32,

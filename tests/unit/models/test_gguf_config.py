@@ -8,9 +8,24 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
+from tandem.models.experts import Experts, Groups
 from tandem.models.gguf.convert import converted_folder
+from tandem.models.latent import Latent
 
 NORM = {"output_norm.weight": np.ones(64, np.float32)}
+DEEPSEEK: dict[str, object] = {
+    "attention.head_count_kv": 1,
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 24,
+    "attention.value_length_mla": 20,
+    "rope.dimension_count": 16,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 64,
+    "expert_shared_count": 1,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -174,3 +189,54 @@ def test_what_cannot_be_run_is_named(tmp_path, tiny_gguf, options, message):
     with pytest.raises(UnsupportedModel, match=rf"tiny\.gguf: .*{message}"):
         convert(tmp_path, tiny_gguf, **options)
     assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
+
+
+def deepseek(tmp_path, tiny_gguf, **changes) -> ModelConfig:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    return convert(tmp_path, tiny_gguf, architecture="deepseek2", keys=DEEPSEEK | keys)
+
+
+def test_sizes_of_latent_attention(tmp_path, tiny_gguf):
+    config = deepseek(tmp_path, tiny_gguf)
+    assert config.latent == Latent(32, 16, 8, 20, None, True, 24**-0.5)
+    assert config.architecture == "DeepseekV2ForCausalLM"
+    assert config.layers[0].experts == Experts(8, 3, 64, False, shared_inner=64)
+    older = {"attention__head_count_kv": 4, "attention__key_length": 24}
+    own = {"attention__key_length_mla": None, "attention__value_length_mla": None}
+    older |= {"attention__value_length": 20, "attention__q_lora_rank": 40, **own}
+    config = deepseek(tmp_path, tiny_gguf, **older)
+    assert config.latent == Latent(32, 16, 8, 20, 40, True, 24**-0.5)
+
+
+def test_groups_that_older_converters_left_out_are_those_of_the_published_sizes(
+    tmp_path, tiny_gguf
+):
+    v2 = deepseek(tmp_path, tiny_gguf, block_count=60, expert_count=160)
+    v3 = deepseek(tmp_path, tiny_gguf, block_count=61, expert_count=256, expert_gating_func=2)
+    found = [config.layers[-1].experts.groups for config in (v2, v3)]
+    assert found == [Groups(8, 3), Groups(8, 4)]
+    one = {"expert_group_count": 1, "expert_group_used_count": 1}
+    config = deepseek(tmp_path, tiny_gguf, block_count=61, expert_count=256, **one)
+    assert config.layers[-1].experts.groups is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.head_count_kv", 2, "attention it must be 1 or head_count, 4"),
+        ("attention.key_length", 40, r"must be those of a token's latent, \[48, 32\]"),
+        ("attention.key_length_mla", 16, "a head's key of 16 numbers leaves none"),
+        ("attention.value_length_mla", None, "has only one of key_length_mla and"),
+        ("attention.kv_lora_rank", None, "the GGUF file has no deepseek2.attention.kv_lora_rank"),
+        ("attention.temperature_scale", 0.1, "deepseek2.attention.temperature_scale is 0.1"),
+        ("attention.sliding_window", 8, "a sliding window is not supported for deepseek2"),
+        ("expert_count", None, "the GGUF file has no deepseek2.expert_count"),
+        ("expert_gating_func", 3, "deepseek2.expert_gating_func is 3.*2 .sigmoid"),
+        ("expert_shared_count", 0, "deepseek2.expert_shared_count is 0"),
+        ("expert_weights_norm", True, "deepseek2.expert_weights_norm is True.*with softmax"),
+        ("nextn_predict_layers", 1, "deepseek2.nextn_predict_layers is 1"),
+    ],
+)
+def test_keys_of_deepseek_that_cannot_be_run_are_named(tmp_path, tiny_gguf, key, value, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        convert(tmp_path, tiny_gguf, architecture="deepseek2", keys=DEEPSEEK | {key: value})

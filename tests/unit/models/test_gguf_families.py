@@ -19,7 +19,7 @@ from tandem.models.gguf.convert import converted_folder
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
 from tests.step_batches import logits_after
-from tests.unit.models.conftest import gguf_tensors, write_gguf
+from tests.unit.models.conftest import gguf_tensors, split_latent, write_gguf
 
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -54,6 +54,49 @@ _FILE_YARN = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 128,
 }
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+_OF_DEEPSEEK: dict[str, Any] = {
+    "rope.dimension_count": 16,
+    "attention.kv_lora_rank": 32,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 64,
+    "leading_dense_block_count": 1,
+}
+_OF_LITE = _OF_DEEPSEEK | {  # as older converters wrote it
+    "attention.head_count_kv": 4,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "expert_shared_count": 2,
+    "expert_weights_scale": 1.0,
+}
+_OF_SPLIT = (
+    _OF_DEEPSEEK
+    | _FILE_YARN
+    | {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": 32,
+        "attention.key_length": 48,  # of a token's latent and key
+        "attention.value_length": 32,
+        "attention.key_length_mla": 48,
+        "attention.value_length_mla": 32,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+        "expert_shared_count": 1,
+    }
+)
+_GROUPS = {"q_lora_rank": 32, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
+_ROUNDED_YARN = {name: value for name, value in _YARN.items() if name != "truncate"}
 # Tables that a file has beside the tensors of transformers.
 _TABLES = {
     "phi3-longrope": {
@@ -144,6 +187,36 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "attention.sliding_window": 8,
         },
     ),
+    "deepseek2": ("deepseek_v2", _DEEPSEEK | {"q_lora_rank": None}, _OF_LITE),
+    "deepseek2-groups": (
+        "deepseek_v2",
+        _DEEPSEEK
+        | _GROUPS
+        | {
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _ROUNDED_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        _OF_SPLIT
+        | {
+            "expert_gating_func": 1,
+            "expert_weights_scale": 1.5,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+        },
+    ),
+    "deepseek2-sigmoid": (
+        "deepseek_v3",
+        _DEEPSEEK
+        | _GROUPS
+        | {"rope_parameters": _ROUNDED_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        _OF_SPLIT
+        | {
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+        },
+    ),
 }
 
 
@@ -161,25 +234,25 @@ def _architecture(name: str) -> str:
 def make_origin(name: str, vocab_size: int) -> transformers.PreTrainedModel:
     model_type, options, _ = _FAMILIES[name]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        model_type,
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        **{
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "tie_word_embeddings": False,
-            **options,
-        },
-    )
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    }
+    config = transformers.AutoConfig.for_model(model_type, **(sizes | options))
     origin = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in origin.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    for part, buffer in origin.named_buffers():
+        if part.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     return origin
 
 
@@ -190,7 +263,10 @@ def file_of(
     kind: gguf.GGMLQuantizationType | None = None,
 ) -> Path:
     """Writes a model as a file. The matrices of its layers are of `kind`, if given."""
+    keys = _FAMILIES[name][2]
     tensors = gguf_tensors(origin)
+    if "attention.key_length_mla" in keys:
+        tensors = split_latent(tensors, origin.config)
     is_quantized = [
         kind is not None
         and array.ndim > 1
@@ -206,7 +282,7 @@ def file_of(
         path,
         tensors | _TABLES.get(name, {}),
         architecture=_architecture(name),
-        keys=_FAMILIES[name][2],
+        keys=keys,
         types=types,
     )
 
@@ -241,19 +317,22 @@ def test_logits_are_those_of_the_origin(
         ("qwen3moe", "Q8_0", Kind.Q8_0),
         ("gpt-oss", "MXFP4", Kind.MXFP4),
         ("phi3-longrope", "Q5_1", Kind.Q5_1),
+        ("deepseek2-sigmoid", "Q8_0", Kind.Q8_0),
     ],
 )
 def test_quantized_matrices_stay_as_they_are(
     name: str, kind: str, packed: Kind, tmp_path: Path, tiny_gguf: Any
 ) -> None:
-    """Experts, and fused matrices with a part of each head without positions."""
+    """Experts, and fused matrices with a part of each head without positions. Products of latents
+    become numbers."""
     origin = make_origin(name, tiny_gguf.vocab_size)
     file = file_of(name, origin, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[kind])
     kept, wide = runner_of(file), runner_of(file, dtype="float32")
     assert kept.native is not None
     layer = kept.native._model.layers[1]
     mlp = layer.experts.contents.mlps[4] if layer.experts else layer.mlp
-    assert {layer.qkv.kind, mlp.gate_up.kind, mlp.down.kind} == {packed}
+    products = layer.attention_out, mlp.gate_up, mlp.down, *(() if layer.latent else (layer.qkv,))
+    assert {product.kind for product in products} == {packed}
     prompt = torch.arange(20).tolist()
     both = torch.stack([logits_after(runner, prompt) for runner in (kept, wide)])
     assert 0.99 < torch.corrcoef(both)[0, 1] < 0.999999

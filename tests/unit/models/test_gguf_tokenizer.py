@@ -47,6 +47,9 @@ def test_smollm_cuts_digits_first(convert):
         ("gpt-2", ["I", "'", "LL", " pay", " 12345", ".", "Go"]),
         ("smollm", ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", ".", "Go"]),
         ("default", ["I", "'", "LL", " pay", " ", "123", "45", ".", "Go"]),
+        ("deepseek-llm", ["I", "'", "LL", " pay", " ", "12345", ".", "Go"]),
+        ("deepseek-coder", ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", ".", "Go"]),
+        ("deepseek-v3", ["I", "'LL", " pay", " ", "123", "45", ".Go"]),
     ],
 )
 def test_each_rule_cuts_in_its_own_way(convert, pre, pieces):
@@ -60,6 +63,20 @@ def test_gpt_4o_cuts_where_capitals_begin(convert):
     found = cuts(convert("gpt-4o").pre_tokenizer, text)
     pieces = [text[start:end] for start, end in found]
     assert pieces == ["get", "URLparts", "/\n", " naïve", "Café"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("deepseek-llm", "  |\n|\n|東京タワー| Ü|n|ï|ა| |한국|\t|。| "),
+        ("deepseek-coder", "  |\n|\n|東京タワー| Ünï|ა| |한국|\t|。| "),
+        ("deepseek-v3", "  \n\n|東京タワー| Ünïა| 한국|\t|。| "),
+    ],
+)
+def test_deepseek_cuts_scripts_apart(convert, pre, pieces):
+    text = pieces.replace("|", "")
+    found = cuts(convert(pre).pre_tokenizer, text)
+    assert "|".join(text[start:end] for start, end in found) == pieces
 
 
 def test_merges_and_added_tokens(convert, tiny_gguf):

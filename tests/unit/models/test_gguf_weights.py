@@ -69,13 +69,15 @@ def test_rows_go_back_to_halves():
 def test_names():
     assert hf_name("output_norm.weight") == "model.norm.weight"
     assert hf_name("blk.12.attn_k.bias") == "model.layers.12.self_attn.k_proj.bias"
+    correction = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert hf_name("blk.3.exp_probs_b.bias", "DeepseekV3ForCausalLM") == correction
 
 
 @pytest.mark.parametrize(
     "name", ["blk.0.ffn_gate_shexp.weight", "token_embd_norm.weight", "attn_q.weight", "x"]
 )
 def test_tensors_without_a_place_are_named(name):
-    with pytest.raises(UnsupportedModel, match=rf"tensor {name} is not supported"):
+    with pytest.raises(UnsupportedModel, match=rf"tensor {name} has no place in Llama"):
         hf_name(name)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from tandem.models.latent import Latent
+
+if TYPE_CHECKING:
+    from tandem.engine.executor.tensors_by_name import TensorsByName
 
 # transformers ignores rms_norm_eps in norms of latents.
 LATENT_NORM_EPS = 1e-6
@@ -42,21 +44,33 @@ class LatentWeights:
     values: torch.Tensor  # [heads, value, kv rank]: of what a head attended
 
     @classmethod
-    def read(cls, name: str, latent: Latent, tensor: Callable[[str], torch.Tensor]) -> Self:
-        """Reads the tensors of the attention `name` by what gives one by its name."""
-        rows = tensor(f"{name}.kv_b_proj.weight")
-        rows = rows.view(-1, latent.plain_dim + latent.value_dim, latent.kv_rank)
+    def read(cls, name: str, latent: Latent, tensors: TensorsByName) -> Self:
+        """Reads the tensors of the attention `name`."""
         q_norm = q_out = None
         if latent.q_rank is not None:
-            q_norm = tensor(f"{name}.q_a_layernorm.weight")
-            q_out = query_rows(latent).in_halves(tensor(f"{name}.q_b_proj.weight"))
+            q_norm = tensors.tensor(f"{name}.q_a_layernorm.weight")
+            q_out = query_rows(latent).in_halves(tensors.tensor(f"{name}.q_b_proj.weight"))
+        keys, values = _keys_and_values(name, latent, tensors)
         return cls(
             q_norm=q_norm,
             q_out=q_out,
-            kv_norm=tensor(f"{name}.kv_a_layernorm.weight"),
-            keys=rows[:, : latent.plain_dim].transpose(1, 2).contiguous(),
-            values=rows[:, latent.plain_dim :].contiguous(),
+            kv_norm=tensors.tensor(f"{name}.kv_a_layernorm.weight"),
+            keys=keys,
+            values=values,
         )
+
+
+def _keys_and_values(
+    name: str, latent: Latent, tensors: TensorsByName
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `keys` and `values`, which a checkpoint has as one matrix or apart."""
+    if f"{name}.k_b_proj.weight" in tensors:
+        keys, values = (tensors.tensor(f"{name}.{part}_b_proj.weight") for part in "kv")
+        return keys, values
+    rows = tensors.tensor(f"{name}.kv_b_proj.weight")
+    rows = rows.view(-1, latent.plain_dim + latent.value_dim, latent.kv_rank)
+    of_keys, of_values = torch.split(rows, [latent.plain_dim, latent.value_dim], 1)
+    return of_keys.transpose(1, 2).contiguous(), of_values.contiguous()
 
 
 def query_rows(latent: Latent) -> RotatedRows:

@@ -140,7 +140,7 @@ class _Builder:
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
-            latent = LatentWeights.read(attention, self._config.latent, tensors.tensor)
+            latent = LatentWeights.read(attention, self._config.latent, tensors)
         elif self._config.is_fused:
             qkv = (self._rotary_first(tensors.linear(f"{attention}.qkv_proj")),)
         else:

@@ -43,7 +43,7 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             f"{_num_experts(config)} experts are more than the checkpoint has tensors"
         )
     for i, spec in enumerate(config.layers):
-        layer = _attention_shapes(config) | (
+        layer = _attention_shapes(config, f"model.layers.{i}", stored) | (
             names.shapes(spec.experts, hidden) if spec.experts else _mlp_shapes(config)
         )
         if spec.experts and spec.experts.shared_inner:
@@ -56,12 +56,12 @@ def _num_experts(config: ModelConfig) -> int:
     return sum(spec.experts.num for spec in config.layers if spec.experts)
 
 
-def _attention_shapes(config: ModelConfig) -> Shapes:
-    """Returns the shapes of a layer's attention and norms."""
+def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) -> Shapes:
+    """Returns the shapes of attention and norms of the layer with this name."""
     hidden, head_dim = config.hidden_size, config.head_dim
     norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
     if config.latent is not None:
-        return norms | latent_shapes(config, config.latent)
+        return norms | latent_shapes(config, config.latent, layer, stored)
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
     if config.is_fused:

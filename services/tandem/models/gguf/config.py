@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import UnsupportedModel
+from tandem.models.gguf.deepseek import deepseek_config
 from tandem.models.gguf.neutral import check_neutral
 from tandem.models.gguf.rope import rope_scaling
 
@@ -32,17 +33,18 @@ ARCHITECTURES = {
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 _GEMMAS = ("gemma2", "gemma3")
 # Of these numbers of layers, the largest Gemma 2 and 3, scores are scaled by the hidden size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss")  # llama: Mixtral
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # llama: Mixtral
 # Texts of tokens that end an answer, beside those that a file names.
 _ENDS = {
     "phi3": ("<|end|>", "<|im_end|>", "<|endoftext|>"),
     "gpt-oss": ("<|return|>", "<|call|>", "<|endoftext|>"),
 }
-# Sizes of heads that must all be the one of attention.key_length.
+# Sizes of heads that must all be the one of attention.key_length, but with latent attention.
 _OF_HEADS = (
     *("attention.value_length", "rope.dimension_count"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
@@ -135,7 +137,11 @@ def hf_config(
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "torch_dtype": "float32",
     }
-    more = _experts(metadata) | _granite(metadata) | _window(metadata)
+    if metadata.architecture == "deepseek2":
+        more = deepseek_config(metadata)
+    else:
+        more = _experts(metadata) | _granite(metadata)
+    more |= _window(metadata)
     if metadata.architecture == "phi3":
         more |= _phi3(metadata, head_dim=head_dim)
     if metadata.architecture == "gpt-oss" and config["rope_scaling"] is None:
@@ -169,7 +175,7 @@ def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
             f"a mixture of {num_experts} experts is not supported for {metadata.architecture}; "
             f"it is for {' and '.join(_WITH_EXPERTS)}"
         )
-    for key in _OF_HEADS:
+    for key in _OF_HEADS if metadata.architecture != "deepseek2" else ():
         size = int(metadata.of_model(key, head_dim))
         is_partial = metadata.architecture == "phi3" and key == "rope.dimension_count"
         if size != head_dim and not is_partial:

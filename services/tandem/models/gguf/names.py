@@ -35,30 +35,48 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
-_SINKS = "self_attn.sinks"  # which are no module's weight to transformers
+# These are no module's weight to transformers.
+_SINKS, _CORRECTION = "self_attn.sinks", "mlp.gate.e_score_correction_bias"
+_DEEPSEEK = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b": _CORRECTION,
+}
 # What architectures that begin so name otherwise.
 _OF_FAMILIES = {
     "Gemma": {"ffn_norm": "pre_feedforward_layernorm"},
     "Phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "GptOss": {"attn_sinks": _SINKS, "ffn_gate_inp": "mlp.router"},
+    "Deepseek": _DEEPSEEK,
 }
 _PERMUTED = tuple(
     f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "SmolLM3", "Granite")
 )
 
 
-def hf_name(name: str, architecture: str = "") -> str:
-    """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`."""
+def hf_name(name: str, architecture: str = "LlamaForCausalLM") -> str:
+    """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`.
+
+    Raises UnsupportedModel for a tensor that has no place in the architecture."""
     match = _NAME.fullmatch(name)
     parts = _OUTER if match and match["layer"] is None else _inner(architecture)
     if match is None or match["part"] not in parts:
         raise UnsupportedModel(
-            f"the tensor {name} is not supported; those of Llama, Qwen and OLMo 2 are"
+            f"the tensor {name:.80} has no place in {architecture}, the architecture of this file"
         )
     module = parts[match["part"]]
     if match["layer"] is not None:
         module = f"model.layers.{match['layer']}.{module}"
-    return module if module.endswith(_SINKS) else f"{module}.{match['kind']}"
+    return module if module.endswith((_SINKS, _CORRECTION)) else f"{module}.{match['kind']}"
 
 
 def gguf_names(name: str, architecture: str) -> list[str]:

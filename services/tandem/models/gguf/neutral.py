@@ -48,8 +48,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "use_parallel_residual": (False,),
 }
-# Keys that config.py and rope.py read, or whose other value is what the architecture does.
+# Keys that are read elsewhere here, or whose other value is what the architecture does.
 _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
+    "deepseek2": dict.fromkeys(
+        (
+            *("expert_gating_func", "expert_group_count", "expert_shared_count"),
+            *("expert_weights_norm", "expert_weights_scale", "leading_dense_block_count"),
+            "rope.scaling.yarn_log_multiplier",
+        ),
+        None,
+    ),
     "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gpt-oss": {"expert_gating_func": (0, 1, 3)},
     "granite": dict.fromkeys(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tandem.errors import UnsupportedModel
+from tandem.models.gguf.deepseek import latent_rope
 from tandem.models.gguf.names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def rope_scaling(
     for name, key in _YARN.items():
         if (value := metadata.of_model(f"rope.scaling.{key}", None)) is not None:
             scaling[name] = float(value)
-    return scaling
+    return scaling | latent_rope(metadata) if metadata.architecture == "deepseek2" else scaling
 
 
 def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:

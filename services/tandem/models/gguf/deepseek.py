@@ -1,0 +1,146 @@
+"""Reads the keys of llama.cpp's `deepseek2`: DeepSeek V2 and V3, and models that compute like them.
+
+Both have one architecture in GGUF files; the function that weighs experts tells them apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from tandem.models.gguf.config import GgufMetadata
+
+# Values of expert_gating_func; files from before the key have softmax.
+_SOFTMAX, _SIGMOID = (0, 1), 2
+# (layers, experts): (groups, groups of a token). Older converters left out the groups of experts:
+# these are those of the published models of such sizes, DeepSeek V2 and V3.
+_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
+
+
+def deepseek_config(metadata: GgufMetadata) -> dict[str, Any]:
+    """Returns what a config.json has beside the keys of all architectures.
+
+    Raises UnsupportedModel naming the key that cannot be computed.
+    """
+    return _latent(metadata) | _experts(metadata)
+
+
+def latent_rope(metadata: GgufMetadata) -> dict[str, Any]:
+    """Returns what the scaling of positions has beside its own keys.
+
+    The file has a tenth of mscale_all_dim, and no mscale: in all published models they are equal.
+    """
+    key = "rope.scaling.yarn_log_multiplier"
+    mscale = round(10 * float(metadata.of_model(key, 0.0)), 6)
+    if mscale < 0:
+        raise UnsupportedModel(f"{metadata.architecture}.{key} is {mscale / 10}, below 0")
+    return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
+
+
+def _latent(metadata: GgufMetadata) -> dict[str, Any]:
+    num_heads = int(metadata.of_model("attention.head_count"))
+    num_kv_heads = int(metadata.of_model("attention.head_count_kv", num_heads))
+    if num_kv_heads not in (1, num_heads):
+        raise UnsupportedModel(
+            f"{metadata.architecture}.attention.head_count_kv is {num_kv_heads}; with latent "
+            f"attention it must be 1 or head_count, {num_heads}"
+        )
+    kv_rank = int(metadata.of_model("attention.kv_lora_rank"))
+    rope = int(metadata.of_model("rope.dimension_count"))
+    query, value = _head_sizes(metadata, kv_rank=kv_rank, rope=rope)
+    if query <= rope:
+        raise UnsupportedModel(
+            f"{metadata.architecture}: a head's key of {query} numbers leaves none without "
+            f"positions: rope.dimension_count is {rope}"
+        )
+    return {
+        "num_key_value_heads": num_heads,
+        "kv_lora_rank": kv_rank,
+        "q_lora_rank": int(metadata.of_model("attention.q_lora_rank", 0)) or None,
+        "qk_nope_head_dim": query - rope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "head_dim": rope,  # what transformers calls so
+        "rope_interleave": True,
+    }
+
+
+def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int, int]:
+    """Returns the numbers of a head's key, with the rotated ones, and of its value.
+
+    Newer files have them in keys of their own, and those of a token's KV in the usual ones.
+    """
+    parts = ("key", "value")
+    usual = [metadata.of_model(f"attention.{part}_length", None) for part in parts]
+    own = [metadata.of_model(f"attention.{part}_length_mla", None) for part in parts]
+    attention = f"{metadata.architecture}.attention"
+    if None in own and own != [None, None]:
+        raise UnsupportedModel(
+            f"{attention} has only one of key_length_mla and value_length_mla; both are needed, or "
+            "none"
+        )
+    if own == [None, None]:
+        if None in usual:
+            raise UnsupportedModel(f"the GGUF file lacks {attention}.key_length or value_length")
+        return int(usual[0]), int(usual[1])
+    of_token = [kv_rank + rope, kv_rank]
+    if usual not in (of_token, [None, None]):
+        raise UnsupportedModel(
+            f"{attention}.key_length and value_length are {usual!r:.80}; with key_length_mla they "
+            f"must be those of a token's latent, {of_token}"
+        )
+    return int(own[0]), int(own[1])
+
+
+def _experts(metadata: GgufMetadata) -> dict[str, Any]:
+    num_experts = int(metadata.of_model("expert_count"))
+    gating = int(metadata.of_model("expert_gating_func", 0))
+    if gating not in (*_SOFTMAX, _SIGMOID):
+        raise _refusal(metadata, "expert_gating_func", gating, "0, 1 (softmax) and 2 (sigmoid)")
+    if (num_shared := int(metadata.of_model("expert_shared_count"))) < 1:
+        raise _refusal(metadata, "expert_shared_count", num_shared, "numbers from 1")
+    is_normalized = bool(metadata.of_model("expert_weights_norm", False))
+    groups = _groups(metadata, num_experts)
+    config = {
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": int(metadata.of_model("expert_used_count")),
+        "moe_intermediate_size": int(metadata.of_model("expert_feed_forward_length")),
+        "n_shared_experts": num_shared,
+        "first_k_dense_replace": int(metadata.of_model("leading_dense_block_count", 0)),
+        "routed_scaling_factor": float(metadata.of_model("expert_weights_scale", 0.0)) or 1.0,
+        "n_group": groups[0],
+        "topk_group": groups[1],
+    }
+    if gating == _SIGMOID:
+        return config | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "norm_topk_prob": is_normalized,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
+    if is_normalized:  # which transformers ignores, and other programs do not
+        raise _refusal(metadata, "expert_weights_norm", is_normalized, "False, with softmax")
+    has_groups = groups[0] > 1
+    return config | {
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "topk_method": "group_limited_greedy" if has_groups else "greedy",
+    }
+
+
+def _groups(metadata: GgufMetadata, num_experts: int) -> tuple[int, int]:
+    """Returns the number of groups of experts, and of those of a token."""
+    given = int(metadata.of_model("expert_group_count", 0))
+    if given:
+        return given, int(metadata.of_model("expert_group_used_count", given))
+    return _GROUPS.get((int(metadata.of_model("block_count")), num_experts), (1, 1))
+
+
+def _refusal(metadata: GgufMetadata, key: str, value: object, supported: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{metadata.architecture}.{key} is {value!r:.80}, which is not supported; supported are "
+        f"{supported}"
+    )
