@@ -88,7 +88,7 @@ def test_no_expression_of_a_dashboard_in_vllms_sources_is_left_out() -> None:
 
 
 def test_the_stock_dashboards_are_whole() -> None:
-    """As they are in vLLM 0.33.0."""
+    """vLLM 0.33.0 has this many expressions in each."""
     assert [len(found) for found in stock().values()] == [21, 14, 32]
 
 
@@ -145,7 +145,7 @@ def test_pulls_over_nixl_have_vllms_names() -> None:
 
 
 def test_a_worker_with_other_buckets_has_no_histogram() -> None:
-    """As one of another version; the scrape of all others would fail with it."""
+    """A worker of another version may have them; the scrape of all others would fail with it."""
     old, new = record("decode-1"), record()
     old.counts = msgspec.structs.replace(old.counts, steps=(1, 2), nixl=NixlCounts())
     found = exposed(Metrics(), [old, new])
