@@ -31,6 +31,11 @@ from tests.harness.programs import parse_worker
 
 EXAMPLE = next(values_of(e) for e in EXAMPLES if e.stem == "kuberay-autoscaled")
 POOLS: tuple[Role, ...] = ("prefill", "decode")
+START_HEAD = "ray start --head --resources='{\"a\": 1}'  --block"  # as KubeRay writes it
+STARTED_HEAD = [
+    *("python", "-m", "tandem.cluster.ray.start_command"),  # without Ray's client server
+    *("start", "--head", '--resources={"a": 1}', "--block"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,11 @@ def run_bash(made: Object, folder: Path, start_ray: str, *, programs: int) -> li
     """Runs a container's command, and returns the command lines of the programs in it."""
     told = folder / "told"
     told.mkdir()
-    for program in ("tandem", "ray"):  # both at once: each has a file, which appears whole
+    for program in (
+        "tandem",
+        "ray",
+        "python",
+    ):  # two at once at once: each has a file, which appears whole
         script, own = folder / program, folder / f"{program}.told"
         script.write_text(
             f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >{own}\nmv {own} {told}/{program}\n'
@@ -95,8 +104,8 @@ def test_the_autoscaler_alone_has_a_token(objects: list[Object]) -> None:
 
 def test_the_head_starts_ray_and_the_controller(objects: list[Object], tmp_path: Path) -> None:
     made = container(objects, "ray-head")
-    ran = run_bash(made, tmp_path, "ray start --head --resources='{\"a\": 1}'  --block", programs=2)
-    assert ["ray", "start", "--head", '--resources={"a": 1}', "--block"] in ran
+    ran = run_bash(made, tmp_path, START_HEAD, programs=2)
+    assert STARTED_HEAD in ran
     (words,) = (words for words in ran if words[0] == "tandem")
     assert words[1] == "controller"
     options = parse(ControllerOptions, "tandem controller", words[2:])
@@ -109,6 +118,16 @@ def test_the_head_starts_ray_and_the_controller(objects: list[Object], tmp_path:
 def test_a_worker_pod_starts_ray_alone(objects: list[Object], tmp_path: Path) -> None:
     made = container(objects, "decode")
     start = "ray start --address=a:6379 --resources='{\"decode\": 1}' --block"
+    assert run_bash(made, tmp_path, start, programs=1) == [shlex.split(start)]
+
+
+def test_without_the_autoscaler_the_containers_start_ray_alone(tmp_path: Path) -> None:
+    objects = render({"rayCluster": {"enabled": True}})
+    (tmp_path / "head").mkdir()
+    head = container(objects, "ray-head")
+    assert run_bash(head, tmp_path / "head", START_HEAD, programs=1) == [STARTED_HEAD]
+    start = "ray start --address=a:6379 --block"
+    made = container(objects, "decode", "ray")
     assert run_bash(made, tmp_path, start, programs=1) == [shlex.split(start)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,21 @@ def test_strangers_are_refused_and_prometheus_key_reads_metrics_alone(pods: Loca
     # another address.
     assert "tandem_requests_total" in httpx.get(f"{admin}/metrics", headers=headers).text
     assert httpx.get(f"{admin}/v1/cluster", headers=headers).status_code == 403
+
+
+def test_rays_head_speaks_tls_and_has_no_client_server(pods: LocalPods) -> None:
+    """With the variables of its own container, Ray's program gets an answer."""
+    head = pods.pods["ray-head"]
+    (port,) = (p["containerPort"] for p in head.made["ports"])
+    command = ["ray", "health-check", "--address", f"{head.address}:{port}"]
+    clear = {k: v for k, v in head.variables.items() if k != "RAY_USE_TLS"}
+    for variables, answers in ((head.variables, True), (clear, False)):
+        asked = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (asked.returncode == 0) is answers, asked.stderr
+    with socket.socket() as tried:
+        assert tried.connect_ex((head.address, 10001)) != 0
 
 
 def test_workers_and_router_go_in_order_when_told_to(pods: LocalPods) -> None:

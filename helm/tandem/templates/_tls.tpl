@@ -53,6 +53,62 @@ Service. */}}
 {{- end -}}
 {{- end -}}
 
+{{/* Ray's TLS. Ray checks the address of a peer, so each pod makes its own certificate when it starts, from
+     an authority that signs for Ray alone. Whoever has Ray's token may run code in these pods anyway. */}}
+{{- define "tandem.hasRayTls" -}}
+{{- if and .Values.tls.internal.enabled (or .Values.ray.head.enabled .Values.rayCluster.enabled) -}}true{{- end -}}
+{{- end -}}
+
+{{- define "tandem.rayTlsEnv" -}}
+{{- if include "tandem.hasRayTls" . -}}
+- {name: RAY_USE_TLS, value: "1"}
+- {name: RAY_TLS_SERVER_CERT, value: /etc/tandem/ray/tls/tls.crt}
+- {name: RAY_TLS_SERVER_KEY, value: /etc/tandem/ray/tls/tls.key}
+- {name: RAY_TLS_CA_CERT, value: /etc/tandem/ray/tls/ca.crt}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.rayTlsMount" -}}
+{{- if include "tandem.hasRayTls" . -}}
+- {name: ray-tls, mountPath: /etc/tandem/ray, readOnly: true}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.rayTlsVolumes" -}}
+{{- if include "tandem.hasRayTls" . -}}
+- name: ray-authority
+  secret:
+    secretName: {{ include "tandem.secretName" (dict "root" . "existing" .Values.ray.authority.existingSecret "name" "ray-authority") }}
+    defaultMode: 0440
+    items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
+- name: ray-tls
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- end -}}
+{{- end -}}
+
+{{/* The init container that makes the certificate of a pod's Ray: root, image (what differs from the common one). */}}
+{{- define "tandem.rayCertificate" -}}
+{{- if include "tandem.hasRayTls" .root -}}
+- name: ray-certificate
+  image: {{ include "tandem.image" . }}
+  imagePullPolicy: {{ default .root.Values.image.pullPolicy .image.pullPolicy }}
+  command: [python, -m, tandem.cluster.launch.pod_certificate]
+  args: [/etc/tandem/ray-authority, /etc/tandem/ray/tls, $(POD_IP), {{ include "tandem.fullname" .root }}-ray]
+  env:
+    - name: POD_IP
+      valueFrom: {fieldRef: {fieldPath: status.podIP}}
+  resources:
+    requests: {cpu: 50m, memory: 64Mi}
+    limits: {memory: 256Mi}
+  securityContext:
+    {{- include "tandem.containerSecurity" .root | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: ray-authority, mountPath: /etc/tandem/ray-authority, readOnly: true}
+    - {name: ray-tls, mountPath: /etc/tandem/ray}
+{{- end -}}
+{{- end -}}
+
 {{- define "tandem.tlsArgs" -}}
 {{- if .Values.tls.internal.enabled -}}
 - --tls-dir

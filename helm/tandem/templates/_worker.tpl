@@ -30,11 +30,21 @@ shareProcessNamespace: true
 {{- end }}
 # its own drain, then what ending the engine and closing takes
 terminationGracePeriodSeconds: {{ add (int64 $values.options.drainDeadline) 15 }}
-{{- with include "tandem.initContainers" .root }}
-{{ . }}
+{{- $ray := "" -}}
+{{- if .root.Values.rayCluster.enabled -}}
+{{- $image := include "tandem.hasController" .root | ternary $values.image dict -}}
+{{- $ray = include "tandem.rayCertificate" (dict "root" .root "image" $image) -}}
+{{- end }}
+{{- $model := include "tandem.initContainers" .root }}
+{{- if or $ray $model }}
+{{ default "initContainers:" $model }}
+  {{- $ray | nindent 2 }}
 {{- end }}
 volumes:
   {{- include "tandem.volumes" .root | nindent 2 }}
+  {{- if .root.Values.rayCluster.enabled }}
+  {{- include "tandem.rayTlsVolumes" .root | nindent 2 }}
+  {{- end }}
   {{- include "tandem.tlsVolume" (dict "root" .root "kind" "worker") | nindent 2 }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
@@ -140,6 +150,9 @@ securityContext:
 volumeMounts:
   {{- include "tandem.volumeMounts" .root | nindent 2 }}
   {{- include "tandem.tlsMount" .root | nindent 2 }}
+  {{- if include "tandem.hasController" .root }}
+  {{- include "tandem.rayTlsMount" .root | nindent 2 }}
+  {{- end }}
   - {name: shm, mountPath: /dev/shm}
   {{- if $values.hugePages2Mi }}
   - {name: hugepages, mountPath: /dev/hugepages}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 import ray
@@ -60,6 +61,14 @@ def test_ray_still_has_what_the_loopback_head_takes(path: str) -> None:
     missing = [a for a in attributes if not (hasattr(kind, a) or f"self.{a}" in source)]
     missing += [a for a in arguments if a not in inspect.signature(kind.__init__).parameters]
     assert not missing, f"{told} (missing: {', '.join(missing)})"
+
+
+def test_ray_start_still_looks_for_the_client_servers_dependencies() -> None:
+    name = "get_ray_client_dependency_error"
+    module = importlib.import_module("ray.scripts.scripts")
+    told = f"Ray {ray.__version__} changed {name}: adapt tandem/cluster/ray/start_command.py"
+    assert hasattr(module, name), told
+    assert f"has_ray_client = {name}() is None" in Path(module.__file__ or "").read_text(), told
 
 
 def test_ray_still_takes_the_address_of_its_node() -> None:

@@ -6,6 +6,7 @@ Its key is never written. Only machines that join get it, and they keep it in me
 them makes its own certificates, and may become the one that others join.
 """
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -72,6 +73,10 @@ class Authority:
         made._certificate = x509.load_pem_x509_certificate(certificate)
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
+        # Tools compute the identifier in different ways, and it must be that of the certificate.
+        with contextlib.suppress(x509.ExtensionNotFound):
+            extensions = made._certificate.extensions
+            made._key_id = extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return made
 
     @property
@@ -92,11 +97,12 @@ class Authority:
         addresses: Sequence[str] = (),
     ) -> None:
         """Writes a new certificate of this kind, its key and the trusted roots (by default its
-        own). Nobody else can read the folder. `addresses` are further names, of IP addresses."""
+        own). Nobody else can read the folder. `addresses` are further names: IP addresses and DNS
+        names."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = f"{kind}.{self._cluster_id}.tandem".lower()
         names: list[x509.GeneralName] = [x509.DNSName(name)]
-        names += [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+        names += map(_general_name, addresses)
         signer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._key_id)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
@@ -141,6 +147,13 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
+
+
+def _general_name(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
 
 
 def _name(text: str) -> x509.Name:
