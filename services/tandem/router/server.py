@@ -295,6 +295,7 @@ class Router:
             if reason != said:
                 for server in (self._public.grpc, self.admin.grpc):
                     await server.set_ready(ready=not reason)
+                self._metrics.serving.set(not reason)
                 (log.warning if reason else log.info)("%s", reason or "ready")
                 self.view.events.add(
                     "mode", self._config.router_id, reason or "requests are served"

@@ -117,6 +117,10 @@ class Metrics(MetricSet):
         "tandem_num_requests_waiting",
         "Requests that this router holds: a pool is empty, or tenants take turns",
     )
+    serving = gauge(
+        "tandem_router_serving",
+        "1 while this router can serve requests; the event `mode` says why it cannot",
+    )
     lookups_failed = counter(
         "tandem_prefix_lookups_failed",
         "Placements without the prefix tree: its deadline passed, or Redis is lost",
