@@ -24,6 +24,7 @@ from tests.harness.chart import (
 ALL = [{}, *map(values_of, EXAMPLES)]
 by_example = pytest.mark.parametrize("values", ALL, ids=["defaults", *(e.stem for e in EXAMPLES)])
 H100 = next(values_of(e) for e in EXAMPLES if e.stem == "h100-rdma")
+ENDS = ("test", "keep-sizes")  # components whose pods do one thing, and listen nowhere
 OUTSIDER: Object = {"namespace": "elsewhere", "labels": {"app": "anything"}}
 
 
@@ -72,7 +73,7 @@ def test_probes_start_no_program_and_are_patient(values: dict[str, Any]) -> None
                 assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
         # Redis behind its TLS port listens at a Unix socket, which no probe reaches.
         has_port = component != "redis" or "ports" in made
-        ends = component == "test" or made["name"] in ("model", "ray-certificate")
+        ends = component in ENDS or made["name"] in ("model", "ray-certificate")
         if not ends and has_port:
             assert "livenessProbe" in probes, (component, made["name"])
 
@@ -221,25 +222,27 @@ def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     with_token = set()
     for component, pod, made in containers(objects):
         assert pod["automountServiceAccountToken"] is False
-        assert component == "router" or "serviceAccountName" not in pod
+        assert component in ("router", "keep-sizes") or "serviceAccountName" not in pod
         (volume,) = [v for v in pod.get("volumes", []) if _has_token(v)] or [None]
         mounts = [m for m in made.get("volumeMounts", []) if volume and m["name"] == volume["name"]]
         if not mounts:
             continue
         assert volume
         with_token.add((component, made["name"]))
+        account = "scaler" if component == "router" else component
         assert mounts == [
             {"name": volume["name"], "mountPath": router.SERVICE_ACCOUNT, "readOnly": True}
         ]
         assert (
             pod["serviceAccountName"]
-            == find(objects, "ServiceAccount", "scaler")["metadata"]["name"]
+            == find(objects, "ServiceAccount", account)["metadata"]["name"]
         )
         sources = {k: v for source in volume["projected"]["sources"] for k, v in source.items()}
         assert sources["serviceAccountToken"]["path"] == "token"
         files = {item["path"] for k in ("configMap", "downwardAPI") for item in sources[k]["items"]}
         assert files == {"ca.crt", "namespace"}
     scales = "--scale-objects" in container(objects, "router")["args"]
+    with_token.remove(("keep-sizes", "keep-sizes"))  # the Job before an upgrade
     assert with_token == ({("router", "router")} if scales else set())
     assert scales is ("rayCluster" not in values and "keda" not in str(values))
 
@@ -314,7 +317,7 @@ def test_internal_ports_are_closed_to_others(values: dict[str, Any]) -> None:
     # The routers' clients and the scrapers are named.
     guarded = "clients" in values.get("networkPolicy", {})
     for component in pods:
-        if component == "test":
+        if component in ENDS:
             continue
         outside = reachable(objects, component, OUTSIDER)
         if component == "router":

@@ -1,5 +1,8 @@
 """Upgrades by real Helm, by server-side apply, into a stand-in for the API server: sizes, and the
-chart before this one."""
+chart before this one.
+
+The Job that keeps sizes runs in the stand-in. tests/unit/router/test_keep_sizes.py has its rule.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import Any
 import pytest
 from helm_python import Config, HelmError
 
-from tests.harness.chart import CHART, NAMESPACE, RELEASE, component_of
+from tandem.router.scaling.keep_sizes import MANAGER
+from tests.harness.chart import CHART, NAMESPACE, RELEASE, Object, component_of, render
 from tests.harness.helm_server import HelmServer
 
 OBJECTS = {
@@ -27,6 +31,21 @@ OBJECTS = {
 # As `helm package` made it, of commit a4502884: no release is older.
 BEFORE = Path(__file__).parents[1] / "data" / "charts" / "tandem-0.1.0.tgz"
 NO_KEYS = {"tls": {"internal": {"enabled": False}}}  # making them takes seconds
+NO_HOOK = {"upgradeHook": {"enabled": False}}
+# Values with which a pool's size has another owner than the chart.
+OWNERS: dict[str, dict[str, Any]] = {
+    "other": {"decode": {"sizeOwner": "other"}},
+    "hpa": {
+        "decode": {
+            "sizeOwner": "hpa",
+            "hpa": {"metrics": [{"type": "Resource", "resource": {"name": "cpu"}}]},
+        }
+    },
+    "keda": {
+        "decode": {"sizeOwner": "keda", "keda": {"prometheus": "http://prometheus:9090"}},
+        "router": {"options": {"autoscale": "dry-run"}},
+    },
+}
 
 
 @dataclass
@@ -37,7 +56,7 @@ class Release:
     helm: Config
 
     def upgrade(self, values: dict[str, Any]) -> None:
-        self.helm.upgrade(CHART, RELEASE, NO_KEYS | values, namespace=NAMESPACE)
+        self.helm.upgrade(CHART, RELEASE, NO_KEYS | values, namespace=NAMESPACE, timeout=60)
 
     def scale(self, name: str, replicas: int) -> None:
         self.server.scale(OBJECTS[name], replicas)
@@ -69,11 +88,50 @@ def release_before() -> Iterator[Release]:
         yield made
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_an_upgrade_keeps_a_size_that_was_set_meanwhile(release: Release, name: str) -> None:
-    release.scale(name, 5)
+@pytest.mark.parametrize("hook", [{}, NO_HOOK], ids=["hook", "no hook"])
+def test_an_upgrade_keeps_sizes_that_were_set_meanwhile(
+    release: Release, hook: dict[str, Any]
+) -> None:
+    for size, name in enumerate(OBJECTS, start=5):
+        release.scale(name, size)
+    release.upgrade({"decode": {"replicas": 2}, "logLevel": "DEBUG", **hook})
+    assert [release.size(name) for name in OBJECTS] == [5, 6, 7]
+
+
+def test_an_upgrade_states_no_size_that_has_an_owner(release: Release) -> None:
+    """A size that changes between Helm's look and its upgrade is no conflict then."""
+    release.scale("decode", 5)
+    release.upgrade({"decode": {"replicas": 2}})
+    owners, stated = release.server.owners, release.server.stated
+    assert owners[OBJECTS["decode"]] == {"kubectl", MANAGER}
+    assert stated[OBJECTS["decode"]] is None
+    assert owners[OBJECTS["prefill"]] == {"helm", MANAGER}  # nobody else had set it
+    release.upgrade({"decode": {"replicas": 2}})
+    assert [stated[path] for path in OBJECTS.values()] == [None, None, None]
+    assert [owners[path] for path in OBJECTS.values()] == [
+        {MANAGER},
+        {"kubectl", MANAGER},
+        {MANAGER},
+    ]
+    assert release.server.jobs == ["Complete", "Complete"]
+    release.upgrade({"decode": {"replicas": 2}, **NO_HOOK})
+    assert [release.size(name) for name in OBJECTS] == [1, 5, 2]
+
+
+def test_nothing_of_the_job_stays(release: Release) -> None:
+    release.upgrade({})
+    assert release.server.jobs == ["Complete"]
+    assert not [path for path in release.server.objects if path.endswith("-keep-sizes")]
+
+
+def test_an_upgrade_stops_where_the_job_fails(release: Release) -> None:
+    release.server.while_read = lambda path: release.server.scale(path, 4)  # again and again
+    with pytest.raises(HelmError, match="pre-upgrade"):
+        release.upgrade({"decode": {"replicas": 2}, "logLevel": "DEBUG"})
+    assert "DEBUG" not in str(release.server.objects[OBJECTS["decode"]]["spec"]["template"])
+    release.server.while_read = None
     release.upgrade({"decode": {"replicas": 2}, "logLevel": "DEBUG"})
-    assert release.size(name) == 5
+    assert [release.size(name) for name in ("prefill", "decode", "router")] == [4, 2, 2]
 
 
 def test_a_pool_of_none_stays_empty(release: Release) -> None:
@@ -90,27 +148,92 @@ def test_a_changed_value_is_the_new_size(release: Release) -> None:
     assert release.size("decode") == 3
 
 
-def test_a_changed_value_and_a_size_that_was_set_meanwhile_conflict(release: Release) -> None:
+def test_a_changed_value_wins_over_a_size_that_was_set_meanwhile(release: Release) -> None:
+    release.scale("decode", 5)
+    release.upgrade({"decode": {"replicas": 3}})
+    assert release.size("decode") == 3
+    release.scale("decode", 6)
+    release.upgrade({"decode": {"replicas": 3}})
+    assert release.size("decode") == 6
+
+
+def test_without_the_hook_a_changed_value_and_a_size_that_was_set_conflict(
+    release: Release,
+) -> None:
     release.scale("decode", 5)
     with pytest.raises(HelmError, match="conflict occurred"):
-        release.upgrade({"decode": {"replicas": 3}})
+        release.upgrade({"decode": {"replicas": 3}, **NO_HOOK})
     release.scale("decode", 3)
-    release.upgrade({"decode": {"replicas": 3}})
+    release.upgrade({"decode": {"replicas": 3}, **NO_HOOK})
     assert release.size("decode") == 3
 
 
-@pytest.mark.parametrize("owner", ["other", "hpa"])
-def test_a_new_owner_takes_over_the_size_that_is_there(release: Release, owner: str) -> None:
-    pool: dict[str, Any] = {"sizeOwner": owner}
-    if owner == "hpa":
-        cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
-        pool["hpa"] = {"metrics": [{"type": "Resource", "resource": cpu}]}
+@pytest.mark.parametrize("hook", [{}, NO_HOOK], ids=["hook", "no hook"])
+@pytest.mark.parametrize("owner", OWNERS)
+def test_a_new_owner_takes_over_the_size_that_is_there(
+    release: Release, owner: str, hook: dict[str, Any]
+) -> None:
+    values = {**OWNERS[owner], **hook}
     for _ in range(2):
-        release.upgrade({"decode": pool})
+        release.upgrade(values)
         assert release.size("decode") == 2
     release.scale("decode", 6)
-    release.upgrade({"decode": pool})
+    release.upgrade(values)
     assert release.size("decode") == 6
+
+
+def sync(server: HelmServer, values: dict[str, Any]) -> None:
+    """Applies rendered objects as a tool does that cannot look up what is there, and that runs
+    hooks first, such as Argo CD."""
+
+    def hook_of(made: Object) -> str:
+        return str(made["metadata"].get("annotations", {}).get("helm.sh/hook", ""))
+
+    def weight(made: Object) -> int:
+        return int(made["metadata"]["annotations"]["helm.sh/hook-weight"])
+
+    objects = render(NO_KEYS | values)
+    hooks = sorted((o for o in objects if hook_of(o) == "pre-upgrade"), key=weight)
+    for made in (*hooks, *(o for o in objects if not hook_of(o))):
+        group = made["apiVersion"]
+        resource = f"{made['kind'].lower()}s"
+        root = f"/apis/{group}" if "/" in group else f"/api/{group}"
+        name = made["metadata"]["name"]
+        assert server.apply(f"{root}/namespaces/{NAMESPACE}/{resource}/{name}", made) == 200
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_tool_without_look_up_resets_no_size_if_it_runs_the_hook(kept: bool) -> None:
+    hook = {} if kept else NO_HOOK
+    with HelmServer() as server:
+        sync(server, {"decode": {"replicas": 2}})  # nothing is there for the Job yet
+        assert server.jobs == ["Complete"]
+        assert server.owners[OBJECTS["decode"]] == {"helm"}
+        sync(server, {"decode": {"sizeOwner": "other"}, **hook})
+        assert server.objects[OBJECTS["decode"]]["spec"]["replicas"] == (2 if kept else 1)
+        server.scale(OBJECTS["decode"], 0)
+        sync(server, {"decode": {"sizeOwner": "other"}, **hook})
+        assert server.objects[OBJECTS["decode"]]["spec"]["replicas"] == 0
+
+
+def test_the_jobs_account_may_read_and_set_sizes_and_nothing_else() -> None:
+    (role,) = (o for o in render() if o["kind"] == "Role" and component_of(o) == "keep-sizes")
+    names = {"demo-tandem-prefill", "demo-tandem-decode", "demo-tandem-router"}
+    allowed = {
+        (verb, resource): set(rule["resourceNames"])
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+    pools = names - {"demo-tandem-router"}
+    assert allowed == {
+        ("get", "statefulsets"): pools,
+        ("patch", "statefulsets/scale"): pools,
+        ("get", "deployments"): {"demo-tandem-router"},
+        ("patch", "deployments/scale"): {"demo-tandem-router"},
+    }
+    for values in (NO_HOOK, {"rbac": {"create": False}}):
+        assert "keep-sizes" not in str(render(values))
 
 
 def selectors(server: HelmServer) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
     """Yields (component, pod with metadata and spec) of every object that makes pods."""
     for made in objects:
         match made["kind"]:
-            case "Deployment" | "StatefulSet":
+            case "Deployment" | "StatefulSet" | "Job":
                 yield component_of(made), made["spec"]["template"]
             case "Pod":
                 yield component_of(made), made

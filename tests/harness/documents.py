@@ -175,6 +175,17 @@ def check(command: Command) -> None:
             installed = {f"{o['kind']}/{o['metadata']['name']}".lower() for o in _install("tandem")}
             assert target in installed, f"the chart makes no {target}"
             _check_tandem(inside[inside.index("tandem") + 1 :])  # it may follow env NAME=VALUE
+        case ["kubectl", "-n", _, "scale", "statefulset", name, _] | [
+            "kubectl",
+            "-n",
+            _,
+            "rollout",
+            "status",
+            "statefulset",
+            name,
+        ]:
+            sets = [o["metadata"]["name"] for o in _install("tandem") if o["kind"] == "StatefulSet"]
+            assert name in sets, f"the chart makes no {name}"
         case ["kubectl", "-n", _, "port-forward", target, ports]:
             _check_port_forward(target, int(ports.partition(":")[2]))
         case _:

@@ -1,29 +1,35 @@
 """A stand-in for Kubernetes' API server that real Helm installs into and upgrades.
 
-It serves discovery and objects, and keeps them in memory. Server-side apply has the three rules
-that sizes depend on, of which `spec.replicas` is the only field that it looks at:
+It serves discovery and objects, and keeps them in memory. Server-side apply has the rules that
+sizes depend on, of which `spec.replicas` is the only field that it looks at:
 
 - another value than a field's owner set is a conflict (409), and the same value shares the field;
 - a field that its only owner leaves out falls back to its default, 1;
-- who changes a scale owns the field alone.
+- who changes a scale owns the field alone, and who applies the present value to it shares it.
 
-It also refuses changes of fields that nobody may change (422).
+It also refuses changes of fields that nobody may change (422). A Job is over as soon as it is made:
+the server runs the program that keeps sizes itself, with what the Job's Role allows.
 
 https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
+import httpx
 import yaml
+
+from tandem.router.scaling.keep_sizes import MANAGER, keep_sizes, read_objects
 
 Object = dict[str, Any]
 _KINDS = {
@@ -35,6 +41,8 @@ _KINDS = {
         "services": "Service",
     },
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
+    "batch/v1": {"jobs": "Job"},
+    "keda.sh/v1alpha1": {"scaledobjects": "ScaledObject"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
@@ -51,15 +59,24 @@ _STATEFUL_SET_CHANGES = (
     "minReadySeconds",
 )
 _HELM, _SCALER = "helm", "kubectl"
+_ROLES = "/apis/rbac.authorization.k8s.io/v1/namespaces/"
+_WATCH_S = 30.0  # at most, that a watch stays open
+_REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 422: "Invalid"}
 
 
 @dataclass
 class HelmServer:
-    """`objects` is by path. `owners` names who owns `spec.replicas` of the object at a path."""
+    """`objects` is by path. `owners` names who owns `spec.replicas` of the object at a path, and
+    `stated` has what was applied there last."""
 
     objects: dict[str, Object] = field(default_factory=dict)
     owners: dict[str, set[str]] = field(default_factory=dict)
+    stated: dict[str, int | None] = field(default_factory=dict)
     port: int = 0
+    jobs: list[str] = field(default_factory=list)  # how each ended
+    while_read: Callable[[str], None] | None = None  # called with an object's path, as it is read
+    _version: int = 0
+    _over: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> HelmServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -73,18 +90,42 @@ class HelmServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._over.set()
         self._server.shutdown()
         self._server.server_close()
 
     def scale(self, path: str, replicas: int) -> None:
         """Sets a size as `kubectl scale` does."""
-        made = self.objects[path]
-        made["spec"]["replicas"] = replicas
+        self.objects[path]["spec"]["replicas"] = replicas
         self.owners[path] = {_SCALER}
+        self._mark(path)
+
+    def apply_scale(self, path: str, scale: Object) -> int:
+        """Applies a scale by force as `tandem-size`, and returns the status of the answer."""
+        made = self.objects[path]
+        if scale["metadata"]["resourceVersion"] != made["metadata"]["resourceVersion"]:
+            return 409
+        if made["spec"]["replicas"] != scale["spec"]["replicas"]:
+            self.owners[path] = set()
+        made["spec"]["replicas"] = scale["spec"]["replicas"]
+        self.owners[path].add(MANAGER)
+        self._mark(path)
+        return 200
+
+    def _mark(self, path: str) -> None:
+        """Notes the owners in an object, and its version."""
+        self._version += 1
         owned = {"f:spec": {"f:replicas": {}}}
-        made["metadata"]["managedFields"] = [
-            {"manager": _SCALER, "operation": "Update", "subresource": "scale", "fieldsV1": owned}
-        ]
+        by_scale = {MANAGER: "Apply", _SCALER: "Update"}
+        owners = self.owners.get(path, set())
+        managers: list[Object] = [{"manager": _HELM, "operation": "Apply", "fieldsV1": {}}]
+        if _HELM in owners:
+            managers[0]["fieldsV1"] = owned
+        for name in sorted(owners - {_HELM}):
+            entry = {"manager": name, "operation": by_scale[name], "subresource": "scale"}
+            managers.append({**entry, "fieldsV1": owned})
+        metadata = self.objects[path]["metadata"]
+        metadata |= {"managedFields": managers, "resourceVersion": str(self._version)}
 
     def apply(self, path: str, applied: Object) -> int:
         """Applies an object as Helm, and returns the status of the answer."""
@@ -102,7 +143,61 @@ class HelmServer:
         else:
             owners.add(_HELM)
         self.objects[path] = applied
+        self.stated[path] = replicas
+        self._mark(path)
+        if applied["kind"] == "Job":
+            self._run(applied)
         return 200
+
+    def _run(self, job: Object) -> None:
+        pod = job["spec"]["template"]["spec"]
+        space = job["metadata"]["namespace"]
+        url = f"http://127.0.0.1:{self.port}/apis/apps/v1/namespaces/{space}"
+        (container,) = pod["containers"]
+        ended = "Complete"
+        try:
+            asyncio.run(self._keep(url, pod["serviceAccountName"], container["args"]))
+        except Exception as error:
+            self.jobs.append(repr(error))
+            ended = "Failed"
+        else:
+            self.jobs.append(ended)
+        job["status"] = {"conditions": [{"type": ended, "status": "True"}]}
+
+    async def _keep(self, url: str, account: str, words: list[str]) -> None:
+        token = {"Authorization": f"Bearer {account}"}
+        async with httpx.AsyncClient(base_url=url, headers=token, trust_env=False) as client:
+            await keep_sizes(client, read_objects(words))
+
+    def allows(self, token: str, verb: str, path: str) -> bool:
+        """Returns whether the Role that is bound to a service account names a request. Requests
+        without a token are Helm's."""
+        if not token:
+            return True
+        account = token.removeprefix("Bearer ")
+        space, resource, name, *sub = path.removeprefix("/apis/apps/v1/namespaces/").split("/")
+        binding = self.objects.get(f"{_ROLES}{space}/rolebindings/{account}", {})
+        subjects = [s["name"] for s in binding.get("subjects", [])]
+        role = self.objects.get(f"{_ROLES}{space}/roles/{binding['roleRef']['name']}", {})
+        wanted = "/".join([resource, *sub])
+        return account in subjects and any(
+            verb in rule["verbs"] and wanted in rule["resources"] and name in rule["resourceNames"]
+            for rule in role.get("rules", [])
+        )
+
+    def list(self, path: str) -> Object | None:
+        """Returns the objects of one kind in a namespace."""
+        match = re.fullmatch(r"/apis?/(.+)/namespaces/[^/]+/([^/]+)", path)
+        if match is None or match[2] not in _KINDS.get(match[1], {}):
+            return None
+        kind = _KINDS[match[1]][match[2]]
+        items = [o for at, o in self.objects.items() if at.rpartition("/")[0] == path]
+        version = {"resourceVersion": str(self._version)}
+        return {"kind": f"{kind}List", "apiVersion": match[1], "metadata": version, "items": items}
+
+    def wait_over(self) -> None:
+        """Blocks as long as a watch does in which nothing happens."""
+        self._over.wait(_WATCH_S)
 
     def answer(self, path: str) -> Object | None:
         """Returns what GET of a path finds."""
@@ -150,7 +245,7 @@ def _group(version: str) -> Object:
 
 
 def _resources(version: str) -> Object:
-    verbs = ["create", "delete", "get", "list", "patch", "update"]
+    verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
     resources = [
         {"name": name, "singularName": "", "namespaced": True, "kind": kind, "verbs": verbs}
         for name, kind in _KINDS[version].items()
@@ -188,8 +283,22 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             """The test reads the objects."""
 
         def do_GET(self) -> None:
-            found = server.answer(urlsplit(self.path).path)
-            self._send(200 if found is not None else 404, found)
+            url = urlsplit(self.path)
+            if not server.allows(self.headers.get("Authorization", ""), "get", url.path):
+                self._send(403, None)
+                return
+            asked = parse_qs(url.query)
+            found = server.answer(url.path) or server.list(url.path)
+            if "watch" in asked and "sendInitialEvents" not in asked:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.flush()
+                server.wait_over()
+                self.close_connection = True
+                return
+            self._send(200 if found is not None and "watch" not in asked else 404, found)
+            if server.while_read and "Authorization" in self.headers:
+                server.while_read(url.path)
 
         def do_POST(self) -> None:
             made = self._body()
@@ -197,16 +306,28 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             self._send(server.apply(path, made), made)
 
         def do_PATCH(self) -> None:
-            applied = self._body()
+            url, applied = urlsplit(self.path), self._body()
             assert self.headers["Content-Type"] == "application/apply-patch+yaml"
-            self._send(server.apply(urlsplit(self.path).path, applied), applied)
+            if not server.allows(self.headers.get("Authorization", ""), "patch", url.path):
+                self._send(403, None)
+            elif url.path.endswith("/scale"):
+                assert parse_qs(url.query) == {"fieldManager": [MANAGER], "force": ["true"]}
+                self._send(server.apply_scale(url.path.removesuffix("/scale"), applied), applied)
+            else:
+                self._send(server.apply(url.path, applied), applied)
+
+        def do_DELETE(self) -> None:
+            self._body()
+            gone = server.objects.pop(urlsplit(self.path).path, None)
+            self._send(200 if gone else 404, gone)
 
         def _body(self) -> Object:
-            return dict(yaml.safe_load(self.rfile.read(int(self.headers["Content-Length"]))))
+            sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            return dict(yaml.safe_load(sent) or {})
 
         def _send(self, status: int, answer: Object | None) -> None:
             if status >= 400:
-                reason = {404: "NotFound", 409: "Conflict", 422: "Invalid"}[status]
+                reason = _REASONS[status]
                 answer = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
                 answer |= {"reason": reason, "code": status, "message": f"{reason}: {self.path}"}
             body = json.dumps(answer).encode()

@@ -127,21 +127,33 @@ labels:
 {{/* The annotation of an object whose size the chart sets: the value that it was last told. */}}
 {{- define "tandem.toldReplicas" -}}tandem.dev/replicas{{- end -}}
 
+{{/* Whether a Job takes over the sizes before an upgrade, and gives them changed values of `replicas`. */}}
+{{- define "tandem.keepsSizes" -}}
+{{- if and .Values.upgradeHook.enabled .Values.rbac.create -}}true{{- end -}}
+{{- end -}}
+
 {{/* The number of replicas of an object: root, kind, component, replicas, sizeOwner. Empty: not stated.
-     An upgrade states the size that is there: server-side apply refuses another one that `kubectl scale`
-     owns, and a field that is left out falls back to 1. Only a changed value of `replicas` replaces it. A
-     release of a chart that did not note the value keeps a size that somebody set by the scale. */}}
+     A size that somebody set by the scale is not stated, if the chart is applied by the server and the Job
+     before the upgrade has taken the size over: the field has an owner. Else an upgrade states the size
+     that is there, because a field that is left out falls back to 1; only a changed value of `replicas`
+     replaces it. A release of a chart that did not note the value keeps a size that somebody set by the
+     scale. The Job has the same rule (services/tandem/router/scaling/keep_sizes.py). */}}
 {{- define "tandem.replicas" -}}
 {{- $name := printf "%s-%s" (include "tandem.fullname" .root) .component -}}
 {{- $live := lookup "apps/v1" .kind .root.Release.Namespace $name -}}
 {{- $told := dig "metadata" "annotations" (include "tandem.toldReplicas" .) "" $live -}}
 {{- $isScaled := false -}}
+{{- $isApplied := false -}}
 {{- range dig "metadata" "managedFields" list $live -}}
+{{- if and (eq .operation "Apply") (not .subresource) -}}
+{{- $isApplied = true -}}
+{{- end -}}
 {{- if and (eq (default "" .subresource) "scale") (hasKey (dig "fieldsV1" "f:spec" dict .) "f:replicas") -}}
 {{- $isScaled = true -}}
 {{- end -}}
 {{- end -}}
-{{- if and $live (or (ne .sizeOwner "chart") (eq $told (toString .replicas)) (and $isScaled (not $told))) -}}
+{{- if and $live $isScaled $isApplied (include "tandem.keepsSizes" .root) -}}
+{{- else if and $live (or (ne .sizeOwner "chart") (eq $told (toString .replicas)) (and $isScaled (not $told))) -}}
 {{- $live.spec.replicas -}}
 {{- else if eq .sizeOwner "chart" -}}
 {{- .replicas -}}

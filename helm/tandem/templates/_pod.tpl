@@ -161,6 +161,20 @@ inherit the niceness of the agents that start them. */}}
 {{- end }}
 {{- end -}}
 
+{{/* The token of the pod's service account, as automountServiceAccountToken would have it, for the
+     containers that mount it alone. */}}
+{{- define "tandem.apiVolume" -}}
+- name: api
+  projected:
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3607}
+      - configMap:
+          name: kube-root-ca.crt
+          items: [{key: ca.crt, path: ca.crt}]
+      - downwardAPI:
+          items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]
+{{- end -}}
+
 {{/* What --model is. */}}
 {{- define "tandem.model" -}}
 {{- $model := .Values.model -}}

@@ -40,6 +40,8 @@ def test_the_readme_starts_a_cluster_and_asks_it() -> None:
         "kubectl -n tandem exec deployment/no-such -- tandem status",
         "kubectl -n tandem port-forward service/tandem-router 8000:8002",
         "kubectl -n tandem port-forward service/no-such 8000:8000",
+        "kubectl -n tandem scale statefulset no-such --replicas=2",
+        "kubectl -n tandem rollout status statefulset no-such",
         "NO_SUCH_VARIABLE_AT=1 pytest tests/unit",
         "frobnicate --all",
     ],

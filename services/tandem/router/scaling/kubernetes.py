@@ -58,7 +58,7 @@ class KubernetesScale:
                 f"{', '.join(self._objects)} is): its HPA, KEDA or RayCluster owns it",
                 param=foreign[0],
             )
-        async with self._client() as client:
+        async with open_client(self._account) as client:
             results = await asyncio.gather(
                 *(self._patch(client, pool, n) for pool, n in sizes.items()), return_exceptions=True
             )
@@ -84,7 +84,7 @@ class KubernetesScale:
         }
 
     async def _scales(self, pools: list[str]) -> dict[str, _Scale]:
-        async with self._client() as client:
+        async with open_client(self._account) as client:
             calls = (self._call(client, "GET", pool, "read") for pool in pools)
             return dict(zip(pools, await asyncio.gather(*calls), strict=True))
 
@@ -116,44 +116,51 @@ class KubernetesScale:
         except msgspec.DecodeError as error:
             raise ScaleAway(f"{owner}: the API server's answer is no Scale: {error}") from error
 
-    def _client(self) -> httpx.AsyncClient:
-        """Opens a client of the API server for this namespace's objects. Raises NotNow outside a
-        pod, or where the pod has no token."""
-        host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
-        if not host:
-            raise NotNow(
-                "sizes are set by Kubernetes, and KUBERNETES_SERVICE_HOST is not set: this router "
-                "is in no pod"
-            )
-        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        try:
-            token, namespace = (
-                (self._account / name).read_text(encoding="utf-8").strip()
-                for name in ("token", "namespace")
-            )
-            tls = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
-        except OSError as error:
-            raise NotNow(
-                f"this router's pod has no service account that could set sizes: {error}"
-            ) from error
-        bracketed = f"[{host}]" if ":" in host else host
-        return httpx.AsyncClient(
-            base_url=f"https://{bracketed}:{port}/apis/apps/v1/namespaces/{namespace}",
-            verify=tls,
-            headers={**_HEADERS, "Authorization": f"Bearer {token}"},
-            timeout=DEADLINE_S,
-            trust_env=False,  # no proxy gets the token
+
+def open_client(account: Path) -> httpx.AsyncClient:
+    """Opens a client of the API server for the objects of the pod's namespace, of the API group
+    apps. `account` is the service account's folder. Raises NotNow outside a pod, or where the pod
+    has no token."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    if not host:
+        raise NotNow(
+            "sizes are set by Kubernetes, and KUBERNETES_SERVICE_HOST is not set: this router is "
+            "in no pod"
         )
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    try:
+        token, namespace = (
+            (account / name).read_text(encoding="utf-8").strip() for name in ("token", "namespace")
+        )
+        tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
+    except OSError as error:
+        raise NotNow(
+            f"this router's pod has no service account that could set sizes: {error}"
+        ) from error
+    bracketed = f"[{host}]" if ":" in host else host
+    return httpx.AsyncClient(
+        base_url=f"https://{bracketed}:{port}/apis/apps/v1/namespaces/{namespace}",
+        verify=tls,
+        headers={**_HEADERS, "Authorization": f"Bearer {token}"},
+        timeout=DEADLINE_S,
+        trust_env=False,  # no proxy gets the token
+    )
+
+
+def answer_of(reply: httpx.Response, owner: str) -> str:
+    """Returns in words what the API server answered for an object, with its reason."""
+    message = f"the Kubernetes API server answers {reply.status_code} for {owner}"
+    with suppress(msgspec.DecodeError):  # only a Status object has a reason
+        told = msgspec.json.decode(reply.content, type=dict[str, object])
+        if reason := str(told.get("message", ""))[:_MESSAGE_MAX]:
+            message += f": {reason}"
+    return message
 
 
 def _refusal(reply: httpx.Response, pool: str, owner: str, done: str) -> TandemError:
     """Returns the API server's message under an error code that tells whether a retry may help."""
     status = reply.status_code
-    message = f"{pool} is not {done}: the Kubernetes API server answers {status} for {owner}"
-    with suppress(msgspec.DecodeError):  # only a Status object has a reason
-        told = msgspec.json.decode(reply.content, type=dict[str, object])
-        if reason := str(told.get("message", ""))[:_MESSAGE_MAX]:
-            message += f": {reason}"
+    message = f"{pool} is not {done}: {answer_of(reply, owner)}"
     if status in (401, 403):
         return ScaleRefused(f"{message} (the router's service account needs to patch its scale)")
     if status == 429 or status >= 500:
