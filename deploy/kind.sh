@@ -68,6 +68,13 @@ check() {
   say "the same by tandem scale: a router patches the scale with its own token"
   k exec "deployment/$release-router" -- env "TANDEM_API_KEY=$operator" tandem scale decode=2 --deadline 600
   test "$(k get statefulset "$release-decode" -o jsonpath='{.spec.replicas}')" = 2 || fail "patch"
+
+  say "an upgrade keeps the size that was set"
+  helm upgrade "$release" "$root/helm/tandem" --kube-context "kind-$cluster" \
+    --namespace "$namespace" --reuse-values --timeout 5m
+  test "$(k get statefulset "$release-decode" -o jsonpath='{.spec.replicas}')" = 2 || fail "the size is another"
+  k get statefulset "$release-decode" --show-managed-fields -o jsonpath='{.metadata.managedFields[*].manager}' \
+    | grep -qw tandem-size || fail "the Job before the upgrade has not taken the size over"
   k exec "deployment/$release-router" -- env "TANDEM_API_KEY=$operator" tandem scale decode=1 --deadline 120
 
   say "a hung engine is found, and its container started again"

@@ -16,6 +16,7 @@ https://kubernetes.io/docs/reference/using-api/server-side-apply/
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import threading
@@ -296,9 +297,10 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
                 server.wait_over()
                 self.close_connection = True
                 return
-            self._send(200 if found is not None and "watch" not in asked else 404, found)
             if server.while_read and "Authorization" in self.headers:
+                found = copy.deepcopy(found)
                 server.while_read(url.path)
+            self._send(200 if found is not None and "watch" not in asked else 404, found)
 
         def do_POST(self) -> None:
             made = self._body()
@@ -317,7 +319,7 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
                 self._send(server.apply(url.path, applied), applied)
 
         def do_DELETE(self) -> None:
-            self._body()
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
             gone = server.objects.pop(urlsplit(self.path).path, None)
             self._send(200 if gone else 404, gone)
 
