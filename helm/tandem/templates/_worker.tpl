@@ -32,7 +32,7 @@ shareProcessNamespace: true
 terminationGracePeriodSeconds: {{ add (int64 $values.options.drainDeadline) 15 }}
 {{- $ray := "" -}}
 {{- if .root.Values.rayCluster.enabled -}}
-{{- $image := include "tandem.hasController" .root | ternary $values.image dict -}}
+{{- $image := empty (include "tandem.hasController" .root) | ternary dict $values.image -}}
 {{- $ray = include "tandem.rayCertificate" (dict "root" .root "image" $image) -}}
 {{- end }}
 {{- $model := include "tandem.initContainers" .root }}
