@@ -87,7 +87,7 @@ def test_strangers_are_refused_and_prometheus_key_reads_metrics_alone(pods: Loca
 
 
 def test_rays_head_speaks_tls_and_has_no_client_server(pods: LocalPods) -> None:
-    """With the variables of its own container, Ray's program gets an answer."""
+    """Ray's program gets an answer with the variables of the head's container."""
     head = pods.pods["ray-head"]
     (port,) = (p["containerPort"] for p in head.made["ports"])
     command = ["ray", "health-check", "--address", f"{head.address}:{port}"]

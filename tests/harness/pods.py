@@ -175,7 +175,8 @@ class LocalPods:
         return {
             "PATH": f"{Path(sys.executable).parent}:{self.folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(self.folder),
-            "PYTHONPATH": str(ROOT),
+            # This tree, also where another one is installed.
+            "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("services", "kernels", "")),
             "OMP_NUM_THREADS": "1",
             "RAY_TMPDIR": str(self.folder),
             **found,
