@@ -4,7 +4,8 @@
 
 Rows: rank 8 on q, k, v and o, and rank 16 on all matrices; one adapter for all, and eight of them.
 The base and all rows take turns with one step each; the figure is the median of the ratios of each
-turn, with the quartiles beside it. Writes benchmarks/results/lora.json.
+turn, with the quartiles beside it. Weights are kept as their file has them: the built-in model's in
+Q4_1. Writes benchmarks/results/lora.json.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def main() -> None:
         "before": before,
         "after": conditions(),
         "model": args.model,
+        "dtype": steps.dtype,
         "batch": args.batch,
         "context": args.context,
         "threads": args.threads,
@@ -72,6 +74,7 @@ class Steps:
         folder = resolve(model)
         config = EngineConfig(model="", device="cpu", num_threads=threads)
         self._runner = ModelRunner(folder, config)
+        self.dtype = self._runner.dtype_name  # "+blocks": quantized as in the file
         each = -(-context // config.block_size)
         self._runner.allocate(batch * each)
         blocks = list(range(batch * each))
