@@ -2,7 +2,7 @@
 
 scaled  weight                           [out, in]              F8_E4M3 or I8
         weight_scale, weight_scale_inv   one number, one for each output, or one for each block
-packed  weight_packed                    [out, in / 8]          I32
+packed  weight_packed                    [out, in / 8]          I32; [out, in / 4] of 8 bits
         weight_scale                     [out, groups]
         weight_shape                     [2]                    I64
 gptq    qweight                          [in / 8, out]          I32
@@ -27,7 +27,7 @@ PARTS: Mapping[Coding, tuple[str, ...]] = {  # the first is there once for each 
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
 }
-_NUMBERS_OF_WORD = 8  # of 4 bits, in 32
+_WORD_BITS = 32
 _SCALES = ("weight_scale_inv", "weight_scale")
 _CODED = ("F8_E4M3", "I8")
 
@@ -84,12 +84,13 @@ def _scaled(
 def _words(
     module: str, num_out: int, num_in: int, _: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
-    groups, word = num_groups(module, num_in, scheme), _NUMBERS_OF_WORD
+    groups, word = num_groups(module, num_in, scheme), _WORD_BITS // scheme.bits
     in_words = {"inputs": num_in} | ({} if scheme.coding == "packed" else {"outputs": num_out})
     for what, num in in_words.items():
         if num % word:
             raise UnsupportedModel(
-                f"{module} has {num} {what}; numbers of 4 bits are stored in words of {word}"
+                f"{module} has {num} {what}; numbers of {scheme.bits} bits are stored in words of "
+                f"{word}"
             )
     if scheme.coding == "packed":
         return {

@@ -15,11 +15,18 @@ from tandem.errors import UnsupportedModel
 Coding = Literal["scaled", "packed", "gptq", "awq"]
 _FLAG = "quantization_config"
 _METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq")
-_FORMATS: Mapping[str, tuple[Coding, str, int]] = {  # of compressed-tensors: coding, type, bits
-    "float-quantized": ("scaled", "float", 8),
-    "int-quantized": ("scaled", "int", 8),
-    "pack-quantized": ("packed", "int", 4),
+# Of compressed-tensors: coding, type, bits.
+_FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
+    "float-quantized": ("scaled", "float", (8,)),
+    "int-quantized": ("scaled", "int", (8,)),
+    "pack-quantized": ("packed", "int", (4, 8)),
 }
+_STRATEGIES = {  # what shares a scale
+    "float-quantized": ("tensor", "channel", "block"),
+    "int-quantized": ("tensor", "channel"),
+    "pack-quantized": ("group", "channel"),
+}
+_BLOCK = [128, 128]
 _GROUP_SIZES = (32, 64, 128)
 _KV_FLAGS: Mapping[str, tuple[Any, ...]] = {  # of kv_cache_scheme: fp8_e4m3, a scale a layer
     "num_bits": (8,),
@@ -99,8 +106,7 @@ def _fp8(given: Mapping[str, Any]) -> Scheme:
     block = given.get("weight_block_size")
     if block is None:
         return Scheme("scaled", 8, is_float=True)
-    if block != [128, 128]:
-        raise _refusal("weight_block_size", block, ([128, 128], None))
+    _demand(given, "weight_block_size", (_BLOCK, None))
     return Scheme("scaled", 8, is_float=True, block=(128, 128))
 
 
@@ -108,7 +114,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Scheme | None:
     if given.get("kv_cache_scheme") and not given.get("config_groups"):
         return None  # weights are as they were
     found = _demand(given, "format", tuple(_FORMATS))
-    coding, kind, bits = _FORMATS[found]
+    coding, kind, widths = _FORMATS[found]
     _demand(given, "transform_config", (None, {}))
     sparsity = given.get("sparsity_config") or {}
     _demand(sparsity, "format", (None, "dense"), "sparsity_config.format")
@@ -120,15 +126,17 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Scheme | None:
         raise UnsupportedModel(f"{_FLAG}.config_groups has no weights")
     _demand(group, "targets", (["Linear"],), "targets")
     _demand(weights, "type", (kind,), "weights.type")
-    _demand(weights, "num_bits", (bits,), "weights.num_bits")
+    bits = _demand(weights, "num_bits", widths, "weights.num_bits")
     _demand(weights, "symmetric", (True, None), "weights.symmetric")
     _demand(weights, "actorder", (None, "static", "weight"), "weights.actorder")
-    strategies = ("group", "channel") if coding == "packed" else ("tensor", "channel")
-    strategy = _demand(weights, "strategy", strategies, "weights.strategy")
-    size = 0
+    strategy = _demand(weights, "strategy", _STRATEGIES[found], "weights.strategy")
+    size, block = 0, None
     if strategy == "group":
         size = _demand(weights, "group_size", _GROUP_SIZES, "weights.group_size")
-    return Scheme(coding, bits, is_float=kind == "float", group_size=size)
+    if strategy == "block":
+        _demand(weights, "block_structure", (_BLOCK,), "weights.block_structure")
+        block = (128, 128)
+    return Scheme(coding, bits, is_float=kind == "float", group_size=size, block=block)
 
 
 def _gptq(given: Mapping[str, Any]) -> Scheme:

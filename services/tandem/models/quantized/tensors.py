@@ -48,7 +48,7 @@ class Coded:
             return columns, 8 * rows
         if self.scheme.coding == "awq":
             return 8 * columns, rows
-        return rows, columns * (8 if self.scheme.coding == "packed" else 1)
+        return rows, columns * (32 // self.scheme.bits if self.scheme.coding == "packed" else 1)
 
     def numbers(self) -> torch.Tensor:
         """Returns float32 [out, in]. Raises UnsupportedModel for a part that does not fit."""
@@ -93,7 +93,11 @@ class Coded:
 
     def _packed(self) -> Groups:
         self._demand(tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape")
-        return Groups(_unpacked(self.by_kind["weight_packed"]), _ZERO + 8, self._scale())
+        words = self.by_kind["weight_packed"]
+        if self.scheme.bits == 8:  # the lowest bits first, 128 added to each number
+            numbers = words.contiguous().view(torch.uint8) ^ 128
+            return Groups(numbers.view(torch.int8), _ZERO, self._scale())
+        return Groups(_unpacked(words), _ZERO + 8, self._scale())
 
     def _gptq(self) -> Groups:
         numbers = _unpacked(self.by_kind["qweight"].t())  # [out, in]

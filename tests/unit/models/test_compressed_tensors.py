@@ -1,0 +1,56 @@
+"""Matrices that compressed-tensors itself packed: the numbers that it reads them as, bit by bit.
+
+`tests/data/compressed_tensors/make.py` wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tandem.models.checkpoint.headers import read_header
+from tandem.models.checkpoint.quantized_forms import forms_of_parts, is_quantized
+from tandem.models.quantized.scheme import read_scheme
+from tandem.models.quantized.tensors import Coded, join_parts
+
+FILE = Path(__file__).parents[2] / "data" / "compressed_tensors" / "matrices.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("preset", "kept"),
+    [
+        ("W4A16", "Q4_0"),
+        ("W8A16", "Q8_0"),
+        ("W8A8", "Q8_0"),
+        ("FP8_DYNAMIC", ""),
+        ("FP8_BLOCK", ""),
+    ],
+)
+def test_a_preset(preset: str, kept: str) -> None:
+    with safe_open(FILE, "pt") as file:
+        config = json.loads(file.metadata()[preset])
+    stored = {n: each for n, each in load_file(FILE).items() if n.startswith(f"{preset}.")}
+    expected = stored.pop(f"{preset}.expected")
+    scheme = read_scheme({"quantization_config": config})
+    assert scheme is not None
+    headers = read_header(FILE).tensors
+    assert is_quantized(preset, headers, scheme)
+    forms = forms_of_parts(preset, tuple(expected.shape), headers, scheme)
+    assert forms.keys() == stored.keys()
+    for name, form in forms.items():
+        assert headers[name].shape in form.shapes
+        assert headers[name].dtype in form.dtypes
+    (coded,) = join_parts(stored, scheme).values()
+    assert isinstance(coded, Coded)
+    assert coded.shape == tuple(expected.shape)
+    assert torch.equal(coded.numbers(), expected)
+    assert torch.equal(coded.packed().numbers(), expected)
+    blocks: Any = coded.blocks()
+    assert torch.equal(blocks.numbers(), expected)
+    assert not kept or blocks.type.name == kept
