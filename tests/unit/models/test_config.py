@@ -7,6 +7,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.config import GateClamp, ModelConfig, Multipliers, read_eos_token_ids
 from tandem.models.experts import Experts
 from tandem.models.rope import Rope
+from tandem.models.source import read_folder
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,6 +119,23 @@ def test_generation_config_decides_what_ends_a_sequence():
 def test_what_cannot_be_run_is_named(changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         ModelConfig.from_hf(llama(**changes), None)
+
+
+def test_a_model_of_images_is_refused_by_name_before_a_weight_is_read(tmp_path):
+    """As Gemma 3 4B is published: the sizes of its decoder are one level below."""
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": SIZES | {"model_type": "gemma3_text"},
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": 896},
+        "mm_tokens_per_image": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    named = "Gemma3ForConditionalGeneration is not supported; supported are .*Gemma3ForCausalLM"
+    with pytest.raises(UnsupportedModel, match=named):
+        read_folder(tmp_path)
 
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
 from tandem.adapter import Adapter
-from tandem.router.placement.choose import Work, WorkerSnapshot, choose
+from tandem.router.placement.choose import Work, WorkerSnapshot, choose, prefill_cost
 from tandem.store.registry import AdapterState, KvCompatibility
 
 ADAPTER = Adapter("sql", "digest", "/adapters/sql", 16)
@@ -65,6 +66,31 @@ def test_only_prefill_workers_that_can_load_it_are_candidates() -> None:
         placement = choose(Work(100, 16, ADAPTER), (decode, *workers), {}, Random(1))
         assert placement is not None
         assert [w.worker_id for w in placement.prefill_candidates] == names
+
+
+def first_prefill(adapter: Adapter | None, *workers: WorkerSnapshot) -> set[str]:
+    """Returns the prefill workers that come first among these, over many draws."""
+    decode, found = worker("decode"), set()
+    for seed in range(20):
+        placement = choose(Work(100, 16, adapter), (decode, *workers), {}, Random(seed))
+        assert placement is not None
+        names = [w.worker_id for w in placement.prefill_candidates]
+        assert set(names) == {w.worker_id for w in workers}
+        found.add(names[0])
+    return found
+
+
+def test_a_prefill_worker_that_has_the_adapter_goes_first() -> None:
+    has = worker("has", role="prefill", adapters=frozenset({"digest"}))
+    lacks = worker("lacks", role="prefill", adapters=frozenset({"another"}))
+    assert first_prefill(ADAPTER, lacks, has) == {"has"}
+    assert first_prefill(None, lacks, has) == {"has", "lacks"}
+    assert first_prefill(Adapter("new", "new", "/new", 16), lacks, has) == {"has", "lacks"}
+    # Reading a file is soon done: it is not worth a long queue.
+    busy = replace(has, queued_tokens=100_000)
+    assert first_prefill(ADAPTER, lacks, busy) == {"lacks"}
+    work = Work(100, 16, ADAPTER)
+    assert prefill_cost(work, lacks, {}) - prefill_cost(work, has, {}) == pytest.approx(0.05)
 
 
 def test_the_root_of_hashes_takes_the_digest_and_not_the_name() -> None:

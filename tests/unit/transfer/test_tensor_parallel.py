@@ -36,11 +36,27 @@ def producer_ranks(producer: int, local: int, local_rank: int) -> list[int]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[ParallelLayout, ParallelLayout, BlockPairs]:
-    heads = draw(st.integers(1, 16))
-    degrees = st.sampled_from([degree for degree in DEGREES if divides(heads, degree)])
+def layouts(draw: st.DrawFn) -> BlockLayout:
+    """Layouts of heads, and of latent attention: one head without values, in which rotated keys are
+    apart if it is quantized."""
     dtype = draw(st.sampled_from(["bfloat16", "int8"]))
-    whole = replace(WHOLE, num_kv_heads=heads, num_layers=draw(st.integers(1, 3)), dtype=dtype)
+    whole = replace(WHOLE, num_layers=draw(st.integers(1, 3)), dtype=dtype)
+    if draw(st.booleans()):
+        return replace(whole, num_kv_heads=draw(st.integers(1, 16)))
+    latent = replace(whole, num_kv_heads=1, head_dim=24, has_values=False)
+    if dtype == "bfloat16":
+        return latent
+    rotated = RotatedKey(
+        draw(st.sampled_from([4, 8])), draw(st.sampled_from(["bfloat16", "float32"]))
+    )
+    return replace(latent, rotated=rotated)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ParallelLayout, ParallelLayout, BlockPairs]:
+    whole = draw(layouts())
+    fit = [degree for degree in DEGREES if divides(whole.num_kv_heads, degree)]
+    degrees = st.sampled_from(fit)
     producer = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
     local = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
     local_ids = draw(st.lists(st.integers(0, local.whole.num_blocks - 1), unique=True))
@@ -105,6 +121,26 @@ def test_replicas_of_a_head_are_read_in_turn() -> None:
     assert [producer_ranks(4, 8, rank) for rank in range(8)] == [
         [r] for r in (0, 0, 1, 1, 2, 2, 3, 3)
     ]
+
+
+@pytest.mark.parametrize("rotated", [None, RotatedKey(4, "bfloat16")])
+def test_latents_are_on_every_rank_whole_and_are_read_in_turn(rotated: RotatedKey | None) -> None:
+    """A token of a layer has 24 numbers of 2 bytes; or 20 of 1 byte, 4 of 2 bytes and a scale."""
+    fields: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 24, "has_values": False}
+    fields |= {"rotated": rotated, "dtype": "int8" if rotated else "bfloat16"}
+    block_bytes = 2 * (64 if rotated else 2 * 24 * 2)  # 2 layers; a part of 2 x 30 bytes is padded
+    two, three = layout(2, **fields), layout(3, **fields)
+    for rank in range(3):
+        reads = descriptors(two, three, BlockPairs([5, 1, 2], [0, 3, 4]), local_rank=rank)
+        assert reads == [
+            RankRead(
+                rank % 2,
+                (
+                    Part(5 * block_bytes, 0, block_bytes),
+                    Part(block_bytes, 3 * block_bytes, 2 * block_bytes),
+                ),
+            )
+        ]
 
 
 @pytest.mark.parametrize("producer", [4, 8, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,24 @@ async def test_its_own_are_described_at_its_start(tmp_path: Path) -> None:
     assert family.samples[0].labels["max_lora"] == "8"
     with pytest.raises(ConfigError, match=r"lora sql: .*rank is 4; max-lora-rank allows at most 3"):
         await NamedAdapters(replace(config, max_lora_rank=3)).read_own()
+
+
+def test_a_gauge_names_the_adapters_of_running_and_waiting_sequences() -> None:
+    """As vLLM's `vllm:lora_requests_info`, whose value is the time."""
+    worker = NamedAdapters(EngineConfig(model="any", max_loras=3))
+    expected = {"worker": "w", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    for load in (
+        AdapterLoad(),
+        AdapterLoad(loaded=["d1", "d2"], running=["sql"], waiting=["chat", "sql"]),
+    ):
+        worker.load = load
+        started = time.time()
+        (family,) = worker.metrics({"worker": "w"})
+        (sample,) = family.samples
+        assert (family.type, sample.name) == ("gauge", "tandem_lora_requests_info")
+        assert sample.labels == {**expected, "max_lora": "3"}
+        assert started <= sample.value <= time.time()
+        expected |= {"running_lora_adapters": "sql", "waiting_lora_adapters": "chat,sql"}
 
 
 def test_options_name_adapters() -> None:
