@@ -1,9 +1,10 @@
 """A process that loads a model and tells by how much that made it grow.
 
-    python -m tests.unit.engine.load_growth MODEL DTYPE KERNELS
+    python -m tests.unit.engine.load_growth MODEL DTYPE KERNELS TOKENS
 
 Prints bytes of resident memory, private and mapped: those that stayed, and those at the peak. With
-torch's kernels a step belongs to it: what it does not use of a file is not there yet.
+torch's kernels a step of TOKENS (up to 64) belongs to it: what it does not use of a file is not
+there yet.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def resident_bytes() -> int:
 
 def main() -> None:
     """Loads with as few blocks of KV as a pool may have."""
-    model, dtype, kernels = sys.argv[1:]
+    model, dtype, kernels, tokens = sys.argv[1:]
     config = EngineConfig(
         model=model, dtype=dtype, kernels=kernels, device="cpu", num_blocks=4, num_threads=1
     )
@@ -57,7 +58,8 @@ def main() -> None:
     runner = ModelRunner(folder, config)
     if kernels == "torch":
         runner.allocate(4)
-        runner.forward(StepBatch([SequenceSlice([1], 1, [0], True)]))
+        num = int(tokens)
+        runner.forward(StepBatch([SequenceSlice(list(range(1, num + 1)), num, [*range(4)], True)]))
         give_back_freed()
     loaded.set()
     watcher.join()

@@ -20,6 +20,7 @@ from tandem.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.models.checkpoint.weight_shapes import expected_shapes
 from tandem.models.config import ModelConfig
 from tandem.models.source import resolve
+from tests.random_blocks import random_blocks
 from tests.tiny_models import make_tiny_model
 from tests.unit.models import conftest as tiny_gguf
 
@@ -40,9 +41,12 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[in
     return str(folder), [parameter.numel() for parameter in model.parameters()]
 
 
-def check(model: str, dtype: str, num_bytes: list[int], kernels: str = "native") -> None:
+def check(
+    model: str, dtype: str, num_bytes: list[int], kernels: str = "native", num_tokens: int = 1
+) -> None:
+    arguments = [model, dtype, kernels, str(num_tokens)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.engine.load_growth", model, dtype, kernels],
+        [sys.executable, "-m", "tests.unit.engine.load_growth", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -64,6 +68,11 @@ def bytes_once_loaded(folder: Path) -> list[int]:
         tensor.numel() * _NUM_BYTES[dtype] if tensor.dtype == torch.bfloat16 else tensor.nbytes
         for tensor in load_file(folder / "model.safetensors").values()
     ]
+
+
+def bytes_in_file(file: Path) -> list[int]:
+    """Returns the bytes of each tensor of a GGUF file."""
+    return [int(tensor.n_bytes) for tensor in GGUFReader(file).tensors]
 
 
 _EXPERTS = {
@@ -102,11 +111,13 @@ def mxfp4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen 3 with 220 MB of experts in Q4_0."""
-    hidden, num = 512, 64
+    hidden, inner, num = 512, 2048, 16
     rows = {"attn_q": hidden, "attn_k": 128, "attn_v": 128, "attn_output": hidden}
     norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": 64, "attn_k_norm": 64}
+    chance = np.random.default_rng(0)  # else all tokens would choose the same experts
+    embedding = chance.standard_normal((len(tiny_gguf.TOKENS), hidden)).astype(np.float16)
     tensors = {
-        "token_embd.weight": np.ones((len(tiny_gguf.TOKENS), hidden), np.float16),
+        "token_embd.weight": embedding,
         "output_norm.weight": np.ones(hidden, np.float32),
     }
     types: dict[str, gguf.GGMLQuantizationType | None] = {}
@@ -119,9 +130,11 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{name}{part}.weight": np.ones((size, hidden), np.float16)
             for part, size in rows.items()
         }
-        tensors[f"{name}ffn_gate_inp.weight"] = np.ones((num, hidden), np.float32)
+        router = chance.standard_normal((num, hidden)).astype(np.float32)
+        tensors[f"{name}ffn_gate_inp.weight"] = router
         for part in ("gate", "up", "down"):
-            blocks = np.ones((num, hidden, hidden // 32 * 18), np.uint8)
+            num_out, num_in = (hidden, inner) if part == "down" else (inner, hidden)
+            blocks = np.ones((num, num_out, num_in // 32 * 18), np.uint8)
             tensors[f"{name}ffn_{part}_exps.weight"] = blocks
             types[f"{name}ffn_{part}_exps.weight"] = gguf.GGMLQuantizationType.Q4_0
     keys = {
@@ -132,7 +145,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "attention.value_length": 64,
         "expert_count": num,
         "expert_used_count": 4,
-        "expert_feed_forward_length": hidden,
+        "expert_feed_forward_length": inner,
     }
     path = tmp_path_factory.mktemp("gguf") / "experts.gguf"
     return tiny_gguf.write_gguf(path, tensors, architecture="qwen3moe", keys=keys, types=types)
@@ -250,9 +263,58 @@ def test_experts_of_mxfp4(mxfp4_folder: Path) -> None:
     check(str(mxfp4_folder), "auto", bytes_once_loaded(mxfp4_folder))
 
 
-def test_experts_of_a_gguf_file(gguf_file: Path) -> None:
-    tensors = GGUFReader(gguf_file).tensors
-    check(str(gguf_file), "auto", [int(tensor.n_bytes) for tensor in tensors])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_experts_of_a_gguf_file(gguf_file: Path, kernels: str) -> None:
+    check(str(gguf_file), "auto", bytes_in_file(gguf_file), kernels, num_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("Q4_K", "native"),
+        ("Q6_K", "torch"),
+        pytest.param("Q6_K", "native", marks=pytest.mark.slow),
+        pytest.param("Q5_K", "native", marks=pytest.mark.slow),
+        pytest.param("Q5_K", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_matrices_of_k_types(name: str, kernels: str, tmp_path: Path) -> None:
+    file = k_types_file(tmp_path / "random.gguf", name)
+    check(str(file), "auto", bytes_in_file(file), kernels)
+
+
+def k_types_file(path: Path, name: str) -> Path:
+    """Writes a Llama with 390 million weights in one type, the same ones in all layers.
+
+    It is so large for Q4_K: packed, it has 5 bits for each 4.5.
+    """
+    hidden, inner, kv_size, num_layers = 1024, 8192, 256, 14
+    shapes = {
+        "attn_q": (hidden, hidden),
+        "attn_k": (kv_size, hidden),
+        "attn_v": (kv_size, hidden),
+        "attn_output": (hidden, hidden),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    of_layer = {part: random_blocks(name, *shape).data.numpy() for part, shape in shapes.items()}
+    embedding = random_blocks(name, len(tiny_gguf.TOKENS), hidden).data.numpy()
+    quantized = {"token_embd.weight": embedding}
+    norms = ["output_norm"]
+    for layer in range(num_layers):
+        norms += [f"blk.{layer}.{norm}" for norm in ("attn_norm", "ffn_norm")]
+        quantized |= {f"blk.{layer}.{part}.weight": blocks for part, blocks in of_layer.items()}
+    keys = {
+        "embedding_length": hidden,
+        "feed_forward_length": inner,
+        "block_count": num_layers,
+        "attention.head_count": 16,
+        "attention.head_count_kv": 4,
+    }
+    types = dict.fromkeys(quantized, gguf.GGMLQuantizationType[name])
+    tensors = quantized | {f"{norm}.weight": np.ones(hidden, np.float32) for norm in norms}
+    return tiny_gguf.write_gguf(path, tensors, keys=keys, types=types)
 
 
 @pytest.mark.parametrize("dtype", _NUM_BYTES)
@@ -264,8 +326,7 @@ def test_a_folder(random_model: tuple[str, list[int]], dtype: str) -> None:
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_a_gguf_file_as_it_is(kernels: str) -> None:
     (file,) = resolve("smollm2").weight_files
-    num_bytes = [int(tensor.n_bytes) for tensor in GGUFReader(file).tensors]
-    check("smollm2", "auto", num_bytes, kernels)
+    check("smollm2", "auto", bytes_in_file(file), kernels)
 
 
 def test_a_gguf_file_that_is_converted() -> None:

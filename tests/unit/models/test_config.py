@@ -122,7 +122,7 @@ def test_what_cannot_be_run_is_named(changes, message):
 
 
 def test_a_model_of_images_is_refused_by_name_before_a_weight_is_read(tmp_path):
-    """As Gemma 3 4B is published: the sizes of its decoder are one level below."""
+    """The config is as of Gemma 3 4B: the sizes of its decoder are one level below."""
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",

@@ -62,7 +62,7 @@ async def test_its_own_are_described_at_its_start(tmp_path: Path) -> None:
 
 
 def test_a_gauge_names_the_adapters_of_running_and_waiting_sequences() -> None:
-    """As vLLM's `vllm:lora_requests_info`, whose value is the time."""
+    """The gauge is vLLM's `vllm:lora_requests_info`, whose value is the time."""
     worker = NamedAdapters(EngineConfig(model="any", max_loras=3))
     expected = {"worker": "w", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     for load in (
