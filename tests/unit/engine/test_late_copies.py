@@ -64,7 +64,7 @@ class Bench:
         stage(monkeypatch, self.device)
         monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
         self.engine: Engine
-        self.engine, runner = make_engine(num_blocks=24, kv_host_bytes=1 << 20)
+        self.engine, runner = make_engine(num_blocks=24, kv_host_bytes=1 << 15)
         start = runner.kv.data_ptr()
         self.device.pool = range(start, start + runner.kv.nbytes)
         self.outcome = Outcome()

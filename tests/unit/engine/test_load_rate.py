@@ -29,7 +29,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
         rate = PrefillRate(step_s=0.0, token_s=TOKEN_S, token_context_s=0.0)
         monkeypatch.setattr(StepTimeModel, "prefill_rate", rate)
-        self.engine: Engine = make_engine(num_blocks=24, kv_host_bytes=1 << 20)[0]
+        self.engine: Engine = make_engine(num_blocks=24, kv_host_bytes=1 << 15)[0]
         self.outcome = Outcome()
         self.gate = threading.Event()
         self.gate.set()

@@ -69,7 +69,7 @@ def prompt(number: int, num_tokens: int = 25) -> list[int]:
 
 
 def disk(folder: Path, **settings: Any) -> Engine:
-    settings.setdefault("kv_disk_bytes", 1 << 20)
+    settings.setdefault("kv_disk_bytes", 1 << 15)
     settings.setdefault("kv_disk_path", str(folder))
     return make_engine(num_blocks=16, **settings)[0]
 
@@ -80,9 +80,9 @@ def tier(engine: Engine, number: int = 0) -> TierLoad:
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_blocks_that_left_the_pool_come_back(place: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"kv_host_bytes": 1 << 20}
+    settings: dict[str, Any] = {"kv_host_bytes": 1 << 15}
     if place == "disk":
-        settings = {"kv_disk_path": str(tmp_path), "kv_disk_bytes": 1 << 20}
+        settings = {"kv_disk_path": str(tmp_path), "kv_disk_bytes": 1 << 15}
     engine, _ = make_engine(num_blocks=16, **settings)
     outcome = run(engine, *map(prompt, range(6)), prompt(0))
     for number in range(6):
@@ -97,7 +97,7 @@ def test_blocks_that_left_the_pool_come_back(place: str, tmp_path: Path) -> None
 
 def test_blocks_are_written_while_their_sequence_runs() -> None:
     """A prompt that fills the pool has its copy when the next one needs the room."""
-    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20)
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 15)
     engine.add(make_spec("long", prompt(0, 57), max_tokens=5))
     engine.step()
     deadline = time.monotonic() + WAIT_S
@@ -111,7 +111,7 @@ def test_blocks_are_written_while_their_sequence_runs() -> None:
 
 
 def test_blocks_that_two_sequences_want_are_loaded_once() -> None:
-    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20)
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 15)
     outcome = run(engine, *map(prompt, range(6)))
     for name in ("one", "two"):
         engine.add(make_spec(name, prompt(0)))
@@ -154,7 +154,7 @@ def test_a_prompt_that_is_sooner_elsewhere_is_not_loaded(
     is_sooner_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode worker's sequence, for which a peer with a queue or without one could compute."""
-    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20)
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 15)
     outcome = run(engine, *map(prompt, range(6)))
     engine._tiers.tiers[0].rate.block_s = 1.0  # of six
     monkeypatch.setattr(StepTimeModel, "prefill_rate", PrefillRate(0.0, 1.0, 0.0))
@@ -282,7 +282,7 @@ def test_a_full_tier_evicts_and_stays_within_its_size(tmp_path: Path) -> None:
 
 
 def test_a_tier_by_value_takes_what_is_used_twice() -> None:
-    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20, kv_tier_policy="value")
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 15, kv_tier_policy="value")
     run(engine, prompt(0))
     assert tier(engine).blocks_held == 0
     run(engine, prompt(0))
@@ -294,7 +294,7 @@ def test_a_tier_by_value_takes_what_is_used_twice() -> None:
 
 
 def test_a_tier_by_value_takes_what_is_to_be_kept_at_once() -> None:
-    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20, kv_tier_policy="value")
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 15, kv_tier_policy="value")
     engine.add(make_spec("kept", prompt(0), retention=Retention(returns=True)))
     settle(engine, Outcome())
     assert tier(engine).blocks_held == 7
@@ -333,17 +333,20 @@ def test_wrong_settings(settings: dict[str, Any], message: str, tmp_path: Path) 
     ("family", "kv_dtype", "_blocks"),
     [
         ("", "auto", "in place"),
-        ("", "auto", "staged"),
-        ("", "int8", "in place"),
-        ("", "int4", "in place"),
+        ("llama", "auto", "staged"),
+        ("llama", "int8", "in place"),
+        ("llama", "int4", "in place"),
         ("deepseek-v3", "auto", "in place"),
+        pytest.param("", "auto", "staged", marks=pytest.mark.slow),
+        pytest.param("", "int8", "in place", marks=pytest.mark.slow),
+        pytest.param("", "int4", "in place", marks=pytest.mark.slow),
     ],
     indirect=["_blocks"],
 )
 def test_a_real_models_tokens_are_those_without_a_tier(
     family: str, kv_dtype: str, tmp_path: Path
 ) -> None:
-    """SmolLM2, or a tiny model with latent attention."""
+    """SmolLM2, or a tiny model: a Llama, or one with latent attention."""
     folder = make_tiny_model(family, tmp_path)[0] if family else resolve("smollm2")
     vocabulary = 64 if family else 1000
     tokens = [[(n * 7 + i * 13) % vocabulary + 2 for i in range(70)] for n in range(3)]
