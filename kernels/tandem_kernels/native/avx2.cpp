@@ -17,7 +17,7 @@
 #include <immintrin.h>
 
 // After the standard headers: what others share must run anywhere.
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 
 #define TANDEM_ISA avx2_code
 #define TANDEM_LANES 8

@@ -14,8 +14,9 @@ constexpr int kUnitsAhead = 6;
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
 
-// Four inputs of a row with those of each output, added to what is there.
-#if TANDEM_LANES == 16 && defined(TANDEM_VNNI)
+// Four inputs of a row with those of each output, added to what is there (AVX2: dot_half).
+#if TANDEM_LANES == 8
+#elif TANDEM_LANES == 16 && defined(TANDEM_VNNI)
 inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t inputs) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(inputs));
 }
@@ -26,15 +27,6 @@ inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t
                                            _mm512_srai_epi16(_mm512_slli_epi16(both, 8), 8));
     const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)weights, 8),
                                           _mm512_srai_epi16(both, 8));
-    return sums + (Ints)even + (Ints)odd;
-}
-#elif TANDEM_LANES == 8
-inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t inputs) {
-    const __m256i both = _mm256_set1_epi32(inputs);
-    const __m256i even = _mm256_madd_epi16((__m256i)(weights & 0x00ff00ff),
-                                           _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)weights, 8),
-                                          _mm256_srai_epi16(both, 8));
     return sums + (Ints)even + (Ints)odd;
 }
 #else
@@ -52,6 +44,11 @@ struct InputUnit {
     // Of the rounded inputs that share a scale of weights; times -zero for weights without mins, and
     // times -1 for those with zeros.
     float sums[kUnitInputs / kHalf];
+#if TANDEM_LANES == 8
+    // The numbers for weights of 8 bits, as dot_half reads them: of each four the first and the
+    // third, then the others.
+    int16_t words[kUnitInputs];
+#endif
 };
 
 inline size_t quantized_input_floats(size_t num_rows, int in) {
@@ -132,6 +129,11 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
             } else {
                 std::memset(numbers, 0, kGroup);
             }
+#if TANDEM_LANES == 8
+            if (F::kBits == 8)
+                for (int i = 0; i < kGroup; ++i)
+                    to->words[g * kGroup + (i & ~3) + (i & 1) * 2 + (i >> 1 & 1)] = numbers[i];
+#endif
             const auto [first, second] = halves;
             to->scales[2 * g] = first.scale;
             to->scales[2 * g + 1] = second.scale;
@@ -217,64 +219,123 @@ inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int grou
     return numbers;
 }
 
-// MR rows of half a group with a vector of the outputs of a panel, times the inputs' scales.
+inline int32_t load_int(const void* from) {
+    int32_t bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return bits;
+}
+
+// MR rows of half a group with a vector of the outputs of a panel.
+#if TANDEM_LANES == 8
 template <class F, int MR>
-inline __attribute__((always_inline)) void add_half(const InputUnit* x, const char* unit, int half,
-                                                    int v, Floats (&scaled)[MR]) {
-    Ints ints[MR];
+inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const char* unit, int half,
+                                                    int v, Ints (&sums)[MR]) {
+    // AVX2 adds two products of bytes in 16 bits. Those of a whole half fit (31 * 127 * 8 = 31,496),
+    // of 6 bits those of half as much, and of 8 bits not even two.
+    constexpr int kAtOnce = F::kBits == 8 ? 1 : F::kBits == 6 ? 2 : 4;
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) ints[m] = Ints{};
+    for (int m = 0; m < MR; ++m) sums[m] = Ints{};
+#pragma GCC unroll 4
+    for (int first = 0; first < 4; first += kAtOnce) {
+        __m256i words[MR];
+#pragma GCC unroll 4
+        for (int i = first; i < first + kAtOnce; ++i) {
+            const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v);
+            const int at = half * kHalf + 4 * i;
+            if constexpr (F::kBits == 8) {
+                const __m256i even = (__m256i)(weights & 0x00ff00ff);
+                const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; ++m) {
+                    const int16_t* inputs = x[m].words + at;
+                    sums[m] += (Ints)_mm256_madd_epi16(even, _mm256_set1_epi32(load_int(inputs))) +
+                               (Ints)_mm256_madd_epi16(odd, _mm256_set1_epi32(load_int(inputs + 2)));
+                }
+            } else {
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; ++m) {
+                    const __m256i two = _mm256_maddubs_epi16(
+                        (__m256i)weights, _mm256_set1_epi32(load_int(x[m].numbers + at)));
+                    words[m] = i == first ? two : _mm256_add_epi16(words[m], two);
+                }
+            }
+        }
+        if constexpr (F::kBits < 8) {
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m)
+                sums[m] += (Ints)_mm256_madd_epi16(words[m], _mm256_set1_epi16(1));
+        }
+    }
+}
+#else
+template <class F, int MR>
+inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const char* unit, int half,
+                                                    int v, Ints (&sums)[MR]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) sums[m] = Ints{};
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v);
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) {
-            int32_t inputs;
-            std::memcpy(&inputs, x[m].numbers + half * kHalf + 4 * i, sizeof inputs);
-            ints[m] = dot4(ints[m], weights, inputs);
-        }
+        for (int m = 0; m < MR; ++m)
+            sums[m] = dot4(sums[m], weights, load_int(x[m].numbers + half * kHalf + 4 * i));
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) scaled[m] += to_floats(ints[m]) * all(x[m].scales[half]);
 }
+#endif
 
-// MR rows with a vector of the outputs of a panel.
+// MR rows of a unit with a vector of the outputs of a panel, added to what is there.
 template <class F, int MR>
-inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, const char* unit,
-                                                          int units, int v, Floats (&sums)[MR]) {
+inline __attribute__((always_inline)) void multiply_unit(const InputUnit* x, const char* unit, int v,
+                                                         Floats (&sums)[MR]) {
     constexpr int kScales = F::kNumScales;
     const auto of_outputs = [v](const char* from) __attribute__((always_inline)) {
         return scales_of<F>(from, v);
     };
+#pragma GCC unroll 4
+    for (int part = 0; part < kScales; ++part) {
+        Floats scaled[MR];
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) sums[m] = Floats{};
+        for (int m = 0; m < MR; ++m)
+            scaled[m] = F::kHasMins || F::kHasZeros ? Floats{} : Floats{} + x[m].sums[part];
+#pragma GCC unroll 4
+        for (int half = 4 / kScales * part; half < 4 / kScales * (part + 1); ++half) {
+            Ints ints[MR];
+            dot_half<F, MR>(x, unit, half, v, ints);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) scaled[m] += to_floats(ints[m]) * all(x[m].scales[half]);
+        }
+        if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
+            const Floats zeros = of_outputs(unit + F::kZeros + part * kScaleBytes);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) scaled[m] += zeros * all(x[m].sums[part]);
+        }
+        const Floats scales = of_outputs(unit + F::kScales + part * kScaleBytes);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) sums[m] += scaled[m] * scales;
+        if constexpr (F::kHasMins) {
+            const Floats mins = of_outputs(unit + F::kMins + part * kScaleBytes);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; ++m) sums[m] += mins * all(x[m].sums[part]);
+        }
+    }
+}
+
+// MR rows with a panel.
+template <class F, int MR>
+inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, const char* unit,
+                                                          int units,
+                                                          Floats (&sums)[kVectors][MR]) {
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
-        // Few rows read a stream, in which the high bits are out of order for the processor.
-        if constexpr (F::kHighBytes > 0 && MR <= kStreamedRows)
+        // Few rows read a stream, of which the processor fetches too little by itself: high bits are
+        // out of order, and AVX2 takes many instructions for each line.
+        if constexpr ((F::kHighBytes > 0 || TANDEM_LANES == 8) && MR <= kStreamedRows)
             for (int line = 0; line < F::kUnitBytes; line += kLine)
                 __builtin_prefetch(unit + kUnitsAhead * F::kUnitBytes + line, 0, 3);
 #pragma GCC unroll 4
-        for (int part = 0; part < kScales; ++part) {
-            Floats scaled[MR];
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m)
-                scaled[m] = F::kHasMins || F::kHasZeros ? Floats{} : Floats{} + x[m].sums[part];
-#pragma GCC unroll 4
-            for (int half = 4 / kScales * part; half < 4 / kScales * (part + 1); ++half)
-                add_half<F, MR>(x, unit, half, v, scaled);
-            if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
-                const Floats zeros = of_outputs(unit + F::kZeros + part * kScaleBytes);
-#pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) scaled[m] += zeros * all(x[m].sums[part]);
-            }
-            const Floats scales = of_outputs(unit + F::kScales + part * kScaleBytes);
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) sums[m] += scaled[m] * scales;
-            if constexpr (F::kHasMins) {
-                const Floats mins = of_outputs(unit + F::kMins + part * kScaleBytes);
-#pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) sums[m] += mins * all(x[m].sums[part]);
-            }
+        for (int v = 0; v < kVectors; ++v) {
+            multiply_unit<F, MR>(x, unit, v, sums[v]);
+            // A compiler would keep the inputs for the next vector, and has no registers for them.
+            if constexpr (kVectors > 1) asm volatile("" : : : "memory");
         }
     }
 }
@@ -285,9 +346,9 @@ __attribute__((noinline)) void panels_of_units(const Matrix& matrix, const Input
     const int units = num_units(matrix.in);
     const size_t panel_bytes = static_cast<size_t>(units) * F::kUnitBytes;
     for (; panel < end_panel; ++panel) {
+        Floats sums[kVectors][MR] = {};
         const char* weights = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
-        Floats sums[kVectors][MR];
-        for (int v = 0; v < kVectors; ++v) multiply_units<F, MR>(x, weights, units, v, sums[v]);
+        multiply_units<F, MR>(x, weights, units, sums);
         put<MR, kVectors>(matrix, panel * kPanel, true, out, first_row, sums);
     }
 }

@@ -44,6 +44,8 @@ inline Floats to_floats(Ints numbers) { return __builtin_convertvector(numbers, 
 inline Floats of_signed_halves(const uint16_t* from) {
 #if TANDEM_LANES == 16
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif TANDEM_LANES == 8
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
