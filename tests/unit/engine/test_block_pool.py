@@ -114,6 +114,44 @@ def test_evicts_leaves_first_and_the_least_recently_used_of_them() -> None:
     pool.check_integrity([[3, 2, 1]])
 
 
+def test_evicts_blocks_with_a_copy_first_and_one_that_is_being_written_never() -> None:
+    pool = BlockPool(7)
+    tables = [hold(pool, chain(number)) for number in range(5)]
+    for table in tables:
+        pool.release(table)  # so block 0 is the least recently used
+    for block, is_whole in ((4, True), (2, True), (1, False)):
+        pool.start_write(block)
+        pool.end_write(block, is_whole=is_whole)
+    pool.start_write(3)
+    assert (pool.num_available, pool.num_copied) == (6, 2)
+    taken: list[int] = []
+    for expected, num_dropped in (
+        ([5, 6], 0),  # free
+        ([2, 4], 0),  # a tier has them
+        ([1], 1),  # no tier took it
+        ([0], 2),  # no tier was asked yet
+    ):
+        taken += pool.allocate(len(expected)) or []
+        assert (taken[-len(expected) :], pool.num_dropped) == (expected, num_dropped)
+        pool.check_integrity([taken])
+    assert pool.allocate(1) is None
+    assert pool.match(chain(3)) == [3]
+    pool.end_write(3, is_whole=True)
+    assert (pool.allocate(1), pool.num_dropped) == ([3], 2)
+
+
+def test_a_block_that_leaves_while_it_is_written_is_free_after_that() -> None:
+    pool = BlockPool(2)
+    pool.release(hold(pool, chain(1, 2)))
+    pool.start_write(0)
+    assert pool.drop_cached() == 2
+    assert (pool.num_leaving, pool.num_free) == (1, 1)
+    assert pool.allocate(2) is None
+    pool.end_write(0, is_whole=True)
+    assert pool.allocate(2) is not None
+    pool.check_integrity([[0, 1]])
+
+
 def test_a_leaf_under_a_used_parent_is_evicted_alone() -> None:
     pool = BlockPool(3)
     long, short = hold(pool, chain(1, 2, 3)), hold(pool, chain(1, 2))
