@@ -7,7 +7,7 @@ goes on from its last answer. The working set at the end is 1.3 times the pool. 
 tier, with one on disk, with one in host memory, with a pool for everything (an infinite cache), and
 with a cache that is emptied before each request take turns. Figures are of each chat's second turn
 and later: TTFT, the share of prompt tokens that were cached, and the time of the tier in the
-engine's thread for each step.
+engine's thread for each step (tier_time.py).
 
 Then prompts that nobody repeats, and documents with several questions each, of which the pool holds
 two and none comes back: a tier only costs there. One prompt of 6,000 tokens that has left
@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -38,11 +38,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
+from benchmarks.tier_time import TierTime, percentiles
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import resolve
+from tandem.retention import Retention
 
 RESULTS = Path(__file__).parent / "results" / "tiers.json"
 BLOCK = 16
@@ -59,7 +61,7 @@ OTHERS, OTHER = 6, 512  # such prompts, and their tokens that come again
 QUESTION = 8  # new tokens at the end of each
 KINDS = ("none", "disk", "host", "infinite")
 NO_CACHE = "no cache"
-BY_VALUE = "host, value"  # not of sessions: the policy has to see each block twice
+BY_VALUE = "host, value"
 ROWS = (*KINDS, BY_VALUE, NO_CACHE)
 
 
@@ -70,7 +72,9 @@ class Measured:
     ttft_ms: list[float] = field(default_factory=list)
     num_cached: int = 0
     num_prompt: int = 0
-    tier_ms: list[float] = field(default_factory=list)  # CPU time of the engine's thread, each step
+    # Time of the engine's thread that went to the tiers, each step: of the CPU, and of the wall.
+    tier_cpu_ms: list[float] = field(default_factory=list)
+    tier_wall_ms: list[float] = field(default_factory=list)
     between_ms: list[float] = field(default_factory=list)  # two tokens of a stream
     num_loaded: int = 0  # blocks
     tokens: list[list[int]] = field(default_factory=list)
@@ -86,10 +90,11 @@ class Measured:
             "requests": len(self.ttft_ms),
             "dropped": self.num_dropped,
         }
-        if self.tier_ms:
-            percentiles = statistics.quantiles(self.tier_ms, n=100)
-            row |= {"tier_p50_ms": percentiles[49], "tier_p99_ms": percentiles[98]}
-        return row
+        return row | self.tier_row()
+
+    def tier_row(self) -> dict[str, float]:
+        """Returns the tiers' time in a step; nothing without a tier."""
+        return percentiles(self.tier_cpu_ms, self.tier_wall_ms) if self.tier_cpu_ms else {}
 
 
 class Client:
@@ -102,27 +107,16 @@ class Client:
         self.block_bytes = engine.layout.block_bytes
         self.measured = measured
         self._num_asked = 0
-        self._tier_s = 0.0
-        if engine._tiers.tiers:
-            for name in ("turn", "take_ended", "reach", "load", "reach_of"):
-                setattr(engine._tiers, name, self._timed(getattr(engine._tiers, name)))
+        self._tier_time = TierTime(engine) if engine._tiers.tiers else None
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
-            found = call(*args, **kwargs)
-            self._tier_s += time.thread_time() - start
-            return found
-
-        return timed
-
-    def ask(self, prompt: list[int], *, counts: bool = True) -> list[int]:
-        """Returns the answer's tokens; the engine works on while its user reads them."""
+    def ask(self, prompt: list[int], *, counts: bool = True, returns: bool = False) -> list[int]:
+        """Returns the answer's tokens; the engine works on while its user reads them. It is told if
+        the prompt `returns`."""
         self._num_asked += 1
         if self._forgets:
             self._engine.reset_prefix_cache()
         start, first, answer, cached = time.perf_counter(), 0.0, list[int](), None
-        self._add(str(self._num_asked), prompt, ANSWER)
+        self._add(str(self._num_asked), prompt, ANSWER, returns=returns)
         while cached is None:
             for new in self._step():
                 first = first or time.perf_counter()
@@ -160,20 +154,28 @@ class Client:
         self.measured.tokens += told.values()
         self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.load().tiers)
 
-    def _add(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        sampling = SamplingParams()
-        spec = SequenceSpec(name, list(prompt), len(prompt), Mode.LOCAL, sampling, max_tokens)
-        self._engine.add(spec)
+    def _add(self, name: str, prompt: list[int], max_tokens: int, *, returns: bool = False) -> None:
+        about = name, list(prompt), len(prompt), Mode.LOCAL, SamplingParams(), max_tokens
+        self._engine.add(SequenceSpec(*about, retention=Retention(returns=returns)))
 
     def _step(self) -> list[Any]:
         if not self._engine.has_work():
+            if self._tier_time is not None:
+                self._tier_time.forget()
             time.sleep(1e-4)
             return []
-        self._tier_s = 0.0
         new_tokens = list(self._engine.step().new_tokens)
-        if self._engine._tiers.tiers:
-            self.measured.tier_ms.append(1e3 * self._tier_s)
+        if self._tier_time is not None:
+            self._tier_time.end_step()
         return new_tokens
+
+    def end(self) -> None:
+        """Adds what was measured by the engine itself."""
+        self.measured.num_dropped += self._engine.load().blocks_dropped
+        if self._tier_time is not None:
+            cpu_ms, wall_ms = self._tier_time.take()
+            self.measured.tier_cpu_ms += cpu_ms
+            self.measured.tier_wall_ms += wall_ms
 
 
 @contextmanager
@@ -183,27 +185,31 @@ def client_of(kind: str, num_blocks: int, threads: int, measured: Measured) -> I
         more: dict[str, Any] = {
             "disk": {"kv_disk_path": folder, "kv_disk_bytes": TIER_BYTES},
             "host": {"kv_host_bytes": TIER_BYTES},
-            "host, value": {"kv_host_bytes": TIER_BYTES, "kv_tier_policy": "value"},
+            BY_VALUE: {"kv_host_bytes": TIER_BYTES},
         }.get(kind, {})
+        more["kv_tier_policy"] = "value" if kind == BY_VALUE else "lru"
         config = EngineConfig(
             model="smollm2", device="cpu", num_blocks=num_blocks, num_threads=threads, **more
         )
         files = resolve(config.model)
         engine = Engine(config, ModelRunner(files, config), files.fingerprint)
         try:
-            yield Client(engine, measured, forgets=kind == NO_CACHE)
-            measured.num_dropped += engine.load().blocks_dropped
+            client = Client(engine, measured, forgets=kind == NO_CACHE)
+            yield client
+            client.end()
         finally:
             engine.close()
 
 
 def chat(client: Client, args: argparse.Namespace) -> None:
-    """Many-turn chats, one turn of each after the other."""
+    """Many-turn chats, one turn of each after the other. The engine knows which turns go on from an
+    answer, as a router tells it of a chat; it knows of no sessions."""
     rng = Random(0)
     chats = [_random(rng, args.tokens) for _ in range(args.chats)]
     for turn in range(args.turns):
         for prompt in chats:
-            prompt += client.ask(prompt, counts=turn > 0) + _random(rng, SAYS)
+            prompt += client.ask(prompt, counts=turn > 0, returns=turn > 0)
+            prompt += _random(rng, SAYS)
 
 
 def ask_new(client: Client, args: argparse.Namespace) -> None:
@@ -284,13 +290,11 @@ def measure_between(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     assert all(each.tokens == found["infinite"].tokens for each in found.values())
     rows = {}
     for kind, measured in found.items():
-        percentiles = statistics.quantiles(measured.between_ms, n=100)
-        row = {"p50_ms": percentiles[49], "p99_ms": percentiles[98]}
+        cuts = statistics.quantiles(measured.between_ms, n=100)
+        row = {"p50_ms": cuts[49], "p99_ms": cuts[98]}
         row |= {"tokens": len(measured.between_ms), "loaded": measured.num_loaded}
-        if measured.tier_ms:
-            row["tier_p99_ms"] = statistics.quantiles(measured.tier_ms, n=100)[98]
-        rows[kind] = row
-        print("between tokens", kind, json.dumps(row), flush=True)
+        rows[kind] = row | measured.tier_row()
+        print("between tokens", kind, json.dumps(rows[kind]), flush=True)
     return rows
 
 
