@@ -88,7 +88,7 @@ def test_no_expression_of_a_dashboard_in_vllms_sources_is_left_out() -> None:
 
 
 def test_the_stock_dashboards_are_whole() -> None:
-    """vLLM 0.33.0 has this many expressions in each."""
+    """Each has so many expressions in vLLM 0.33.0."""
     assert [len(found) for found in stock().values()] == [21, 14, 32]
 
 
