@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-_TRACED = ["disabled-by-default-devtools.timeline", "devtools.timeline", "toplevel"]
+_TRACED = ["disabled-by-default-devtools.timeline", "devtools.timeline"]
 _OBSERVE = """
 window.longTasks = [];
 window.longFrames = [];
@@ -77,7 +77,7 @@ def _tasks_cpu_ms(trace: dict[str, Any]) -> list[float]:
     return [
         e["tdur"] / 1000
         for e in events
-        if e["name"].endswith("RunTask") and "tdur" in e and (e["pid"], e["tid"]) in mains
+        if e["name"] == "RunTask" and "tdur" in e and (e["pid"], e["tid"]) in mains
     ]
 
 
