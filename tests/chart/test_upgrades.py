@@ -168,12 +168,14 @@ def test_without_the_hook_a_changed_value_and_a_size_that_was_set_conflict(
     assert release.size("decode") == 3
 
 
-@pytest.mark.parametrize("hook", [{}, NO_HOOK], ids=["hook", "no hook"])
-@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize(
+    "values",
+    [*OWNERS.values(), {**OWNERS["keda"], **NO_HOOK}],
+    ids=[*OWNERS, "keda, no hook"],
+)
 def test_a_new_owner_takes_over_the_size_that_is_there(
-    release: Release, owner: str, hook: dict[str, Any]
+    release: Release, values: dict[str, Any]
 ) -> None:
-    values = {**OWNERS[owner], **hook}
     for _ in range(2):
         release.upgrade(values)
         assert release.size("decode") == 2
@@ -277,3 +279,19 @@ def test_the_stand_in_refuses_what_nobody_may_change(release: Release, field: st
     spec[field] = {"matchLabels": {"a": "b"}} if field == "selector" else "another"
     with pytest.raises(HelmError, match="Invalid"):
         release.upgrade({"decode": {"replicas": 2}})
+
+
+def test_a_rollback_keeps_sizes_but_of_the_first_two_revisions(release: Release) -> None:
+    """They state the sizes, because no Job had taken these over when they were rendered."""
+    two: dict[str, Any] = {"decode": {"replicas": 2}}
+    release.upgrade({"logLevel": "DEBUG", **two})
+    release.upgrade(two)
+    release.scale("prefill", 5)
+    release.upgrade(two)
+    release.helm.rollback(RELEASE, version=3, timeout=60)
+    assert release.size("prefill") == 5
+    with pytest.raises(HelmError, match="conflict occurred"):
+        release.helm.rollback(RELEASE, version=2, timeout=60)
+    release.scale("prefill", 1)
+    release.helm.rollback(RELEASE, version=1, timeout=60)
+    assert release.size("prefill") == 1
