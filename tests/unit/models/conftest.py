@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
+from tests.harness.quick_interpreter import patch_once
+
+patch_once()
+
 _PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 _SIZES: dict[str, object] = {
     "context_length": 512,

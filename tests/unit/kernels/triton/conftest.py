@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness.quick_interpreter import patch_once
+
+patch_once()
+
 
 @pytest.fixture
 def device() -> torch.device:
