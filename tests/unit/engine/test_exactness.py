@@ -7,7 +7,9 @@ Every way asserts that it went that way.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from copy import copy
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +21,7 @@ from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
-from tandem.models.source import resolve
+from tandem.models.source import ModelFolder, resolve
 from tests.engine_driver import Outcome, drive, make_spec
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden_smollm2.json"
@@ -34,6 +36,19 @@ def golden() -> list[tuple[list[int], list[int]]]:
     return sorted(pairs, key=lambda pair: len(pair[0]))
 
 
+@cache
+def loaded() -> tuple[ModelFolder, ModelRunner]:
+    folder = resolve("smollm2")
+    return folder, ModelRunner(folder, EngineConfig(model="", device="cpu", numerics="invariant"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _weights() -> Iterator[None]:
+    """The weights leave memory with the last test."""
+    yield
+    loaded.cache_clear()
+
+
 def load(**settings: int) -> Engine:
     return load_with_pool(**settings)[0]
 
@@ -41,6 +56,7 @@ def load(**settings: int) -> Engine:
 def load_with_pool(
     *, num_blocks: int = 64, block_size: int = 16, budget: int = 512
 ) -> tuple[Engine, torch.Tensor]:
+    """Engines share the weights, and have pools of their own."""
     config = EngineConfig(
         model="smollm2",
         device="cpu",
@@ -50,8 +66,9 @@ def load_with_pool(
         max_tokens_per_step=budget,
         itl_target_s=0.0,  # a step has what the test says, however slow the machine is
     )
-    folder = resolve(config.model)
-    runner = ModelRunner(folder, config)
+    folder, runner = loaded()
+    runner = copy(runner)
+    runner._block_size = block_size
     return Engine(config, runner, folder.fingerprint), runner.pools[0].memory
 
 

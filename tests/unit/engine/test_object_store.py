@@ -79,13 +79,13 @@ def test_blocks_come_from_the_pool_the_disk_and_the_store(store: Any, tmp_path: 
     one = worker()
     run(one, [1] * 41)
     one.close()
-    two = worker(kv_disk_path=str(tmp_path), kv_disk_bytes=1 << 20)
+    two = worker(kv_disk_path=str(tmp_path), kv_disk_bytes=1 << 15)
     run(two, [1] * 17)  # of which the store has all: loaded, and written to the disk
     outcome = run(two, [1] * 41)
     assert outcome.token_ids["0"] == continuation([1] * 41, 5)
     assert outcome.ends["0"].cached == CachedTokens(device=16, store=24)
     two.close()
-    three = worker(kv_disk_path=str(tmp_path), kv_disk_bytes=1 << 20)
+    three = worker(kv_disk_path=str(tmp_path), kv_disk_bytes=1 << 15)
     assert run(three, [1] * 41).ends["0"].num_cached_tokens == 40
     three.close()
 
