@@ -31,8 +31,8 @@ import os
 from tandem.observability.logs import configure_logging
 configure_logging("decode-0/engine")
 def waits_for_ever():
+    print("begun", flush=True)
     os.read(0, 1)
-print("begun", flush=True)
 waits_for_ever()
 """
     with subprocess.Popen(

@@ -46,7 +46,7 @@ def test_a_preset(preset: str, kept: str) -> None:
     for name, form in forms.items():
         assert headers[name].shape in form.shapes
         assert headers[name].dtype in form.dtypes
-    (coded,) = join_parts(stored, scheme).values()
+    (coded,) = join_parts(stored, scheme, dict.fromkeys(stored, FILE)).values()
     assert isinstance(coded, Coded)
     assert coded.shape == tuple(expected.shape)
     assert torch.equal(coded.numbers(), expected)
