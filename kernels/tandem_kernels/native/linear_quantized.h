@@ -39,16 +39,20 @@ inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
 
 // A unit of a row's inputs, as a product reads it: [tile][unit][row of the tile].
 struct InputUnit {
+#if TANDEM_LANES == 8
+    union {
+        int8_t numbers[kUnitInputs];
+        // For weights of 8 bits, as dot_half reads them: of each four numbers the first and the
+        // third, then the others.
+        int16_t words[kUnitInputs];
+    };
+#else
     int8_t numbers[kUnitInputs];
+#endif
     float scales[kUnitInputs / kHalf];
     // Of the rounded inputs that share a scale of weights; times -zero for weights without mins, and
     // times -1 for those with zeros.
     float sums[kUnitInputs / kHalf];
-#if TANDEM_LANES == 8
-    // The numbers for weights of 8 bits, as dot_half reads them: of each four the first and the
-    // third, then the others.
-    int16_t words[kUnitInputs];
-#endif
 };
 
 inline size_t quantized_input_floats(size_t num_rows, int in) {
@@ -116,7 +120,12 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
         for (int g = 0; g < 2; ++g) {
             Rounded halves[2] = {};
             const int at = unit * kUnitInputs + g * kGroup;
+#if TANDEM_LANES == 8
+            int8_t narrow[kGroup];
+            int8_t* const numbers = F::kBits == 8 ? narrow : to->numbers + g * kGroup;
+#else
             int8_t* const numbers = to->numbers + g * kGroup;
+#endif
             if (at < in) {
                 const float* group = x + at;
                 float ordered[kGroup];
