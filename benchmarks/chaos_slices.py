@@ -11,11 +11,10 @@ outages (outages.py: Redis, the router, the pool controller and Ray's head).
 Each answer is compared with that of one engine alone. A slice is so many requests, drawn by its own
 number. At its end the faults end, all workers return, and nothing may be held. If no router died,
 its count of outcomes must be that of the requests that it heard (always with --keep-router, which
-kills none). Then its books are
-added to the JSON file, and the next slice begins, until there are as many requests as were asked
-for. When the script is started again it goes on after the last whole slice. A slice that showed a
-defect runs again when its line is deleted from the file. SIGTERM and Ctrl-C end it after the
-slice under way; the second time at once.
+kills none). Then its books are added to the JSON file, and the next slice begins, until there are
+as many requests as were asked for. When the script is started again it goes on after the last whole
+slice. A slice that showed a defect runs again when its line is deleted from the file. SIGTERM and
+Ctrl-C end it after the slice under way; the second time at once.
 
 Needs root and /dev/net/tun. Exit status 1 when any slice has a problem.
 """

@@ -183,7 +183,10 @@ class Hosts:
         """Waits until another host than `before` is the head, and sees that it has the higher
         number."""
         assert before.number, "no head was up"
-        is_other = lambda: self.head().host not in ("", before.host)  # noqa: E731
+
+        def is_other() -> bool:
+            return self.head().host not in ("", before.host)
+
         eventually(is_other, LEADS_S, f"another head than {before.host} after {kind}")
         head = self.head()
         assert head.number > before.number, (before, head)
