@@ -58,6 +58,15 @@ class ObjectStoreServer:
         ).create_bucket(Bucket=BUCKET)
 
     @property
+    def settings(self) -> dict[str, str]:
+        """The settings of an engine that has the bucket as its store."""
+        return {
+            "kv_store_url": f"s3://{BUCKET}/kv",
+            "kv_store_endpoint": self.url,
+            "kv_store_region": "us-east-1",
+        }
+
+    @property
     def client(self) -> S3Store:
         return S3Store(
             BUCKET,
@@ -83,3 +92,10 @@ class ObjectStoreServer:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def bring_back(self) -> None:
+        """Ends `stop`, or starts it without its objects after `kill`."""
+        if self._process.poll() is None:
+            self.resume()
+        else:
+            self.start()

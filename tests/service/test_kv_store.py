@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from tandem.errors import ConfigError
-from tests.service.test_kv_tiers import DEADLINE_S, PROMPTS, Process
+from tests.harness.tiered_process import DEADLINE_S, PROMPTS, Process
 from tests.tiny_models import make_tiny_model
 
 pytest.importorskip("obstore")
@@ -18,18 +17,9 @@ pytest.importorskip("moto")
 
 import obstore
 
-from tests.harness.object_store import BUCKET, ObjectStoreServer
+from tests.harness.object_store import ObjectStoreServer
 
 pytestmark = pytest.mark.service
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStoreServer]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    made = ObjectStoreServer(tmp_path)
-    yield made
-    made.kill()
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 async def start(server: ObjectStoreServer, model: str, **settings: str) -> Process:
-    process = Process(
-        model,
-        None,
-        kv_store_url=f"s3://{BUCKET}/kv",
-        kv_store_endpoint=server.url,
-        kv_store_region="us-east-1",
-        **settings,
-    )
+    process = Process(model, None, **server.settings, **settings)
     await process.start()
     return process
 

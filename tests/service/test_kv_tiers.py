@@ -1,9 +1,11 @@
-"""Real engine processes with a tier on disk: killed, on a full disk, and with flipped bits.
+"""Real engine processes with a tier on disk, some with an object store below it, and their faults.
 
 kill         SIGKILL amid requests; the next process takes the folder
 flip bits    the same, and bits of 1% of the folder's blocks are flipped before it starts
 fill disk    files of both processes grow no more (RLIMIT_FSIZE), and then they may again
 other model  a process with another model takes the folder for a while, and clears it
+hang store   the store's server answers nobody until the round is over
+kill store   SIGKILL of the server, which starts without its objects when the round is over
 """
 
 from __future__ import annotations
@@ -11,133 +13,31 @@ from __future__ import annotations
 import asyncio
 import resource
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
-from tandem.engine.types import EngineLoad, NewTokens, TierLoad
-from tandem.worker.engine_process.link import EngineLink
-from tandem.worker.engine_process.messages import Add, Event, Report
-from tests.engine_driver import make_spec
+from tandem.engine.types import TierLoad
+from tests.harness.tiered_process import DEADLINE_S, ENGINE, PROMPTS, Process
 from tests.tiny_models import make_tiny_model
+
+if TYPE_CHECKING:
+    from tests.harness.object_store import ObjectStoreServer
 
 pytestmark = pytest.mark.service
 
-DEADLINE_S = 240.0
-PROMPTS = [[(n * 7 + i * 13) % 60 + 2 for i in range(70)] for n in range(8)]
 CHATS, TURNS = 20, 4  # prompts of several turns: each begins with the one before
 SLOTS = 100  # of a tier, for the 140 blocks of all chats
 FULL_BYTES = 1 << 17  # of a file on a full disk
 AT_ONCE = 6
-ENGINE = "tandem.worker.engine_process.process"
+POLICIES = "lru", "value"  # of the two processes
 STAGED_ENGINE = "tests.harness.staged_engine"  # a device's copies, as late as they may be
-
-
-class Process:
-    """An engine process with a pool of 16 blocks, in which two of the prompts fit."""
-
-    def __init__(
-        self,
-        model: str,
-        folder: Path | None,
-        *,
-        disk_bytes: int = 1 << 34,
-        engine_module: str = ENGINE,
-        **settings: str,
-    ) -> None:
-        """`settings` are further ones of the engine."""
-        self._engine_module = engine_module
-        self._config = WorkerConfig(
-            role="decode",
-            cluster=ClusterConfig(cluster_id="c", redis_url="redis://localhost", token="t"),
-            engine=EngineConfig(
-                model=model,
-                device="cpu",
-                num_blocks=16,
-                kv_disk_path="" if folder is None else str(folder),
-                kv_disk_bytes=disk_bytes,
-                **settings,  # type: ignore[arg-type]
-            ),
-            transfer=TransferConfig(),
-            worker_id="w",
-        )
-        self._ends: dict[str, asyncio.Future[NewTokens]] = {}
-        self._token_ids: dict[str, list[int]] = {}
-        self._loads: asyncio.Queue[EngineLoad] = asyncio.Queue()
-        self.load = EngineLoad()
-
-    async def start(self) -> None:
-        self._link = EngineLink(
-            self._config, "1", self._on_event, engine_module=self._engine_module
-        )
-        try:
-            ready = await self._link.start()
-        except BaseException:
-            await self._link.stop()  # else its sockets hold up the collection of their context
-            raise
-        self.sizes = [size for _, size in ready.spans.pools]  # of a block of each KV group
-
-    @property
-    def tier(self) -> TierLoad:
-        return self.load.tiers[0]
-
-    async def answer(self, name: str, prompt: list[int]) -> tuple[list[int], int]:
-        """Returns the tokens that follow, and how many tokens of the prompt were cached. Raises
-        ConnectionError when the process is killed."""
-        end = self._ends[name] = asyncio.get_running_loop().create_future()
-        self._token_ids[name] = []
-        self._link.send(Add(make_spec(name, prompt)))
-        num_cached = (await end).num_cached_tokens
-        return self._token_ids[name], num_cached
-
-    async def wait_for_writes(self, num_blocks: int) -> None:
-        while (await self._loads.get()).tiers[0].blocks_written < num_blocks:
-            pass
-
-    async def check_idle(self) -> None:
-        """All pools are whole, and nothing is held by anyone."""
-        assert await self._link.check_integrity() == ""
-        while self.load.blocks_leaving:
-            assert await self._link.check_integrity() == ""
-        load = self.load
-        held = load.num_running, load.num_waiting, load.num_awaiting_kv, load.num_prefill_only
-        assert held == (0, 0, 0, 0)
-        assert (load.blocks_used, load.blocks_quarantined) == (0, 0)
-
-    def limit_files(self, num_bytes: int) -> None:
-        """Lets no file of the process grow beyond so many bytes."""
-        assert self._link._process is not None
-        limit = (num_bytes, resource.RLIM_INFINITY)
-        resource.prlimit(self._link._process.pid, resource.RLIMIT_FSIZE, limit)
-
-    async def kill(self) -> None:
-        for end in list(self._ends.values()):
-            if not end.done():
-                end.set_exception(ConnectionError("the process is killed"))
-        self._link.kill("the test kills it")
-        await self._link.stop()
-
-    async def stop(self) -> None:
-        await self._link.stop()
-
-    def _on_event(self, event: Event) -> None:
-        if not isinstance(event, Report):
-            return
-        self.load = event.report.load
-        self._loads.put_nowait(self.load)
-        assert not event.report.failed
-        for new in event.report.new_tokens:
-            self._token_ids[new.sequence_id] += new.token_ids
-            end = self._ends[new.sequence_id]
-            if new.finish_reason and not end.done():
-                end.set_result(new)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +68,29 @@ async def test_a_killed_engines_blocks_are_found_by_the_next(
     assert sum(num_cached for _, num_cached in found) > 0  # how many depends on measured rates
 
 
-class Struggle:
-    """Two processes on one folder, the requests of chats, and what is done to the processes."""
+@dataclass
+class Counts:
+    """What the processes of a struggle told of one tier in all."""
 
-    def __init__(self, model: str, other: str, folder: Path) -> None:
-        self.model, self.other, self.folder = model, other, folder
+    loaded: int = 0
+    bad: int = 0
+    failed_writes: int = 0
+
+    def take(self, tier: TierLoad) -> None:
+        self.loaded += tier.blocks_loaded
+        self.bad += tier.blocks_bad
+        self.failed_writes += tier.write_failures
+
+
+class Struggle:
+    """Two processes on one folder, with a store below it, the requests of chats, and what is done
+    to the processes and to the store."""
+
+    def __init__(self, model: str, other: str, folder: Path, server: ObjectStoreServer) -> None:
+        self.model, self.other, self.folder, self.server = model, other, folder, server
         self.rng = Random(0)
-        self.num_loaded = self.num_bad = self.num_failed_writes = self.num_asked = 0
+        self.num_asked = 0
+        self.counts: defaultdict[str, Counts] = defaultdict(Counts)  # by tier
 
     async def start(self) -> None:
         """Learns the right answers from processes without a tier."""
@@ -195,14 +111,16 @@ class Struggle:
         for number in range(2):
             await self.bring_up(number)
 
-    async def make(self, model: str) -> Process:
+    async def make(self, model: str, policy: str) -> Process:
         disk_bytes = sum(HEADER_BYTES + SLOTS * (size + RECORD_BYTES) for size in self.sizes)
-        process = Process(model, self.folder, disk_bytes=disk_bytes)
+        process = Process(
+            model, self.folder, disk_bytes=disk_bytes, kv_tier_policy=policy, **self.server.settings
+        )
         await process.start()
         return process
 
     async def bring_up(self, number: int) -> None:
-        self.processes[number] = await self.make(self.model)
+        self.processes[number] = await self.make(self.model, POLICIES[number])
         self.is_up.set()
 
     async def take_down(self, number: int) -> None:
@@ -236,11 +154,15 @@ class Struggle:
 
     async def round(self, number: int, count: int) -> None:
         """Asks `count` prompts while one deed is done."""
-        deeds = self.kill, self.flip_bits, self.fill_disk, self.empty_disk, self.change_model
+        deeds = (
+            *(self.kill, self.flip_bits, self.fill_disk, self.empty_disk, self.change_model),
+            *(self.hang_store, self.kill_store),
+        )
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
                 tasks.create_task(self.ask(-(-count // AT_ONCE)))
             await deeds[number % len(deeds)](number // len(deeds) % 2)
+        await asyncio.to_thread(self.server.bring_back)
         for process in self.living:
             await process.check_idle()
 
@@ -274,18 +196,22 @@ class Struggle:
 
     async def change_model(self, number: int) -> None:
         await self.take_down(number)
-        other = await self.make(self.other)
+        other = await self.make(self.other, POLICIES[number])
         for turn in range(TURNS):
             tokens, _ = await other.answer(str(turn), self.prompts[turn])
             assert tokens == self.expected[self.other][turn]
         await other.stop()
         await self.bring_up(number)
 
+    async def hang_store(self, number: int) -> None:
+        self.server.stop()
+
+    async def kill_store(self, number: int) -> None:
+        self.server.kill()
+
     def take_counters(self, process: Process) -> None:
-        if process.load.tiers:
-            self.num_loaded += process.tier.blocks_loaded
-            self.num_bad += process.tier.blocks_bad
-            self.num_failed_writes += process.tier.write_failures
+        for tier in process.load.tiers:
+            self.counts[tier.name].take(tier)
 
     async def stop(self) -> None:
         for process in self.living:
@@ -293,54 +219,71 @@ class Struggle:
             await process.stop()
 
 
-async def struggle(model: str, other: str, folder: Path, num_rounds: int, count: int) -> Struggle:
-    """Returns what happened when `count` requests were asked in each round."""
-    found = Struggle(model, other, folder)
+async def struggle(
+    model: str,
+    other: str,
+    folder: Path,
+    num_rounds: int,
+    count: int,
+    server: ObjectStoreServer,
+) -> dict[str, Counts]:
+    """Returns what happened to each tier when `count` requests were asked in each round."""
+    found = Struggle(model, other, folder, server)
     await found.start()
     for number in range(num_rounds):
         await found.round(number, count)
     await found.stop()
     assert found.num_asked >= num_rounds * count
-    assert found.num_failed_writes > 0
-    return found
+    assert all(tier.failed_writes > 0 for tier in found.counts.values()), found.counts
+    return found.counts
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk of 1 MB, if the system lets us mount one."""
+    """A folder on a disk of 1 MB."""
     folder = tmp_path / "kv"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    is_mounted = subprocess.run(mount, check=False).returncode == 0
+    mounted = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a disk of 1 MB cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
-    if is_mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-async def test_no_fault_changes_a_token(family: str, tmp_path: Path) -> None:
+async def test_no_fault_changes_a_token(
+    family: str, tmp_path: Path, server: ObjectStoreServer
+) -> None:
     make_tiny_model(family, tmp_path / "model")
     make_tiny_model("qwen3", tmp_path / "other")
+    models = str(tmp_path / "model"), str(tmp_path / "other")
     async with asyncio.timeout(DEADLINE_S):
-        await struggle(str(tmp_path / "model"), str(tmp_path / "other"), tmp_path / "kv", 5, 60)
+        found = await struggle(*models, tmp_path / "kv", 7, 60, server)
+    assert found.keys() == {"disk", "store"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 async def test_no_fault_changes_a_token_of_10_000_requests(
-    family: str, tmp_path: Path, small_disk: Path
+    family: str, tmp_path: Path, small_disk: Path, server: ObjectStoreServer
 ) -> None:
     make_tiny_model(family, tmp_path / "model")
     make_tiny_model("qwen3", tmp_path / "other")
-    found = await struggle(str(tmp_path / "model"), str(tmp_path / "other"), small_disk, 20, 500)
-    assert found.num_loaded > 0
-    assert found.num_bad > 0
+    models = str(tmp_path / "model"), str(tmp_path / "other")
+    found = await struggle(*models, small_disk, 21, 480, server)
+    assert found["disk"].loaded > 0
+    assert found["disk"].bad > 0
+    assert found["store"].loaded > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_no_fault_changes_a_token_of_a_real_model(tmp_path: Path) -> None:
+async def test_no_fault_changes_a_token_of_a_real_model(
+    tmp_path: Path, server: ObjectStoreServer
+) -> None:
     make_tiny_model("llama", tmp_path / "other")
-    found = await struggle("smollm2", str(tmp_path / "other"), tmp_path / "kv", 10, 20)
-    assert found.num_loaded > 0
+    found = await struggle("smollm2", str(tmp_path / "other"), tmp_path / "kv", 14, 15, server)
+    assert found["disk"].loaded > 0
+    assert found["disk"].bad > 0
