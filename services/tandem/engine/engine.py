@@ -98,6 +98,7 @@ class Engine:
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
+            self._scheduler.loads.use(sequence)  # before tiers look again at its cached blocks
             self._pending.admitted(sequence)
         self._pending.tell_final(on_final)
         # Peers wait for what admission found out: tell them first, compute in the next step.
@@ -359,8 +360,7 @@ class Engine:
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         sequence.store_full_blocks(self._kv)
-        if used := sequence.take_used():
-            self._tiers.use(used, keep=sequence.spec.retention.returns)
+        self._scheduler.loads.use(sequence)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """The one place where a sequence leaves the engine and its blocks are freed."""

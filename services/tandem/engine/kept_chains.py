@@ -28,12 +28,9 @@ class KeptChains:
         self._pools |= {
             tier.storage.name: [group.pool for group in tier.groups] for tier in tiers.tiers
         }
+        self._all_pools = [pool for pools in self._pools.values() for pool in pools]
         for pool in self._all_pools:
             pool.pins.capacity = int(share * pool.num_blocks)
-
-    @property
-    def _all_pools(self) -> list[BlockPool]:
-        return [pool for pools in self._pools.values() for pool in pools]
 
     def keep(self, tenant: bytes, retention: Retention, block_hashes: Sequence[bytes]) -> Kept:
         """Pins a chain for `pin_s` from now on, or its full blocks within `num_tokens`. `tenant` is
@@ -75,8 +72,8 @@ class KeptChains:
         """Returns the pins of the KV pools together and of each tier, once there were any."""
         found = []
         for place, pools in self._pools.items():
-            fates = sum((pool.pins.fates for pool in pools), Counter[Fate]())
-            if fates:
+            if any(pool.pins.fates for pool in pools):
+                fates = sum((pool.pins.fates for pool in pools), Counter[Fate]())
                 num_pinned = sum(len(pool.pins) for pool in pools)
                 found.append(PinLoad(place, num_pinned, {f.value: fates[f] for f in Fate}))
         return found

@@ -171,17 +171,15 @@ def test_a_load_that_ends_early_has_made_the_copies_that_it_began(fails: bool) -
 
     reads = Reads(HostPages(storage._slots.reshape(-1), is_reached=True), block_bytes=8)
     load = Load(
-        "",
-        "tier",
-        0,
-        [Part(0, reads, slot, bytes(16), slot) for slot in range(4)],
-        {},
-        {0: 4},
-        [blocks.open_channel()],
-        blocks.mark(),
-        lambda _: ends.append(rows[:, 0].tolist()),
-        time.monotonic,
-        0.0,
+        sequence_id="",
+        parts=[Part(0, reads, slot, bytes(16), slot) for slot in range(4)],
+        tables={},
+        share=1.0,
+        num_spared=0,
+        channels=[blocks.open_channel()],
+        after=blocks.mark(),
+        clock=time.monotonic,
+        on_end=lambda _: ends.append(rows[:, 0].tolist()),
     )
     load()
     assert ends == [[0, 0, 3, 4]]

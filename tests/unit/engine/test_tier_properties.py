@@ -38,6 +38,7 @@ class Machine(EngineMachine):
         policy=st.sampled_from(["lru", "prefix", "value"]),
         block_s=st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]),
         pin_share=st.sampled_from([0.0, 0.5, 1.0]),
+        turn_s=st.sampled_from([0.0, 60.0]),
         way=st.sampled_from(WAYS),
     )
     def start(  # type: ignore[override]
@@ -47,6 +48,7 @@ class Machine(EngineMachine):
         policy: str,
         block_s: float,
         pin_share: float,
+        turn_s: float,
         way: str,
         **limits: int,
     ) -> None:
@@ -62,7 +64,7 @@ class Machine(EngineMachine):
         self.now = 1.0
         self.told: dict[str, dict[bytes, bytes]] = {}  # block hash -> parent hash, by tier
         self.tiers.clock = self.engine.kept.clock = lambda: self.now
-        self.tiers.turn_s = 60.0
+        self.tiers.turn_s = turn_s
         # Whatever the clock says: what comes soonest follows from these prices alone.
         rate = PrefillRate(step_s=0.5, token_s=1.0, token_context_s=0.0)
         self.engine._scheduler.loads._step_time = SimpleNamespace(prefill_rate=rate)

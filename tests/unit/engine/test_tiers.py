@@ -293,6 +293,21 @@ def test_a_tier_by_value_takes_what_is_used_twice() -> None:
     engine.close()
 
 
+def test_a_tier_by_value_takes_what_a_prompt_reuses_that_waits_for_kv() -> None:
+    """It is the second use of the blocks, long before the prompt's own can be stored."""
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 20, kv_tier_policy="value")
+    outcome = run(engine, prompt(0))
+    remote = {"mode": Mode.WAITING_FOR_REMOTE_KV, "remote_prefill_min_tokens": 4}
+    engine.add(make_spec("waits", prompt(0) + prompt(1), **remote))
+    settle(engine, outcome)
+    assert engine.load().num_awaiting_kv == 1
+    assert tier(engine).blocks_held == 6
+    engine.start_local_prefill("waits")
+    settle(engine, outcome)
+    assert outcome.token_ids["waits"] == continuation(prompt(0) + prompt(1), 5)
+    engine.close()
+
+
 def test_a_tier_by_value_takes_what_is_to_be_kept_at_once() -> None:
     engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 15, kv_tier_policy="value")
     engine.add(make_spec("kept", prompt(0), retention=Retention(returns=True)))
@@ -357,6 +372,7 @@ def test_a_real_models_tokens_are_those_without_a_tier(
             device="cpu",
             num_blocks=9,
             kv_dtype=kv_dtype,  # type: ignore[arg-type]
+            kv_tier_policy="lru",
             itl_target_s=0.0,
             **settings,
         )

@@ -18,7 +18,7 @@ class BlockEvents:
 
     def store(self, block: StoredBlock) -> None:
         """A block can be found from now on; its parents were stored before."""
-        if not self._with_tokens:
+        if not self._with_tokens and (block.token_ids or block.adapter is not None):
             block = StoredBlock(block.parent_hash, block.block_hash, index=block.index)
         if block.block_hash in self._removed:
             del self._removed[block.block_hash]

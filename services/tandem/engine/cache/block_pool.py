@@ -132,7 +132,7 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Blocks with one reference and no hash; None, and nothing changed, when too few remain."""
-        if num_blocks > self.num_available:
+        if num_blocks > len(self._free) and num_blocks > self.num_available:
             return None
         taken = []
         for _ in range(num_blocks):
@@ -157,8 +157,9 @@ class BlockPool:
 
     def expire_pins(self, now: float) -> None:
         """Ends the pins whose time is over."""
-        self.pins.expire(now)
-        self._follow_pins()
+        if self.pins.are_due(now):
+            self.pins.expire(now)
+            self._follow_pins()
 
     def _follow_pins(self) -> None:
         for block_hash in self.pins.take_changed():

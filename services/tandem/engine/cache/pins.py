@@ -87,10 +87,12 @@ class Pins:
                 own.blocks.add(block_hash, (until, -index))
         return len(chain)
 
+    def are_due(self, now: float) -> bool:
+        """Returns whether the time of a pin may be over."""
+        return now >= self._next_end
+
     def expire(self, now: float) -> None:
         """Ends the pins whose time is over."""
-        if now < self._next_end:
-            return
         self._next_end = float("inf")
         for name in list(self._tenants):
             blocks = self._tenants[name].blocks

@@ -128,12 +128,18 @@ class Loads:
     def start(self, sequence: Sequence) -> None:
         """Starts the load of a sequence that has its blocks."""
         end = sequence.loading.end
+        self.use(sequence)
         self._tiers.load(
             sequence.sequence_id,
             sequence.block_hashes[:end],
             self._kv.unfilled(sequence.tables, end),
             num_spared=sequence.loading.num_spared,
         )
+
+    def use(self, sequence: Sequence) -> None:
+        """Tells the tiers which blocks a sequence has stored or reused since the last call."""
+        if used := sequence.take_used():
+            self._tiers.use(used, keep=sequence.spec.retention.returns)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
         """Takes what a load brought that ended; returns False if it is of no use, because a part of

@@ -8,13 +8,15 @@ Manes, 2017), which halves all cells now and then.
 
 import math
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
-import numpy.typing as npt
 
 _ROWS = 4  # a block hash has 16 bytes: 4 for each row
+_PARTS = Struct("<4I")  # of a block hash
 _CELLS_PER_BLOCK = 4
 _HALF_LIFE = 4  # uses of each block: the best of four in benchmarks/tier_policies.py
+_TAKEN_MAX = 1 << 26  # bytes: of 500,000 blocks
 _RESCALE_AT = 64.0  # log2 of a use's weight
 
 
@@ -22,8 +24,12 @@ class FrequencySketch:
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks` is how many different blocks it has to tell apart."""
         width = 1 << max(6, (_CELLS_PER_BLOCK * num_blocks - 1).bit_length())
-        self._cells = np.zeros((_ROWS, width))
-        self._mask = width - 1
+        self._cells = np.zeros(_ROWS * width)  # row after row
+        if self._cells.nbytes <= _TAKEN_MAX:
+            self._cells.fill(0.0)  # takes the memory now: a first use later would wait for it
+        self._view = self._cells.data  # reads a block's cells sooner than NumPy does
+        self._starts = np.arange(_ROWS, dtype=np.intp) * width  # of the rows
+        self._width = width
         self._half_life = _HALF_LIFE * max(num_blocks, 16)
         self._weight_log2 = 0.0  # of a use now, in cells
         self._scale_log2 = 0.0  # that was taken out of the cells
@@ -33,8 +39,8 @@ class FrequencySketch:
         if not block_hashes:
             return
         weight = num_uses * math.exp2(self._weight_log2)
-        for row, at in enumerate(self._find(b"".join(block_hashes)).T):
-            self._cells[row, at] += weight
+        parts = np.frombuffer(b"".join(block_hashes), "<u4").reshape(-1, _ROWS)
+        self._cells[(parts & np.uint32(self._width - 1)) + self._starts] += weight
         self._weight_log2 += num_uses * len(block_hashes) / self._half_life
         if self._weight_log2 > _RESCALE_AT:
             self._cells *= math.exp2(-_RESCALE_AT)
@@ -52,9 +58,13 @@ class FrequencySketch:
         return self._scale_log2 + math.log2(count) if count else -math.inf
 
     def _smallest(self, block_hash: bytes) -> float:
-        (at,) = self._find(block_hash)
-        return float(self._cells[range(_ROWS), at].min())
-
-    def _find(self, hashes: bytes) -> npt.NDArray[np.uint32]:
-        """Returns the cells of blocks, [num_blocks, rows]."""
-        return np.frombuffer(hashes, "<u4").reshape(-1, _ROWS) & np.uint32(self._mask)
+        a, b, c, d = _PARTS.unpack(block_hash)
+        cells, width = self._view, self._width
+        last = width - 1
+        count: float = min(
+            cells[a & last],
+            cells[width + (b & last)],
+            cells[2 * width + (c & last)],
+            cells[3 * width + (d & last)],
+        )
+        return count

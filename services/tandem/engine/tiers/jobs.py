@@ -92,7 +92,7 @@ class Part(NamedTuple):
         return self.storage.begin_read(self.slot, self.block_hash)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Load:
     """Reads blocks from the last to the first. The engine may compute the first ones meanwhile: it
     takes those parts from the load, and nobody reads them then.
@@ -102,27 +102,42 @@ class Load:
     """
 
     sequence_id: str
-    lane: str  # whose thread reads it
-    first_block: int  # index of the first part in its chain
-    parts: list[Part]
+    parts: list[Part]  # the fastest tier's first, and those of a tier in the chain's order
     tables: dict[tuple[int, int], list[int]]  # by tier, group: slots that are referenced meanwhile
-    ends: dict[int, int]  # by tier, in the order of parts: the number of parts up to its last one
+    share: float  # bytes of a part, on average, in those of a block of all groups
+    num_spared: int  # first parts that the engine is expected to compute
+
     channels: Sequence[Channel]  # of each group
     after: Event  # the engine's work on the blocks before they were handed out
-    on_end: Callable[[Load], object]
     clock: Callable[[], float]  # in seconds
-    submitted_at: float
-    share: float = 1.0  # bytes of a part, on average, in those of a block of all groups
-    num_spared: int = 0  # first parts that the engine is expected to compute
-    num_taken: int = 0
-    num_begun: int = 0  # last parts that are in place, or are being read
-    num_read: int = 0  # last parts that are in place
-    failed: Part | None = None
-    progress_at: float = 0.0
-    seconds: dict[int, float] = field(default_factory=dict)  # by tier
-    is_given_up: bool = False  # its sequence is gone: what is not read yet stays so
-    _on_the_way: deque[Event] = field(default_factory=deque)  # copies, of the last parts first
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    on_end: Callable[[Load], object]
+
+    # Set by itself, its thread and the engine.
+    num_taken: int = field(default=0, init=False)
+    num_begun: int = field(default=0, init=False)  # last parts that are in place, or being read
+    num_read: int = field(default=0, init=False)  # last parts that are in place
+    failed: Part | None = field(default=None, init=False)
+    is_given_up: bool = field(default=False, init=False)  # its sequence is gone: it reads no more
+    ends: dict[int, int] = field(init=False)  # by tier: the number of parts up to its last one
+    submitted_at: float = field(init=False)
+    progress_at: float = field(default=0.0, init=False)
+    seconds: dict[int, float] = field(default_factory=dict, init=False)  # by tier
+    _on_the_way: deque[Event] = field(default_factory=deque, init=False)  # copies, last parts first
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = {part.tier: number for number, part in enumerate(self.parts, 1)}
+        self.submitted_at = self.clock()
+
+    @property
+    def lane(self) -> str:
+        """The lane whose thread reads it: that of the slowest tier."""
+        return self.parts[-1].storage.lane
+
+    @property
+    def first_block(self) -> int:
+        """Index of the first part in its chain."""
+        return self.parts[0].chain_index
 
     def __call__(self) -> None:
         begun: deque[Callable[[Bytes], None]] = deque()

@@ -11,6 +11,8 @@ computing takes. An answer that comes later is of use to the next prompt.
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,12 +23,13 @@ from tandem.engine.tiers.io_thread import JobThread
 from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.store_search import Found, SharedStorage, search
-from tandem.engine.tiers.tier import Tier
+from tandem.engine.tiers.tier import Tier, TierGroup
 
 log = logging.getLogger(__name__)
 
 WAIT_SHARE = 0.1  # of the time to compute what may be there
 WAIT_S_MAX = 1.0
+_AT_ONCE = 4  # found blocks that are taken before the clock is looked at
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ class Lookups:
         self._asked: dict[str, _Lookup] = {}  # by sequence
         self._ended: SimpleQueue[_Lookup] = SimpleQueue()
         self._num_in_flight = 0
+        self._taken: _Lookup | None = None  # of which the engine takes what was found
+        self._untaken: deque[tuple[TierGroup, list[Entry]]] = deque()
         self._rate = LoadRate()  # of a look-up
 
     @property
@@ -80,7 +85,7 @@ class Lookups:
 
     @property
     def has_ended(self) -> bool:
-        return not self._ended.empty()
+        return self._taken is not None or not self._ended.empty()
 
     @property
     def is_busy(self) -> bool:
@@ -113,17 +118,32 @@ class Lookups:
         self._thread.submit(lookup)
         return True
 
-    def turn(self) -> None:
-        """Takes the answers."""
-        while not self._ended.empty():
-            lookup = self._ended.get_nowait()
-            lookup.is_ended = True
-            self._num_in_flight -= 1
-            self._rate.observe(1, lookup.seconds)
-            assert self._tier is not None
-            links = list(pairwise((b"", *lookup.block_hashes)))
-            for group, indexes in zip(self._tier.groups, lookup.found, strict=False):
-                group.learn([Entry(links[i][1], links[i][0]) for i in indexes])
+    def turn(self, until: float) -> None:
+        """Takes answers, as far as there is time until then by `time.perf_counter`, but at least a
+        part of one."""
+        while self.has_ended:
+            if self._taken is None:
+                self._open(self._ended.get_nowait())
+            elif self._untaken:
+                group, entries = self._untaken.popleft()
+                group.learn(entries)
+            else:
+                self._taken.is_ended = True
+                self._taken = None
+                self._num_in_flight -= 1
+            if time.perf_counter() >= until:
+                return
+
+    def _open(self, lookup: _Lookup) -> None:
+        """Divides an answer into parts that take little time."""
+        self._taken = lookup
+        self._rate.observe(1, lookup.seconds)
+        assert self._tier is not None
+        links = list(pairwise((b"", *lookup.block_hashes)))
+        for group, indexes in zip(self._tier.groups, lookup.found, strict=False):
+            entries = [Entry(links[i][1], links[i][0]) for i in indexes]
+            parts = (entries[i : i + _AT_ONCE] for i in range(0, len(entries), _AT_ONCE))
+            self._untaken += ((group, part) for part in parts)
 
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""

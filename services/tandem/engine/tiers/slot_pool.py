@@ -6,6 +6,7 @@ whose bytes turned out bad, a parent that is kept because a child comes, slots t
 finds there when it starts, and a policy by which leaves are evicted.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from tandem.engine.cache.block import Copy
@@ -25,6 +26,8 @@ class SlotPool(BlockPool):
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain can be read here."""
         found = len(self.match(block_hashes))
+        if not self._bad:
+            return found
         return next((i for i in range(found) if block_hashes[i] in self._bad), found)
 
     def has(self, block_hash: bytes) -> bool:
@@ -111,29 +114,32 @@ class SlotPool(BlockPool):
 
         Left out are those whose parent is not there. The pool must be empty.
         """
-        slots = {entry.block_hash: slot for slot, entry in entries}
-        children: dict[bytes, list[tuple[int, Entry]]] = {}
+        slots = {entry.block_hash: slot for slot, entry in entries}  # of two for a block the last
+        children: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for slot, entry in entries:
             if slots[entry.block_hash] == slot:
-                children.setdefault(entry.parent_hash, []).append((slot, entry))
-        waiting = children.pop(b"", [])
-        while waiting:
-            slot, entry = waiting.pop()
-            block = self._blocks[slot]
-            block.block_hash = entry.block_hash
-            block.parent_id = slots[entry.parent_hash] if entry.parent_hash else None
-            if block.parent_id is not None:
-                self._indexes[slot] = self._indexes[block.parent_id] + 1
-            block.worth = self.policy.worth(entry.block_hash, self._indexes[slot])
-            self._by_hash[entry.block_hash] = slot
-            self._unwritten[slot] = None
-            after = children.pop(entry.block_hash, [])
-            block.num_children = len(after)
-            self._cached.add(slot)
-            waiting += after
+                children[entry.parent_hash].append(entry.block_hash)
+        reached = [(b"", block_hash) for block_hash in children[b""]]  # from the roots down
+        while reached:
+            parent_hash, block_hash = reached.pop()
+            after = children.get(block_hash, [])
+            self._restore_slot(slots[block_hash], block_hash, slots.get(parent_hash), len(after))
+            reached += [(block_hash, child) for child in after]
         taken = set(self._by_hash.values())
         self._free = [slot for slot in self._free if slot not in taken]
         return len(entries) - len(taken)
+
+    def _restore_slot(
+        self, slot: int, block_hash: bytes, parent: int | None, num_children: int
+    ) -> None:
+        """Takes a slot that nobody references, after the slot of its parent."""
+        block = self._blocks[slot]
+        block.block_hash, block.parent_id, block.num_children = block_hash, parent, num_children
+        self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
+        block.worth = self.policy.worth(block_hash, self._indexes[slot])
+        self._by_hash[block_hash] = slot
+        self._unwritten[slot] = None
+        self._cached.add(slot)
 
 
 class WindowSlotPool(SlotPool):

@@ -56,35 +56,55 @@ class Sources:
         are referenced now. Each of them is in a tier."""
         parts: list[Part] = []
         tables: Tables = {}
-        for number, group in enumerate(self._layout.groups):
+        for number in range(len(self._layout.groups)):
             rest = [block for block in wanted if block.group == number]
             for tier in self._tiers:
-                slots = tier.groups[number].pool
-                depth = 0 if group.window else slots.depth(block_hashes)
-                here = [
-                    block
-                    for block in rest
-                    if block.chain_index < depth
-                    or (group.window and slots.has(block_hashes[block.chain_index]))
-                ]
-                if not here:
-                    continue
-                chain = [block_hashes[block.chain_index] for block in here]
-                if group.window is None:
-                    chain = list(block_hashes[: here[-1].chain_index + 1])
-                held = slots.reserve(chain, len(chain))
-                assert held is not None
-                table = tables[tier.number, number] = held.block_table
-                storage = tier.groups[number].storage
-                parts += [
-                    Part(tier.number, storage, slot, block_hashes[index], block_id, index, number)
-                    for slot, (_, index, block_id) in zip(table[-len(here) :], here, strict=True)
-                ]
-                taken = {block.chain_index for block in here}
-                rest = [block for block in rest if block.chain_index not in taken]
+                here, rest = self._divide(tier, number, block_hashes, rest)
+                if here:
+                    table = self._hold(tier, number, block_hashes, here)
+                    tables[tier.number, number] = table
+                    parts += _parts(tier, number, block_hashes, here, table[-len(here) :])
             assert not rest, "no tier has these blocks"
         parts.sort(key=lambda part: part.tier)
         return parts, tables
+
+    def _divide(
+        self,
+        tier: Tier,
+        group: int,
+        block_hashes: Sequence[bytes],
+        wanted: Sequence[UnfilledBlock],
+    ) -> tuple[list[UnfilledBlock], list[UnfilledBlock]]:
+        """Returns those of a group's wanted blocks that a tier has, and the others."""
+        slots = tier.groups[group].pool
+        here: list[UnfilledBlock] = []
+        others: list[UnfilledBlock] = []
+        if self._layout.groups[group].window is None:
+            depth = slots.depth(block_hashes)
+            for block in wanted:
+                (here if block.chain_index < depth else others).append(block)
+        else:
+            for block in wanted:
+                is_here = slots.has(block_hashes[block.chain_index])
+                (here if is_here else others).append(block)
+        return here, others
+
+    def _hold(
+        self,
+        tier: Tier,
+        group: int,
+        block_hashes: Sequence[bytes],
+        wanted: Sequence[UnfilledBlock],
+    ) -> list[int]:
+        """References the slots of blocks that a tier has. The last slots of the table are those of
+        the blocks; without a window all before them in the chain come first."""
+        if self._layout.groups[group].window is None:
+            chain = block_hashes[: wanted[-1].chain_index + 1]
+        else:
+            chain = [block_hashes[block.chain_index] for block in wanted]
+        held = tier.groups[group].pool.reserve(chain, len(chain))
+        assert held is not None
+        return held.block_table
 
     def depth(self, block_hashes: Sequence[bytes], among: Sequence[Tier] | None = None) -> int:
         """Returns how many first blocks of a chain come from the pools or from tiers, by default
@@ -122,3 +142,18 @@ class Sources:
                     tier = next(t for t in tiers if t.groups[number].pool.has(block_hash))
                     seconds += self.shares[number] * tier.rate.block_s
         return seconds
+
+
+def _parts(
+    tier: Tier,
+    group: int,
+    block_hashes: Sequence[bytes],
+    wanted: Sequence[UnfilledBlock],
+    slots: Sequence[int],
+) -> list[Part]:
+    """Returns the parts of a load that fill a group's blocks from these slots of a tier."""
+    storage = tier.groups[group].storage
+    return [
+        Part(tier.number, storage, slot, block_hashes[index], block_id, index, group)
+        for slot, (_, index, block_id) in zip(slots, wanted, strict=True)
+    ]

@@ -39,13 +39,12 @@ class TierGroup:
         slot is left, the policy does not take it, or the storage is not ready."""
         if not self.storage.is_ready:
             return None
-        table = self.pool.hold_bad(entry.block_hash)
-        is_mended = bool(table)
-        if not is_mended:
-            if self.pool.find(entry.block_hash) is not None:
-                return None
-            if not self.pool.policy.takes(entry.block_hash):
-                return None
+        is_mended = self.pool.find(entry.block_hash) is not None
+        if is_mended:
+            table = self.pool.hold_bad(entry.block_hash)
+        elif not self.pool.policy.takes(entry.block_hash):
+            return None
+        else:
             parent_hash = self.pool.link(entry).parent_hash
             parent = self.pool.find(parent_hash) if parent_hash else None
             if parent is not None:
@@ -171,11 +170,11 @@ class Tier:
 
     def load(self) -> TierLoad:
         """Returns what it holds now and has done since the start."""
-        pools = [group.pool for group in self.groups]
+        total = sum([group.pool.num_blocks for group in self.groups])
         return TierLoad(
             name=self.storage.name,
-            blocks_total=sum(pool.num_blocks for pool in pools),
-            blocks_held=sum(pool.num_cached + pool.num_used for pool in pools),
+            blocks_total=total,
+            blocks_held=total - sum([group.pool.num_free for group in self.groups]),
             blocks_written=self.num_written,
             blocks_loaded=self.num_loaded,
             blocks_bad=self.num_bad,

@@ -37,7 +37,7 @@ from tandem.engine.types import TierBlocks, TierLoad
 from tandem.perf_model.soonest import Reach, load_seconds
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
-TURN_S = 5e-5  # of the engine's thread for what was written, and again for what is to be
+TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
 _PAUSE_S = 1.0  # after a write that failed: the disk may be full
 _WRITES_MAX = 64  # of a KV group, in flight
 _CLOSE_S = 3.0  # for what is not written when the engine ends
@@ -53,11 +53,14 @@ class _Group:
     channels_out: dict[str, Channel]  # of the writers, by lane
     channels_in: dict[str, Channel]  # of the readers
     writes: dict[int, Write] = field(default_factory=dict)  # in flight, by the device's block
+    writes_max: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
 
     @property
     def wants_writes(self) -> bool:
-        writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
-        return len(self.writes) < writes_max and self.pool.next_unwritten is not None
+        return len(self.writes) < self.writes_max and self.pool.next_unwritten is not None
 
 
 class Tiers:
@@ -91,6 +94,7 @@ class Tiers:
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
         self._given_up: list[Load] = []  # in flight, without a sequence
         self._generation = 0
+        self._has_settled = False  # in the last turn that did something
         self.clock = time.monotonic
         self.turn_s = TURN_S
         self._paused_until = 0.0
@@ -116,16 +120,28 @@ class Tiers:
         return sum(len(load.unsafe_parts) for load in self._given_up)
 
     def turn(self) -> None:
-        """Takes what was written and starts further writes, for 2 * `turn_s` at most."""
+        """Takes what was written or starts further writes, for `turn_s` or a little longer.
+
+        It does not do both in one turn, if there is both to do. After a step of the model neither
+        code nor data is in the processor's caches, so the first block takes many times as long as
+        the next ones.
+        """
         if not self.tiers:
             return
         until = time.perf_counter() + self.turn_s
-        while not self._written.empty() and time.perf_counter() < until:
+        if self.lookups.has_ended:
+            self.lookups.turn(until)
+            self._follow_evictions()
+        wants_writes = self._wants_writes()
+        if not self._written.empty() and not (wants_writes and self._has_settled):
+            self._has_settled = True
             self._settle(*self._written.get_nowait())
-        self.lookups.turn()
-        if self._wants_writes():
-            self._start_writes(time.perf_counter() + self.turn_s)
-        self._follow_evictions()
+            while time.perf_counter() < until and not self._written.empty():
+                self._settle(*self._written.get_nowait())
+        elif wants_writes:
+            self._has_settled = False
+            self._start_writes(until)
+            self._follow_evictions()
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
         """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
@@ -163,23 +179,17 @@ class Tiers:
         are of one group.
         """
         parts, tables = self._sources.find_parts(block_hashes, wanted)
-        ends = {part.tier: number for number, part in enumerate(parts, 1)}
         lane = parts[-1].storage.lane
-        shares = [self._sources.shares[part.group] for part in parts]
         load = Load(
-            sequence_id,
-            lane,
-            parts[0].chain_index,
-            parts,
-            tables,
-            ends,
-            [group.channels_in[lane] for group in self._groups],
-            self._mark(),
-            self._ended.put,
-            self.clock,
-            self.clock(),
-            share=sum(shares) / len(shares),
+            sequence_id=sequence_id,
+            parts=parts,
+            tables=tables,
+            share=sum(self._sources.shares[part.group] for part in parts) / len(parts),
             num_spared=num_spared,
+            channels=[group.channels_in[lane] for group in self._groups],
+            after=self._mark(),
+            clock=self.clock,
+            on_end=self._ended.put,
         )
         self._loads[sequence_id] = load
         self._readers[lane].submit(load)
@@ -294,10 +304,12 @@ class Tiers:
         writes: defaultdict[tuple[str, int], list[tuple[Write, Target]]] = defaultdict(list)
         after = self._mark()  # they are full by then
         groups = deque(group for group in self._groups if group.wants_writes)
-        while groups and time.perf_counter() < until:
+        while groups:  # at least one block, however late it is
             group = groups.popleft()
             for write, target in self._start_write(group, after):
                 writes[target.storage.lane, group.number].append((write, target))
+            if time.perf_counter() >= until:
+                break
             if group.wants_writes:
                 groups.append(group)
         for (lane, number), of_lane in writes.items():
@@ -310,11 +322,11 @@ class Tiers:
         entry = Entry(*group.pool.names_of(block_id))
         found = (tier.groups[group.number].target(entry) for tier in self.tiers)
         targets = [target for target in found if target is not None]
-        group.pool.start_write(block_id)
         if not targets:  # a tier has it, or none has its parent or a slot
             is_whole = self._is_held(group.number, entry.block_hash)
             group.pool.end_write(block_id, is_whole=is_whole)
             return []
+        group.pool.start_write(block_id)
         on_end = self._on_written
         write = Write(block_id, entry, after, targets, self._generation, on_end, group.number)
         group.writes[block_id] = write
@@ -328,16 +340,14 @@ class Tiers:
         tier, group = self.tiers[target.tier], self._groups[write.group]
         tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
-            self._pause()  # but one that is not ready takes no writes meanwhile
+            # But one that is not ready takes no writes meanwhile.
+            self._paused_until = self.clock() + _PAUSE_S
         target.is_settled = True
-        if not all(each.is_settled for each in write.targets):
+        if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):
             return
         del group.writes[write.block_id]
         is_whole = self._is_held(group.number, write.entry.block_hash)
         group.pool.end_write(write.block_id, is_whole=is_whole)
-
-    def _pause(self) -> None:
-        self._paused_until = self.clock() + _PAUSE_S
 
     def _is_held(self, group: int, block_hash: bytes) -> bool:
         return any(tier.groups[group].pool.has(block_hash) for tier in self.tiers)
