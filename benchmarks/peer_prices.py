@@ -204,9 +204,8 @@ class DecodeBench(PeerBench):
         module = "benchmarks.slow_tier_engine"
         os.environ[BYTES_PER_S] = str(tier_bytes_per_s)
         with patch(_LINK, partial(EngineLink, engine_module=module)):
-            self._replace(
-                "asked", TransferConfig(bytes_per_s=bytes_per_s), kv_host_bytes=TIER_BYTES
-            )
+            tier = {"kv_host_bytes": TIER_BYTES, "kv_tier_policy": "lru"}
+            self._replace("asked", TransferConfig(bytes_per_s=bytes_per_s), **tier)
 
     def prepare(self, prompt: list[int]) -> None:
         """Has both compute the prompt, the prefill worker for the other one."""

@@ -205,6 +205,7 @@ def tier_bench(kind: str, args: argparse.Namespace) -> Iterator[TierBench]:
             device="cpu",
             num_blocks=max(args.lengths) // BLOCK + 8,
             num_threads=args.threads,
+            kv_tier_policy="lru",
             **more,
         )
         files = resolve(config.model)

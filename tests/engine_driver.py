@@ -28,6 +28,7 @@ def make_engine(
     start_thread: Callable[[str], JobThread] = IoThread,
     **settings: Any,
 ) -> tuple[Engine, ToyRunner]:
+    settings.setdefault("kv_tier_policy", "lru")  # tiers take all blocks
     settings.setdefault("itl_target_s", 0.0)  # what a step has does not depend on the clock
     runner = ToyRunner(block_size=block_size, max_model_len=max_model_len)
     config = EngineConfig(model="toy", block_size=block_size, num_blocks=num_blocks, **settings)

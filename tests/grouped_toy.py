@@ -156,6 +156,7 @@ def make_grouped_engine(
     start_thread: Callable[[str], JobThread] = IoThread,
     **settings: Any,
 ) -> tuple[Engine, GroupedToyRunner]:
+    settings.setdefault("kv_tier_policy", "lru")  # tiers take all blocks
     runner = GroupedToyRunner(
         windows, block_size=block_size, max_model_len=max_model_len, kv_dtype=kv_dtype
     )

@@ -48,6 +48,7 @@ def cluster_with(
     credentials.write_text("[default]\naws_access_key_id = test\naws_secret_access_key = test\n")
     options += ("--kv-store-url", f"s3://{BUCKET}/kv", "--kv-store-endpoint", store.url)
     options += ("--kv-store-region", "us-east-1", "--kv-store-credentials", str(credentials))
+    options += ("--kv-tier-policy", "lru")
     with (
         EmbeddedRedis(folder / "redis") as redis,
         running_cluster(redis, folder, *options, **sizes) as cluster,

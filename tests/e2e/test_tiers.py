@@ -22,13 +22,16 @@ WRITTEN = "tandem_kv_tier_blocks_written_total"
 NUM_BLOCKS = 48  # of a pool; the chat and its answer take 34
 
 
-def ask(cluster: LocalCluster, prompt: list[int], max_tokens: int) -> tuple[dict[str, Any], str]:
-    """Returns the answer, and the worker that decoded it."""
+def ask(
+    cluster: LocalCluster, prompt: list[int], max_tokens: int, *, session: str = ""
+) -> tuple[dict[str, Any], str]:
+    """Returns the answer, and the worker that decoded it. A tier copies the prompt at once if it is
+    of a session."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(
         f"{cluster.url}/v1/completions",
         json={**body, "return_token_ids": True},
-        headers={PLACEMENT: "1"},
+        headers={PLACEMENT: "1"} | ({"x-session-id": session} if session else {}),
         timeout=240,
     )
     assert answer.status_code == 200, answer.text
@@ -54,7 +57,7 @@ def test_a_chat_returns_to_the_worker_that_can_load_it(
     (prompt,), (expected,) = golden(6)
     options = ("--num-blocks", str(NUM_BLOCKS), "--kv-disk-path", str(tmp_path / "kv"))
     with start_cluster("--prefill-at", "local", *options, prefill=0, decode=2) as cluster:
-        first, chosen = ask(cluster, prompt, 32)
+        first, chosen = ask(cluster, prompt, 32, session="chat")
         assert first["choices"][0]["token_ids"] == expected[:32]
         wait_for(
             lambda: metric(cluster, chosen, WRITTEN) >= len(prompt) // 16,
@@ -87,7 +90,7 @@ def test_the_tree_knows_what_a_tier_has_of_windows(
     with running_cluster(
         redis_server, tmp_path, "--prefill-at", "local", *options, model=str(path), prefill=0
     ) as cluster:
-        first, chosen = ask(cluster, prompt, 40)
+        first, chosen = ask(cluster, prompt, 40, session="chat")
         tokens = first["choices"][0]["token_ids"]
         push_out(cluster, chosen)
         again, _ = ask(cluster, [*prompt, *tokens[:32]], 8)

@@ -113,10 +113,10 @@ class EngineOptions(Options):
     kv_key_file: Text = ""
     """File with the keys that copies on disk and in the object store are encrypted with, 64
     hexadecimal digits a line; the first key encrypts. Default: no encryption."""
-    kv_tier_policy: KvTierPolicy = "lru"
-    """Copies that are made and kept. lru: all are made, and the least recently used goes first.
-    prefix: all, and the longest prefix is cut first. value: those of blocks used twice, and the one
-    goes first that is used least and computed soonest."""
+    kv_tier_policy: KvTierPolicy = "value"
+    """Copies that are made and kept. value: those of blocks that were used twice or are likely to
+    return, and the one goes first that is used least and computed soonest. lru: all are made, and
+    the least recently used goes first. prefix: all, and the longest prefix is cut first."""
     kv_pin_share: PinShare = 0.5
     """Largest part of the KV pool, and of each tier, that requests may have evicted last: 0 to
     1."""

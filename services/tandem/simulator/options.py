@@ -51,7 +51,7 @@ class SimulateOptions(Options):
     """Disk of each worker for copies of KV blocks, in bytes. 0: none."""
     kv_store: Switch = False
     """All workers share an object store for copies of KV blocks."""
-    kv_tier_policy: KvTierPolicy = "lru"
+    kv_tier_policy: KvTierPolicy = "value"
     """Copies that are made and kept: see `tandem worker`."""
     kv_host_rate: NotNegative = 0.0
     """Bytes a second that are loaded from host memory. 0: that of --rates, or a guess."""

@@ -48,7 +48,7 @@ class Scenario:
     num_prefill: int = 0  # none: decode workers prefill themselves
     kv_tokens: int = 3_000_000  # of each worker
     tier_blocks: tuple[int, ...] = ()  # of each worker's tiers, those of `rates`
-    tier_policy: str = "lru"
+    tier_policy: str = "value"
     rates: WorkerRates = DEFAULT_RATES  # what the policy is told
     pair: PairRate = DEFAULT_PAIR
     rate_error: float = 0.3  # true rates differ from these by up to this share

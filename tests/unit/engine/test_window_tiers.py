@@ -267,6 +267,7 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
             max_num_seqs=1,
             max_tokens_per_step=64,
             kv_dtype=kv_dtype,  # type: ignore[arg-type]
+            kv_tier_policy="lru",
             numerics="invariant",
             itl_target_s=0.0,
             **settings,
