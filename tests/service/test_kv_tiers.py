@@ -70,7 +70,7 @@ async def test_a_killed_engines_blocks_are_found_by_the_next(
 
 @dataclass
 class Counts:
-    """What the processes of a struggle told of one tier in all."""
+    """Sums over the processes of a struggle, for one tier."""
 
     loaded: int = 0
     bad: int = 0

@@ -66,7 +66,7 @@ def cached(engine: Engine, salt: bytes = b"", number: int = 0) -> CachedTokens:
 
 @pytest.mark.parametrize("turn_s", [0.0, 60.0])
 def test_a_block_of_one_worker_is_loaded_by_another(turn_s: float, store: Any) -> None:
-    """Also if the engine takes what was found in as many turns as it can."""
+    """The engine takes what was found in one turn, or in as many turns as it can."""
     one, two = worker(), worker()
     one._tiers.turn_s = two._tiers.turn_s = turn_s
     assert cached(one) == CachedTokens()
