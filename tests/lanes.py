@@ -2,8 +2,8 @@
 
     together   tests that start no cluster, two at a time
     alone      afterwards, tests of whole clusters, one at a time
-    waiting    beside `alone`, one at a time: tests of Ray, NIXL, networks, the wheel, commands and
-               small clusters, which wait for most of their time and have no short deadlines
+    waiting    beside `alone`, one at a time: tests of Ray, NIXL, networks, the wheel, commands,
+               small clusters and parity, which have no short deadlines and mostly wait
     idle       beside all, tests that only compute, two at a time
 
 Clusters have deadlines, which they miss on cores that they share with another busy cluster. The
@@ -27,11 +27,11 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 IDLE = ("tests/unit/engine", "tests/unit/kernels")
 ALONE = (
-    *("tests/chaos", "tests/e2e", "tests/parity"),
+    *("tests/chaos", "tests/e2e"),
     "tests/security/test_slow_connections.py",
 )
 WAITING = (
-    *("tests/e2e/test_documents.py", "tests/e2e/test_gateway.py"),
+    *("tests/e2e/test_documents.py", "tests/e2e/test_gateway.py", "tests/parity"),
     *("tests/chart/test_run.py", "tests/chart/test_tls.py"),
     *(f"tests/security/test_{name}.py" for name in ("certificates", "fuzz")),
     *(f"tests/service/test_{name}.py" for name in ("cluster_launcher", "cluster_pools", "join")),
