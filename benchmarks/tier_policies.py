@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -96,7 +95,7 @@ class OwnTier:
         layout = KvLayout.of_one(BlockLayout(pool.num_blocks, 1, 1, BLOCK, 1, "int8"))
         tier = Tier(0, [storage], keep_policy(policy.name, num_slots, BLOCK), layout)
         self._tiers = Tiers([pool], layout, [blocks], [tier], lambda _: InCall())
-        self._tiers.turn_s = math.inf  # the results depend on no clock
+        self._tiers.turn_s = 0.0  # one block in each turn: the results depend on no clock
         self._policy = policy
         self._pools = (pool, tier.pool)
         for each in self._pools:
@@ -158,9 +157,9 @@ class ChunkTier:
         assert len(self._chunks) <= self._num_chunks
 
 
-def hits(requests: list[Request], pool: BlockPool, tier: LowerTier) -> float:
-    """Returns the share of blocks that were not computed."""
-    num_hits = num_asked = 0
+def hits(requests: list[Request], pool: BlockPool, tier: LowerTier) -> tuple[float, float]:
+    """Returns the share of blocks that were not computed, and of those that were in the pool."""
+    num_hits = num_here = num_asked = 0
     for request in requests:
         hashes = request.blocks
         here = len(pool.match(hashes))
@@ -181,10 +180,11 @@ def hits(requests: list[Request], pool: BlockPool, tier: LowerTier) -> float:
         pool.release(table)
         tier.settle()
         num_hits += depth
+        num_here += here
         num_asked += len(hashes)
     pool.check_integrity([])
     tier.check()
-    return num_hits / num_asked
+    return num_hits / num_asked, num_here / num_asked
 
 
 def main() -> None:
@@ -200,26 +200,32 @@ def main() -> None:
     num_blocks = max(int(DEVICE * trace.working_set), max(len(r.blocks) for r in requests) + 64)
     all_blocks = len({b for request in requests for b in request.blocks})
 
-    def own(size: int, policy: Policy) -> float:
+    def own(size: int, policy: Policy) -> tuple[float, float]:
         pool = BlockPool(num_blocks)
         return hits(requests, pool, OwnTier(pool, size, policy))
 
-    infinite = own(all_blocks, POLICIES["lru"])
+    infinite, _ = own(all_blocks, POLICIES["lru"])
     results = {"requests": len(requests), "seed": args.seed, "working_set": trace.working_set}
     results |= {"device": num_blocks, "blocks": all_blocks, "infinite": infinite}
     print(json.dumps(results), flush=True)
     sizes = {size: int(size * trace.working_set) for size in SIZES}
     rows: dict[str, dict[str, float]] = {}
+    in_pool: dict[str, dict[str, float]] = {}
     for name in (*POLICIES, "LMCache"):
-        rows[name] = {}
+        rows[name], in_pool[name] = {}, {}
         for size, slots in sizes.items():
             if name in POLICIES:
-                share = own(slots, POLICIES[name])
+                share, here = own(slots, POLICIES[name])
             else:
-                share = hits(requests, BlockPool(num_blocks), ChunkTier(slots))
-            rows[name][str(size)] = share
-            print(f"{name}, {size}: {share / infinite:.3f} of an infinite cache's hits", flush=True)
-    args.output.write_text(json.dumps(results | {"hits": rows}, indent=1) + "\n")
+                share, here = hits(requests, BlockPool(num_blocks), ChunkTier(slots))
+            rows[name][str(size)], in_pool[name][str(size)] = share, here
+            print(
+                f"{name}, {size}: {share / infinite:.3f} of an infinite cache's hits,"
+                f" {here / infinite:.3f} in the pool",
+                flush=True,
+            )
+    results |= {"hits": rows, "in_pool": in_pool}
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_evicts_leaves_first_and_the_least_recently_used_of_them() -> None:
     pool.check_integrity([[3, 2, 1]])
 
 
-def test_evicts_blocks_with_a_copy_first_and_one_that_is_being_written_never() -> None:
+def test_evicts_what_no_write_waits_for_first_and_what_is_being_written_never() -> None:
     pool = BlockPool(7)
     tables = [hold(pool, chain(number)) for number in range(5)]
     for table in tables:
@@ -127,8 +127,8 @@ def test_evicts_blocks_with_a_copy_first_and_one_that_is_being_written_never() -
     taken: list[int] = []
     for expected, num_dropped in (
         ([5, 6], 0),  # free
-        ([2, 4], 0),  # a tier has them
-        ([1], 1),  # no tier took it
+        ([1], 1),  # no tier took it; it was used before those that one has
+        ([2, 4], 1),  # a tier has them
         ([0], 2),  # no tier was asked yet
     ):
         taken += pool.allocate(len(expected)) or []

@@ -5,12 +5,16 @@ from __future__ import annotations
 from hashlib import blake2b
 from random import Random
 
+import numpy as np
 import pytest
 
+from tandem.engine.tiers.device_blocks import HostPages
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
+from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.keep_policy import keep_policy
 from tandem.engine.tiers.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry
+from tandem.engine.tiers.tier import TierGroup
 
 BLOCK_SIZE = 16
 
@@ -93,6 +97,51 @@ def test_the_longest_prefix_is_cut_first(policy: str) -> None:
     gone = evict(pool, 8)
     assert gone[:6] == [name(number) for number in range(7, 1, -1)]
     assert gone[6:] == ([name(1), name(9)] if policy == "prefix" else [name(1), name(0)])
+
+
+def tier_group(policy: str, num_slots: int) -> TierGroup:
+    """A tier full of a chain of blocks that were used five times."""
+    pages = HostPages(np.zeros(num_slots, np.uint8), is_reached=True)
+    storage = HostStorage(pages, block_bytes=1)
+    group = TierGroup(0, storage, SlotPool(num_slots, keep_policy(policy, num_slots, BLOCK_SIZE)))
+    write(group, entries(0, num_slots), uses=5, at_once=num_slots)
+    assert group.pool.num_free == 0
+    return group
+
+
+def entries(first: int, size: int) -> list[Entry]:
+    hashes = [name(number) for number in range(first, first + size)]
+    return [Entry(*each) for each in zip(hashes, [b"", *hashes], strict=False)]
+
+
+def write(group: TierGroup, chain: list[Entry], *, uses: int, at_once: int) -> None:
+    for _ in range(uses):
+        group.pool.policy.use([entry.block_hash for entry in chain], keep=False)
+    for first in range(0, len(chain), at_once):
+        some = [(entry, group.target(entry)) for entry in chain[first : first + at_once]]
+        for entry, target in some:
+            assert target is not None
+            target.is_written = True
+            group.settle(entry, target, is_current=True)
+    group.pool.check_integrity([])
+
+
+@pytest.mark.parametrize("policy", ["lru", "prefix", "value"])
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_a_full_tier_takes_a_chain_in_parts(policy: str, at_once: int) -> None:
+    """The part that was written is worth less than the other chain, and stays for the rest."""
+    group, chain = tier_group(policy, 10), entries(10, 5)
+    write(group, chain, uses=2, at_once=at_once)
+    assert group.pool.depth([entry.block_hash for entry in chain]) == 5
+    assert group.pool.num_free == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+def test_a_full_tier_learns_a_chain(policy: str) -> None:
+    group, chain = tier_group(policy, 10), entries(10, 5)
+    group.learn(chain)
+    assert group.pool.depth([entry.block_hash for entry in chain]) == 5
+    assert group.pool.num_free == 0
 
 
 @pytest.mark.parametrize(("uses", "is_taken"), [(0, False), (1, False), (2, True)])

@@ -5,7 +5,9 @@ from enum import Enum
 
 
 class Copy(Enum):
-    """The copy of a hashed block in a lower tier. A pool evicts leaves in this order."""
+    """The copy of a hashed block in a lower tier. A pool evicts leaves in this order, but those
+    with a WHOLE and with a LOST copy together: a tier that keeps what returns has copies of the
+    blocks that a pool should keep, too."""
 
     UNWANTED = "unwanted"  # of a window: no request is expected to go on from it (window_pool.py)
     WHOLE = "whole"

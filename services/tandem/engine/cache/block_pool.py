@@ -12,8 +12,8 @@ It knows block ids and hashes, no tensors and no sequences. A block is in one of
     CACHED --evict while it is written to a tier--> LEAVING --end_write--> FREE
 
 A hashed block never changes, so a tier (engine/tiers) may write its copy meanwhile. `allocate`
-takes FREE blocks, then CACHED leaves with a copy, then others, then pinned ones (pins.py), and
-waits for no write.
+takes FREE blocks, then CACHED leaves for which no write is due, then others, then pinned ones
+(pins.py), and waits for no write.
 
 Three things always hold; `check_integrity` looks at them:
 - Whoever references a hashed block references its parents, so a CACHED block has no USED child, and

@@ -14,9 +14,7 @@ class CachedBlocks:
         self._blocks = blocks
         self._num = dict.fromkeys(Copy, 0)
         # Those that are not pinned, and those that are.
-        self._leaves: tuple[dict[Copy, EvictionQueue[int]], ...] = tuple(
-            {copy: EvictionQueue[int]() for copy in Copy} for _ in range(2)
-        )
+        self._leaves = (_queues(), _queues())
 
     def __len__(self) -> int:
         return sum(self._num.values())
@@ -35,15 +33,15 @@ class CachedBlocks:
         """A cached block is referenced again, or evicted; it has its copy and its pin still."""
         block = self._blocks[block_id]
         self._num[block.copy] -= 1
-        self._leaves[block.is_pinned][block.copy].discard(block_id)
+        self._queue(block_id).discard(block_id)
 
     def update(self, block_id: int) -> None:
         """A block got its first child, lost its last one, was used or is worth more; ignores
         referenced ones."""
         block = self._blocks[block_id]
-        leaves = self._leaves[block.is_pinned][block.copy]
+        leaves = self._queue(block_id)
         leaves.discard(block_id)
-        if not block.num_references and not block.num_children:
+        if self._is_leaf(block_id):
             leaves.add(block_id, (block.worth, block.last_used))
 
     def oldest(self, copy: Copy) -> int | None:
@@ -53,11 +51,10 @@ class CachedBlocks:
     def pop(self) -> int:
         """Takes out the leaf that is evicted first of all. Raises StopIteration if there is
         none."""
-        copy, leaves = next(
-            (copy, leaves) for half in self._leaves for copy, leaves in half.items() if leaves
-        )
-        self._num[copy] -= 1
-        return leaves.pop()
+        leaves = next(leaves for half in self._leaves for leaves in half.values() if leaves)
+        block_id = leaves.pop()
+        self._num[self._blocks[block_id].copy] -= 1
+        return block_id
 
     def check(self, expected: Collection[int]) -> None:
         """Raises AssertionError if these are not the cached blocks."""
@@ -65,9 +62,26 @@ class CachedBlocks:
         for copy in Copy:
             found = {b for b in expected if self._blocks[b].copy is copy}
             assert self._num[copy] == len(found), f"{len(found)} are {copy.value}"
-            leaves = {b for b in found if not self._blocks[b].num_children}
-            for is_pinned in (False, True):
-                expected_leaves = {b for b in leaves if self._blocks[b].is_pinned is is_pinned}
-                assert self._leaves[is_pinned][copy].block_ids() == expected_leaves, (
-                    f"what can be evicted of {copy.value} is not the cached leaves"
+        for half in self._leaves:
+            for leaves in half.values():
+                expected_leaves = {
+                    b for b in expected if self._is_leaf(b) and self._queue(b) is leaves
+                }
+                assert leaves.block_ids() == expected_leaves, (
+                    "what can be evicted is not the leaves"
                 )
+
+    def _queue(self, block_id: int) -> EvictionQueue[int]:
+        block = self._blocks[block_id]
+        return self._leaves[block.is_pinned][block.copy]
+
+    def _is_leaf(self, block_id: int) -> bool:
+        block = self._blocks[block_id]
+        return not block.num_references and not block.num_children
+
+
+def _queues() -> dict[Copy, EvictionQueue[int]]:
+    """Returns the leaves by their copies, those first that are evicted first."""
+    queues = {copy: EvictionQueue[int]() for copy in Copy}
+    queues[Copy.LOST] = queues[Copy.WHOLE]
+    return queues

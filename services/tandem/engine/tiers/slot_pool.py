@@ -6,7 +6,8 @@ whose bytes turned out bad, a parent that is kept because a child comes, slots t
 finds there when it starts, and a policy by which leaves are evicted.
 """
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from tandem.engine.cache.block import Copy
@@ -22,6 +23,7 @@ class SlotPool(BlockPool):
         self.policy = policy
         self._indexes = [0] * num_slots  # of the slots' blocks in their chains
         self._bad: set[bytes] = set()  # hashes of slots that could not be read
+        self._awaiting: Counter[bytes] = Counter()  # hashes of blocks whose children are written
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain can be read here."""
@@ -69,7 +71,7 @@ class SlotPool(BlockPool):
             self.release([slot])
             return False
         self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
-        self._blocks[slot].worth = self.policy.worth(entry.block_hash, self._indexes[slot])
+        self._blocks[slot].worth = self._worth(slot, entry.block_hash)
         stored = self.store(
             slot, parent_id=parent, parent_hash=entry.parent_hash, block_hash=entry.block_hash
         )
@@ -79,19 +81,41 @@ class SlotPool(BlockPool):
         self._events.forget_stored()  # so that its eviction is an event, however soon it comes
         return stored == slot
 
-    def touch(self, slot: int) -> None:
-        """Makes an unreferenced slot the last one to be evicted."""
-        block = self._blocks[slot]
-        self._clock += 1
-        block.last_used = self._clock
-        self._cached.update(slot)
+    def await_child(self, parent_hash: bytes) -> None:
+        """A child of this block is being written: the block is evicted last until `end_child`. It
+        may be written itself, and not be found yet. Ignores the empty hash of a chain's root."""
+        if parent_hash:
+            self._awaiting[parent_hash] += 1
+            self._follow_worth(parent_hash)
+
+    def end_child(self, parent_hash: bytes) -> None:
+        """A child that was awaited is here, or will not come."""
+        if parent_hash:
+            self._awaiting[parent_hash] -= 1
+            if not self._awaiting[parent_hash]:
+                del self._awaiting[parent_hash]
+                self._follow_worth(parent_hash)
+
+    def _follow_worth(self, block_hash: bytes) -> None:
+        slot = self.find(block_hash)
+        if slot is not None:
+            block = self._blocks[slot]
+            self._clock += 1
+            block.last_used = self._clock
+            block.worth = self._worth(slot, block_hash)
+            self._cached.update(slot)
+
+    def _worth(self, slot: int, block_hash: bytes) -> float:
+        if block_hash in self._awaiting:
+            return math.inf
+        return self.policy.worth(block_hash, self._indexes[slot])
 
     def _evict(self) -> Copy:
         """Frees the leaf that is worth least now: those that were used meanwhile are worth more."""
         while (slot := self._cached.oldest(Copy.NONE)) is not None:
             block = self._blocks[slot]
             assert block.block_hash is not None, f"slot {slot} is cached and has no hash"
-            worth = self.policy.worth(block.block_hash, self._indexes[slot])
+            worth = self._worth(slot, block.block_hash)
             if worth <= block.worth:
                 break
             block.worth = worth
@@ -136,7 +160,7 @@ class SlotPool(BlockPool):
         block = self._blocks[slot]
         block.block_hash, block.parent_id, block.num_children = block_hash, parent, num_children
         self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
-        block.worth = self.policy.worth(block_hash, self._indexes[slot])
+        block.worth = self._worth(slot, block_hash)
         self._by_hash[block_hash] = slot
         self._unwritten[slot] = None
         self._cached.add(slot)

@@ -46,12 +46,13 @@ class TierGroup:
             return None
         else:
             parent_hash = self.pool.link(entry).parent_hash
-            parent = self.pool.find(parent_hash) if parent_hash else None
-            if parent is not None:
-                self.pool.touch(parent)
-            elif parent_hash and parent_hash not in self._coming:
+            is_there = parent_hash in self._coming or self.pool.find(parent_hash) is not None
+            if parent_hash and not is_there:
                 return None
+            self.pool.await_child(parent_hash)
             table = self.pool.allocate(1) or []
+            if not table:
+                self.pool.end_child(parent_hash)
         if not table:
             return None
         self._coming.add(entry.block_hash)
@@ -67,6 +68,8 @@ class TierGroup:
             if is_new:
                 self.pool.mend(entry.block_hash)
             self.pool.release(target.table)
+        if not target.is_mended:
+            self.pool.end_child(self.pool.link(entry).parent_hash)
         if is_new:
             self._tell(entry)
 
@@ -76,8 +79,13 @@ class TierGroup:
         for entry in chain:
             if self.pool.find(entry.block_hash) is not None:
                 continue
+            self.pool.policy.use([entry.block_hash], keep=False)  # by the worker that wrote it
+            parent_hash = self.pool.link(entry).parent_hash
+            self.pool.await_child(parent_hash)
             table = self.pool.allocate(1)
-            if table is None or not self.pool.adopt(table[-1], entry):
+            is_taken = table is not None and self.pool.adopt(table[-1], entry)
+            self.pool.end_child(parent_hash)
+            if not is_taken:
                 return
             self._tell(entry)
 
