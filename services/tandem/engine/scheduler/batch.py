@@ -1,7 +1,7 @@
 """The batch that the scheduler hands the model for one step: plain lists, no tensors.
 
 A step computes, for each scheduled sequence, the next `num_tokens` tokens after those whose KV is
-in the pool already. Prefill, a chunk of it and decode are the same thing: catch up.
+in the pool already. Prefill, a chunk of it and decode differ only in the number of tokens.
 
     tokens of a sequence   [ computed before | this step's tokens ]
                              context_len - num_tokens    context_len
@@ -23,23 +23,23 @@ class SequenceSlice(NamedTuple):
 
     token_ids: list[int]  # this step's tokens, num_tokens of them
     context_len: int  # tokens in the KV pool after this step
-    # Blocks of the first KV group's pool that cover at least context_len tokens, in order. Those
-    # before the group's window may be any of the pool, and so may those that `visible` hides.
+    # Blocks of the first KV group's pool that cover at least context_len tokens, in order. Entries
+    # before the group's window, and those that `visible` hides, may name any block of the pool.
     block_table: list[int]
     wants_logits: bool  # whether the last token's logits are needed (not for inner chunks)
-    all_logits: bool = False  # those of all its tokens are
-    wants_hidden: bool = False  # the last token's hidden state is, too
-    other_tables: Sequence[list[int]] = ()  # of the other groups' pools
-    adapter: str = ""  # digest of the LoRA adapter that computes it
+    all_logits: bool = False  # whether the logits of all its tokens are needed
+    wants_hidden: bool = False  # whether the last token's hidden state is needed, too
+    other_tables: Sequence[list[int]] = ()  # block tables of the other groups' pools
+    adapter: str = ""  # digest of the sequence's LoRA adapter
     visible: VisibleKeys | None = None  # in layers without a window of their own; None: all keys
-    # Tokens before it whose KV the sequence gave up: no part of context_len, but of positions.
+    # Tokens whose KV the sequence gave up. They count in positions, but not in context_len.
     num_passed: int = 0
-    # Of each block of the context, the weights that its keys attracted: the step's are added.
+    # Sum of the attention weights of each block's keys; the step adds its own.
     block_sums: Sums | None = None
 
     @property
     def block_tables(self) -> tuple[list[int], ...]:
-        """The table of each group."""
+        """The block table of each KV group."""
         return (self.block_table, *self.other_tables)
 
     @property

@@ -11,7 +11,7 @@ from tandem.kv_budget import KvBudget, check_budget
 
 _EDIT_MAX = 1e6  # of a bias or penalty: far above any logit, and its sums stay finite in fp32
 _REPETITION_PENALTY_MIN = 1e-6  # a logit divided by it stays finite
-# Numbers of the sampling parameters, with the least and the largest that a draw can compute.
+# Smallest and largest value of each sampling parameter with which sampling can compute.
 _RANGES = {
     "temperature": (0.0, _EDIT_MAX),
     "top_p": (0.0, 1.0),
@@ -31,8 +31,9 @@ def check_spec(
     check_adapter: Callable[[Adapter | None], None],
     why_no_budgets: str = "",
 ) -> None:
-    """Raises BadRequest, ContextTooLong or NeverFits with what is allowed, and AdapterUnavailable
-    as `check_adapter` does. `why_no_budgets` says why no sequence can have a KV budget, if so."""
+    """Raises BadRequest, ContextTooLong or NeverFits with the allowed values, and
+    AdapterUnavailable as `check_adapter` does. If the engine allows no KV budgets,
+    `why_no_budgets` says why."""
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
         raise BadRequest(
@@ -41,7 +42,7 @@ def check_spec(
             param="prompt",
         )
     if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
-        # Also of a text: a tokenizer may have added tokens that its model has no embedding of.
+        # A text may fail, too: a tokenizer may have added tokens that its model does not embed.
         raise BadRequest(
             f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; the model has "
             f"those from 0 to {vocab_size - 1}",
@@ -72,7 +73,7 @@ def check_spec(
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
-    """Refuses what makes a logit NaN or infinite, for which there is no distribution."""
+    """Refuses values that make a logit NaN or infinite: then there is no distribution."""
     for name, (least, largest) in _RANGES.items():
         _check_number(name, getattr(sampling, name), least, largest)
     for bias in sampling.logit_bias.values():

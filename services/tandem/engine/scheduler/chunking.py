@@ -4,13 +4,13 @@
     pull                     |-- 1 --|       |- 2 -||3|
                                                     ^ exposed: the consumer waits for it
 
-A chunk's pull is hidden behind the chunks after it, so the last one's is exposed; but each chunk
-more costs a step, which reads all weights once more. Over a fast link one chunk is best; over a
-slow one the chunks before the end shrink, each as long as its pull needs the next to be. A few such
-plans are predicted, and the first chunk of the one that ends soonest is taken; the next call plans
-anew.
+A chunk's pull overlaps the chunks after it, so only the last pull is exposed. But each further
+chunk costs a step, which reads all weights once more. Over a fast link one chunk is best. Over a
+slow link the chunks shrink towards the end: the pull of each takes as long as computing the next. A
+few such plans are predicted, and the first chunk of the one that ends soonest is taken. The next
+call plans anew.
 
-Pure. That blocks are reported a little before their step ends is left out: a margin.
+Pure. Blocks are reported a little before their step ends. The predictions ignore this, as a margin.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 
 from tandem.perf_model.rates import PrefillRate
 
-_SHAPED_BUDGETS = 4  # so many budgets before the end chunks begin to be shaped
+_SHAPED_BUDGETS = 4  # chunks shrink within this many budgets of the end
 _LAST_MIN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Speed of KV to the consumer: seconds of each pull, and of each token in it.
+    """Speed of KV to the consumer: seconds for each pull, and for each token in it.
 
-    In layers with a window only the end of a prompt moves.
+    Layers with a window move only the KV of a prompt's last tokens.
     """
 
     latency_s: float
     token_s: float  # of all layers
-    # For each window the first token that moves, and the part of `token_s` of these layers.
+    # For each window: the first token that moves, and the part of `token_s` of its layers.
     windows: tuple[tuple[int, float], ...] = ()
 
     def pull_s(self, num_tokens: int, context: int) -> float:
@@ -52,10 +52,11 @@ def next_chunk(
     rate: PrefillRate,
     link: Link,
 ) -> int:
-    """Tokens of the next chunk, 1 to `tokens_left`, of `num_missing` that follow `context` others.
+    """Returns the tokens of the next chunk, from 1 to `tokens_left`.
 
-    `lag_s` is how long the pulls of earlier chunks still take. `tokens_left` is what this step has
-    left of `budget`, the most that later steps have.
+    `num_missing` tokens follow `context` computed ones. `lag_s` is the time that the pulls of
+    earlier chunks still take. `tokens_left` is the rest of this step's `budget`, which later steps
+    have whole.
     """
     if num_missing > _SHAPED_BUDGETS * budget:
         return tokens_left
@@ -64,12 +65,13 @@ def next_chunk(
 
 
 def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
-    """Without a measured link: the last chunk is a quarter of the budget."""
+    """Returns the tokens of the next chunk without a measured link. The last chunk is a quarter of
+    the budget."""
     return _tail_plan(num_missing, tokens_left, budget)[0]
 
 
 def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
-    """Returns how long pulls still take when this chunk is computed, its own among them."""
+    """Returns the seconds that pulls, with this chunk's own, still take once it is computed."""
     computed_s = rate.seconds(num_tokens, context, num_tokens)
     return max(0.0, lag_s - computed_s) + link.pull_s(num_tokens, context)
 
@@ -118,7 +120,7 @@ def _tail_plan(num_missing: int, tokens_left: int, budget: int) -> list[int]:
 
 
 def _fit(plan: list[int], tokens_left: int, budget: int) -> list[int]:
-    """The plan with no chunk over what its step has room for."""
+    """Returns the plan with chunks cut to the tokens that each step has left."""
     fitted: list[int] = []
     for size in plan:
         while size:

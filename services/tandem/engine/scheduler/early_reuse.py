@@ -3,9 +3,10 @@
     WAITING --the blocks are in the pool--> admitted with them
             `--the other is gone, or the wait was too long--> admitted, and computes them
 
-A sequence waits for those that hold their blocks: RUNNING, LOADING or awaiting KV from a peer. It
-holds none itself, so nobody waits in a circle on one worker. One that is for a peer waits for no KV
-from a peer: two workers that prefill for each other would wait in a circle.
+A sequence waits only for sequences that hold their blocks: RUNNING, LOADING or awaiting KV from a
+peer. It holds no blocks itself, so there is no circle of waits on one worker. A sequence that
+prefills for a peer does not wait for KV from a peer: two workers that prefill for each other would
+wait in a circle.
 """
 
 import time
@@ -20,7 +21,8 @@ from tandem.engine.types import Mode
 
 class EarlyReuse:
     def __init__(self, kv: KvCache, wait_max_s: float) -> None:
-        """`wait_max_s` is for blocks that others compute or pull, from the first time on."""
+        """`wait_max_s` bounds a sequence's wait for blocks that others compute or pull, counted
+        from its first wait; 0: no wait."""
         self._kv = kv
         self.wait_max_s = wait_max_s
         self.clock = time.monotonic
@@ -33,7 +35,8 @@ class EarlyReuse:
         awaiting: Iterable[Sequence],
         loading: Iterable[Sequence],
     ) -> bool:
-        """Returns whether a waiting sequence leaves the first block that it lacks to another."""
+        """Returns whether a waiting sequence waits for another one to bring its first missing
+        block."""
         if self._awaits_load(sequence, loading):
             return True
         if not self.wait_max_s:
@@ -48,7 +51,7 @@ class EarlyReuse:
         return self.clock() - sequence.shared_since < self.wait_max_s
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence is admitted: its wait, if there was one, is over."""
+        """Ends the wait of a sequence that is admitted, if there was one."""
         if sequence.shared_since:
             sequence.shared_wait_s += self.clock() - sequence.shared_since
             sequence.shared_since = 0.0
@@ -60,9 +63,9 @@ class EarlyReuse:
 
 
 def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> Sequence | None:
-    """Returns the sequence that one with `depth` cached blocks may be a fork of: its parent, or one
-    that computed blocks for which it waited. A RUNNING one: its KV is committed, and no read
-    writes its blocks. Nothing is preempted between this and the copy."""
+    """Returns the RUNNING sequence that a sequence with `depth` cached blocks may fork: its parent,
+    or one that computed blocks for which it waited. The KV of a RUNNING sequence is committed, and
+    no read writes its blocks. No sequence is preempted between this call and the copy."""
     if name := sequence.spec.fork_of:
         return next((s for s in running if s.sequence_id == name), None)
     others = running if sequence.shared_since else ()
@@ -70,15 +73,15 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
 
 
 def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the next block that a sequence stores is one of these. A block's hash names
-    all blocks before it, too, and the sequence holds those."""
+    """Returns whether the next block that a sequence stores is one of these. It then holds all
+    blocks before it, too, because a block's hash covers them."""
     first, theirs = other.num_stored_blocks, other.block_hashes
     return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
 
 
 def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether half of what a sequence awaits, and half of these blocks that are not here,
-    are the same: all that it awaits is here at once, at the end."""
+    """Returns whether the blocks that a sequence awaits and the missing ones of these have at least
+    half in common. All blocks that a sequence awaits become usable together, at the end."""
     if not _computes_next_of(other, hashes):
         return False
     num_longer = max(len(hashes), len(other.block_hashes)) - other.num_stored_blocks
@@ -86,7 +89,7 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 
 def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
-    """Returns how many of these blocks the sequence still stores."""
+    """Returns how many of these blocks the sequence has yet to store."""
     pairs = zip(other.block_hashes, hashes, strict=False)
     return (
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks

@@ -1,12 +1,13 @@
-"""Decides what of a sequence is loaded from tiers below the pool, and what it computes meanwhile.
+"""Decides which blocks of a sequence tiers below the pool load, and which it computes meanwhile.
 
-By perf_model/soonest.py, with the measured rates of the tiers and of this engine, with what waits
-for each, and with what peers would give instead. A sequence that computes meanwhile takes what
-others leave of a step, in whole blocks; how far it goes is decided anew for each step, by how far
-the load has come.
+perf_model/soonest.py decides, from the measured rates of the tiers and of this engine, their
+queues, and the blocks that peers offer. A sequence that computes meanwhile takes the tokens that
+others leave of a step, in whole blocks. Each step decides anew how far it computes, from the
+progress of the load.
 
-With windows a load brings what a sequence needs to go on at one depth, and the rest is computed
-here: windows of another depth are of no use, neither before the load nor for a peer's KV after it.
+With windows, a load brings the blocks that a sequence needs to continue at one depth, and the rest
+is computed here: blocks of windows at another depth are of no use before the load, or for a peer's
+KV after it.
 """
 
 from collections.abc import Iterable
@@ -41,10 +42,10 @@ class Loads:
     def plan(
         self, sequence: Sequence, admission: Admission, *, queued_tokens: int, num_delayed: int
     ) -> Loading:
-        """Returns what is to be loaded for a sequence that is about to be admitted.
+        """Returns the load of a sequence that is about to be admitted.
 
-        `queued_tokens` are computed before its own, and `num_delayed` sequences wait while it
-        computes.
+        `queued_tokens` prompt tokens are computed before its own. `num_delayed` sequences are
+        delayed while it computes.
         """
         if self._kv.has_windows:
             sequence.num_known_blocks = self._tiers.known_depth(sequence.reusable_hashes)
@@ -62,13 +63,13 @@ class Loads:
         return loading
 
     def admission(self, sequence: Sequence, num_cached_blocks: int) -> Admission:
-        """Returns how a sequence is admitted that has something to load: whole blocks come."""
+        """Returns the admission of a sequence that loads: it resumes after the loaded blocks."""
         admission = sequence.plan(num_cached_blocks)
         return replace(admission, resume=sequence.loading.end * sequence.block_size)
 
     def _fits(self, sequence: Sequence, admission: Admission, loading: Loading) -> bool:
-        """Returns whether there is room for the blocks of a load. Where it goes on is not where the
-        admission does, so other blocks of windows are referenced."""
+        """Returns whether there is room for the blocks of a load. A load resumes at another depth
+        than the admission, so it references other blocks of windows."""
         return self._kv.can_reserve(
             sequence.reusable_hashes,
             admission.num_cached_blocks,
@@ -114,7 +115,7 @@ class Loads:
         return Loading(choice.end, computes, choice.first - held, may_await and not computes)
 
     def awaits_lookup(self, sequence: Sequence, kv: KvCache) -> bool:
-        """Returns whether the sequence waits to hear how much of its prompt a store has."""
+        """Returns whether the sequence waits for a store to say how many of its blocks it has."""
         if not sequence.may_load or not self._tiers.lookups.are_on:
             return False
         hashes, size = sequence.reusable_hashes, sequence.block_size
@@ -142,23 +143,22 @@ class Loads:
             self._tiers.use(used, keep=sequence.spec.retention.returns)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
-        """Takes what a load brought that ended; returns False if it is of no use, because a part of
-        what windows need failed."""
+        """Takes the blocks of a load that ended. Returns False if they are of no use, because a
+        block that windows need failed."""
         if not self._kv.has_windows:
             sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             return True
         end, by_tier = sequence.loading.end, load.num_read_by_tier
         if load.is_whole:
             num_held = end - sum(by_tier.values())
-            if self._kv.layout.groups[0].window is not None:  # nobody needs the others
+            if self._kv.layout.groups[0].window is not None:  # no sequence needs the others
                 by_tier[next(iter(by_tier))] += num_held
                 num_held = 0
             sequence.take_loaded(range(sequence.num_stored_blocks, end), num_held, by_tier)
         return load.is_whole
 
     def find_chunk(self, sequence: Sequence, tokens_left: int) -> int:
-        """Returns how many tokens a LOADING sequence should compute in a step that has so many
-        left."""
+        """Returns how many of the step's `tokens_left` a LOADING sequence should compute."""
         rate = self._step_time.prefill_rate
         if not sequence.loading.computes or rate is None:
             return 0
@@ -179,8 +179,8 @@ class Loads:
         return (min(end, meeting_block(compute_s, load_s, at, load.blocks.start)) - at) * size
 
     def take_chunk(self, sequence: Sequence, num_tokens: int) -> int:
-        """Takes the next blocks of a LOADING sequence from its load; returns the tokens of those
-        that are not being read already."""
+        """Takes the next blocks of a LOADING sequence from its load, to compute them instead.
+        Returns the tokens of those that are not being read yet."""
         size, load = sequence.block_size, self._tiers.find_load(sequence.sequence_id)
         start = sequence.num_computed_tokens
         num_parts = (start + num_tokens) // size - load.first_block
@@ -189,7 +189,7 @@ class Loads:
 
 
 def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence]) -> bool:
-    """Returns whether a LOADING sequence is to have such a chain's block."""
+    """Returns whether a LOADING sequence loads the block at `index` of this chain."""
     return any(
         s.num_stored_blocks <= index < s.loading.end
         and s.block_hashes[index] == block_hashes[index]
@@ -198,8 +198,8 @@ def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence
 
 
 def _may_compute(sequence: Sequence, num_blocks: int) -> bool:
-    """Returns whether it may compute its first blocks while others up to `num_blocks` are loaded:
-    not if it would wait for KV of a peer after that, and it is not known how long."""
+    """Returns whether a sequence may compute its first blocks while those up to `num_blocks` are
+    loaded. It may not if it would then wait for a peer's KV for an unknown time."""
     if sequence.mode is Mode.WAITING_FOR_REMOTE_KV and sequence.spec.producer is None:
         missing = sequence.num_tokens - num_blocks * sequence.block_size
         return missing < sequence.spec.remote_prefill_min_tokens

@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    samples: bool  # whether a token follows: nothing is missing after this chunk
+    samples: bool  # whether a token is sampled: none is missing after this chunk
     all_logits: bool  # for log probabilities of the prompt
 
     @property
@@ -78,7 +78,7 @@ class Schedule:
             self.work.prefill_contexts += contexts
 
     def evict(self) -> None:
-        """Lets blocks leave that attracted little attention, of sequences for which it is time."""
+        """Evicts blocks that attracted little attention, of the sequences that are due."""
         for sequence, *_ in self.chunks:
             if sequence.tables.hitters is not None:
                 sequence.tables.evict(sequence.num_computed_tokens)

@@ -1,27 +1,27 @@
 """Plans each step: what it computes, which sequences get blocks, and which are preempted.
 
 It knows sequences and the block pool, no tensors. A step's token budget goes to decode first, then
-to prefill in the order of arrival, in chunks that delay those who decode by no more than is wanted
-(perf_model/step_time.py); then waiting sequences are admitted, oldest first.
+to prefill in the order of arrival. Chunks of prefill are small enough to keep the step within its
+time (perf_model/step_time.py). Then waiting sequences are admitted, oldest first.
 
-A sequence of which a tier below the pool has more blocks than the pool is LOADING first, while
-others step. It has all its blocks then, and is like one that waits for KV. It may compute its
-first blocks meanwhile (loads.py), with what all others leave of a step.
+Loads: if a tier below the pool has more blocks of a sequence than the pool, the sequence is LOADING
+first, while others step. It holds all its blocks then, like a sequence that waits for KV. With the
+tokens that all others leave of a step it may compute its first blocks meanwhile (loads.py).
 
-Blocks: admission reserves all that a sequence's tokens need, or the sequence waits and holds
-nothing. Of a KV group with a window these are the blocks of a decode step; what a chunk needs
-besides is taken as it is planned, and given back when it is computed. While a sequence decodes it
-takes one more block when its last is full; when the pool has none, the youngest running sequence
-is preempted: it gives its blocks back, waits again by its age, and computes them again. Never
-preempted: LOADING and WAITING_FOR_KV (reads are in flight) and PREFILL_ONLY (a consumer trusts its
-blocks). One that awaits its prefix only (`prefix_blocks`) was admitted with all its blocks too;
-after that it is like any other, and preempted it awaits nothing any more.
+Blocks: admission reserves every block that a sequence's tokens need, or the sequence waits and
+holds nothing. In a KV group with a window it reserves the blocks of a decode step; further blocks
+of a chunk are taken when it is planned and given back when it is computed. A decoding sequence
+takes one more block when its last is full.
+
+Preemption: if the pool has no block, the youngest running sequence is preempted. It gives its
+blocks back, waits again by its age, and computes them again. LOADING and WAITING_FOR_KV (reads are
+in flight) and PREFILL_ONLY (a consumer relies on its blocks) are never preempted. A sequence that
+awaited only its prefix (`prefix_blocks`) is like any other then: preempted, it awaits nothing.
 
 Two sequences cannot preempt each other for ever. None takes blocks from an older one: without a
-younger victim it preempts itself. Waiting sequences are admitted by age, so that no younger one
-comes in before it. An admitted sequence makes at least one token before it can need another block.
-So the oldest of all gets on with every admission, and it waits only for blocks that are lent to
-peers or awaited, whose leases have deadlines.
+younger victim it preempts itself. Waiting sequences are admitted oldest first. An admitted sequence
+makes at least one token before it can need another block. The oldest of all therefore advances with
+every admission, and it waits only for blocks leased to peers or awaited; their leases have deadlines.
 """
 
 from bisect import insort
@@ -80,30 +80,30 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def start(self, sequence: Sequence) -> None:
-        """A sequence that has all its blocks, and awaits none of them, joins the running ones."""
+        """Makes a sequence RUNNING that has all its blocks and awaits no KV."""
         self.withdraw(sequence)
         sequence.await_nothing()
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_arrival)
 
     def start_here(self, sequence: Sequence) -> None:
-        """A sequence for which no KV came joins the running ones. With windows or a KV budget it
-        waits first: it holds no block but those that were to come."""
+        """Makes a sequence RUNNING for which no KV came. With windows or a KV budget it waits,
+        because it holds only the blocks for that KV."""
         if self._kv.passes(sequence.tables):
             self.begin_again(sequence)
         else:
             self.start(sequence)
 
     def begin_again(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
-        """A sequence that awaited KV gives back its blocks and waits again, to be computed here. A
-        window that came for one depth is of no use at another."""
+        """Takes back the blocks of a sequence that awaited KV, and enqueues it to be computed
+        here. Blocks of a window that came for one depth are of no use at another."""
         self.withdraw(sequence)
         self._kv.give_back(sequence.let_go(), unsafe_blocks)
         sequence.await_nothing()
         self.enqueue(sequence)
 
     def enter(self, sequence: Sequence) -> None:
-        """A sequence that has its blocks awaits KV from outside, or joins the running ones."""
+        """Makes a sequence that has its blocks RUNNING, or WAITING_FOR_KV if it lacks KV."""
         self.withdraw(sequence)
         if sequence.lacks_kv:
             sequence.status = Status.WAITING_FOR_KV
@@ -112,14 +112,14 @@ class Scheduler:
             self.start(sequence)
 
     def compute_instead(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
-        """A sequence whose load failed gives back its blocks and waits to be computed."""
+        """Takes back the blocks of a sequence whose load failed, and enqueues it to be computed."""
         self.withdraw(sequence)
         self._kv.give_back(sequence.let_go(), unsafe_blocks)
         sequence.may_load = False
         self.enqueue(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Takes the sequence out of the queue it is in; its blocks stay its own."""
+        """Takes the sequence out of its queue. It keeps its blocks."""
         for queue in (self.waiting, self.running, self.awaiting, self.loading):
             if sequence in queue:
                 queue.remove(sequence)
@@ -131,7 +131,7 @@ class Scheduler:
         return oldest is not None and self._admission(oldest, Schedule()) is not None
 
     def awaits_threads(self) -> bool:
-        """Returns True while a waiting sequence's grammar is compiled, or an adapter is read."""
+        """Returns whether a waiting sequence's grammar is being compiled, or an adapter read."""
         return self._adapters.is_reading or any(s.awaits_grammar for s in self.waiting)
 
     def schedule(self) -> Schedule:
@@ -143,7 +143,7 @@ class Scheduler:
                 self._add_chunk(schedule, sequence)
         for sequence in self.loading:
             self._compute_meanwhile(schedule, sequence)
-        if not preempted:  # else blocks are short: who came in now would be the next victim
+        if not preempted:  # else blocks are short: an admitted sequence would be the next victim
             self._admit(schedule)
         return schedule
 
@@ -214,7 +214,7 @@ class Scheduler:
                 self._add_chunk(schedule, sequence)
 
     def _plan_load(self, sequence: Sequence, admission: Admission) -> None:
-        """Decides what of a sequence comes from a tier, at its admission."""
+        """Decides, at admission, which blocks of a sequence are loaded from a tier."""
         prefilling = [s for s in self.running if not s.in_decode]
         sequence.loading = loading = self.loads.plan(
             sequence,
@@ -226,7 +226,7 @@ class Scheduler:
             sequence.await_nothing()
 
     def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
-        """Plans a chunk of a LOADING sequence, before the blocks that are read now."""
+        """Plans a chunk of a LOADING sequence that ends before the blocks being read."""
         tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
         if len(schedule.chunks) < self._max_num_seqs:
             num_tokens = self.loads.find_chunk(sequence, tokens_left)
@@ -234,9 +234,9 @@ class Scheduler:
                 schedule.add(sequence, num_tokens)
 
     def _next_waiting(self) -> Sequence | None:
-        """Returns the oldest that lacks neither its grammar nor its adapter, and whose next block
-        does not come for another: meanwhile others go first. Not so where adapters' slots are all
-        in use: then no younger one with an adapter goes first, or a slot might never be free."""
+        """Returns the oldest waiting sequence that has its grammar and its adapter, and whose next
+        block no other sequence brings; the others are skipped. While all adapter slots are in use,
+        younger sequences with adapters are skipped too: else a slot might never be free."""
         is_full = False
         for sequence in self.waiting:
             if sequence.awaits_grammar or self._awaits_blocks(sequence):
@@ -260,13 +260,13 @@ class Scheduler:
         return {adapter.digest for adapter in of_admitted if adapter is not None}
 
     def _admission(self, sequence: Sequence, schedule: Schedule) -> Admission | None:
-        """Returns how a sequence starts now; None without a running slot or room for its blocks."""
+        """Returns how a sequence starts; None without a running slot or room for its blocks."""
         if not self._has_slot(sequence, schedule):
             return None
         depth = self._kv.match(hashes := sequence.reusable_hashes)
         parent = find_parent(sequence, self.running, depth)
         part = self._kv.find_beginning(*sequence.wanted_after(depth))
-        for each in (part, None):  # the block with the part may be one that has to be evicted
+        for each in (part, None):  # the block with the part may have to be evicted
             admission = sequence.plan(depth, parent, each)
             if self._kv.can_reserve(
                 hashes,
@@ -280,11 +280,11 @@ class Scheduler:
         return None
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Returns whether there is a running slot beside what is planned.
+        """Returns whether the sequence finds a running slot beside the planned ones.
 
-        A sequence that will decode here waits until each step has a place for it and all before it:
-        otherwise those that await KV would, as it comes, keep prompts out of every step. One that
-        is for a peer waits for none of those: two workers may work for each other.
+        A sequence that will decode here waits until each step has a place for it and all admitted
+        ones: otherwise sequences whose KV arrives would keep prompts out of every step. A sequence
+        that prefills for a peer does not wait for those: two workers may prefill for each other.
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
             admitted = (*self.running, *self.awaiting, *self.loading)
@@ -309,14 +309,14 @@ class Scheduler:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of prefill in a step, at a prompt's start, beside sequences that decode now."""
+        """Number of prompt tokens, at a prompt's start, that fit beside the decoding sequences."""
         decoding = [s for s in self.running if s.in_decode]
         contexts = sum(s.num_computed_tokens for s in decoding)
         work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
         return self._tokens_left(Schedule(work=work), 0)
 
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
-        """Tokens that the step has left for a chunk after `context` others."""
+        """Returns the number of tokens that a chunk after `context` tokens may have in the step."""
         tokens_left = self._max_tokens - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
@@ -332,13 +332,13 @@ class Scheduler:
         else:
             num_tokens = min(sequence.num_missing_tokens, tokens_left)
         num_tokens = min(num_tokens, sequence.num_next_tokens)
-        # A window may have room for a part only, for as long as others hold what it has passed.
+        # A window's pool may have room for a part only while others hold the blocks it has passed.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:
             schedule.add(sequence, end - sequence.num_computed_tokens)
 
     def computed(self, chunk: Chunk) -> None:
-        """Updates the pull lag after a chunk was run, before its sequence moves on."""
+        """Updates the pull lag of a chunk's sequence; called before its computed tokens count."""
         sequence, link = chunk.sequence, self._link(chunk.sequence)
         rate = self._step_time.prefill_rate
         if link is not None and rate is not None:
@@ -359,7 +359,7 @@ class Scheduler:
         return Link(latency_s, layout.block_bytes / size / bytes_per_s, windows)
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
-        """Sizes a chunk, pulled while the next is computed: only the last pull is waited for."""
+        """Sizes a chunk whose pull overlaps the next chunk; only the last pull is exposed."""
         num_missing, rate = sequence.num_missing_tokens, self._step_time.prefill_rate
         link = self._link(sequence)
         if link is None or rate is None:
@@ -375,10 +375,10 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Gives a decoding sequence a block for its next token if it lacks one. Returns False when
-        it was preempted itself, for want of a younger one."""
+        """Gives a decoding sequence a block for its next token if it lacks one. Returns False if it
+        was preempted itself because no younger sequence could be."""
         num_tokens = sequence.num_tokens
-        # Most steps need no block: with one group that is seen at once.
+        # Fast path of one group: most steps need no block.
         if (
             not self._kv.has_windows
             and len(sequence.block_table) * sequence.block_size >= num_tokens
