@@ -54,7 +54,7 @@ def list_keys(url: str) -> None:
 
 
 def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
-    """Changes limits of a key, and prints those that it has then. Raises OperateError."""
+    """Changes limits of a key, and prints all its limits. Raises OperateError."""
     if not limits:
         raise OperateError("name a limit to change, such as --requests-per-minute 60")
     key = ask(url, "POST", {"limits": limits}, path=f"{_PATH}/{key_id}/update")
@@ -65,7 +65,7 @@ def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
 
 
 def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
-    """Prints what tenants used. Raises OperateError."""
+    """Prints the usage of tenants. Raises OperateError."""
     query = {"window": window, "last": last} | ({} if tenant is None else {"tenant": tenant})
     rows = ask(url, "GET", path=f"/v1/usage?{urlencode(query)}")["data"]
     counts = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -83,7 +83,8 @@ def rotate_key(url: str, key_id: str, grace: str) -> None:
 
 
 def revoke_key(url: str, key_id: str) -> bool:
-    """Revokes a key, and prints who confirmed it. Returns whether all did. Raises OperateError."""
+    """Revokes a key, and prints which processes confirmed it. Returns whether all did. Raises
+    OperateError."""
     done = ask(url, "POST", {}, path=f"{_PATH}/{key_id}/revoke")
     problems = {"redis": done["redis"], **done["routers"]}
     for name, problem in problems.items():

@@ -1,27 +1,27 @@
 """Finds the hosts that are far from the workers with which a new one would exchange KV. Pure.
 
-    what workers measured: how fast the blocks of each peer come    --> bandwidth of two hosts
-    bandwidth of a host and each peer's host, harmonic mean         --> bandwidth to the peers
+    bandwidths that workers measured for the blocks of each peer, median --> bandwidth of two hosts
+    bandwidths of a host and each peer's host, harmonic mean             --> bandwidth to the peers
 
-Two workers on one host measure the bandwidth within that host. A host is far if another one that
-would do has more than `FAR_TIMES` its bandwidth to the peers. Smaller differences are noise beside
-the load, by which hosts are chosen otherwise.
+Two workers on one host measure the bandwidth within that host. A host is far if another suitable
+host has more than `FAR_TIMES` its bandwidth to the peers. Smaller differences are ignored: the load
+matters more, and decides between the other hosts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import harmonic_mean, median
 
 FAR_TIMES = 2.0
-_NAMED_MAX = 3  # far hosts in a reason
+_NAMED_MAX = 3  # far hosts that a reason names
 
 PairBandwidths = Mapping[str, Mapping[str, float]]  # worker id -> peer's worker id -> bytes/s
 HostBandwidths = Mapping[tuple[str, str], float]  # two host ids in order -> bytes/s
 
 
 def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBandwidths:
-    """Returns the median of what the workers of two hosts measured of each other, in bytes/s.
+    """Returns the median of the bandwidths that the workers of two hosts measured, in bytes/s.
 
-    `host_of` has the host's id of each worker; other workers do not count.
+    `host_of` has the id of each worker's host; workers that are not in it are ignored.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for worker_id, peers in pairs.items():
@@ -35,10 +35,10 @@ def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBa
 def bandwidths_to(
     peer_hosts: Sequence[str], host_ids: Collection[str], between: HostBandwidths
 ) -> dict[str, float]:
-    """Returns the bandwidth of each host to the peers, in bytes/s: that of equal shares from all.
+    """Returns the bandwidth of each host to the peers, in bytes/s, for equal shares from all peers.
 
     `peer_hosts` has the host of each peer. A host is left out unless its bandwidth to each of them
-    is known: means over different peers do not compare.
+    is known, because means over different peers cannot be compared.
     """
     found = {}
     for host_id in host_ids:
@@ -57,8 +57,8 @@ def far_hosts(bandwidths: Mapping[str, float]) -> list[str]:
 
 
 def told_far(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
-    """Says why hosts are left out, such as "host-b has 9.2 MB/s to the decode workers, another
-    host 812.0 MB/s"; `peers` names the pool of the peers."""
+    """Returns a text that says why hosts are left out, such as "host-b has 9.2 MB/s to the decode
+    workers, another host 812.0 MB/s". `peers` names the pool of the peers."""
     named = [f"{host_id} has {_shown(bandwidths[host_id])}" for host_id in far[:_NAMED_MAX]]
     more = [f"{len(far) - _NAMED_MAX} more are far"] if len(far) > _NAMED_MAX else []
     fastest = _shown(max(bandwidths.values()))

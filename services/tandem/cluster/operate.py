@@ -1,4 +1,4 @@
-"""The commands of operators, such as `tandem status` and `tandem drain`: calls of a router."""
+"""The commands of operators, such as `tandem status` and `tandem drain`. Each calls a router."""
 
 import http.client
 import json
@@ -27,14 +27,14 @@ _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
-_END_MARGIN_S = 15.0  # from a worker's deadline until its process is gone, and its record
-_OWN_DEADLINE_MAX_S = 3600.0  # of a worker that is drained with its own deadline
+_END_MARGIN_S = 15.0  # from a worker's deadline until its process and its record are gone
+_OWN_DEADLINE_MAX_S = 3600.0  # wait for a worker that is drained with its own deadline
 _PIPE_COLUMNS = 200
 _LATELY_S = 300.0
-_LATELY_MAX = 8  # events of a status
+_LATELY_MAX = 8  # events that a status shows
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
-_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # than the first token
+_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # after the first token
 
 
 def show_status(url: str) -> None:
@@ -65,7 +65,7 @@ def show_status(url: str) -> None:
 
 
 def _show_lately(url: str, screen: Console) -> None:
-    """Prints the last events of the last minutes."""
+    """Prints the latest events of the last minutes."""
     with suppress(OperateError):
         events = ask(url, "GET", path=f"/v1/cluster/events?limit={_LATELY_MAX}")["events"]
         lately = [e for e in events if time.time() - e["at"] < _LATELY_S]
@@ -124,7 +124,7 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
 
 
 def reset_prefix_cache(url: str, worker_id: str) -> None:
-    """Has workers drop their cached blocks, and prints how many each did. Raises OperateError."""
+    """Makes workers drop their cached blocks, and prints their numbers. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
     with Waiting(Step(worker_id or "all workers", "drop their cached blocks")):
         answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
@@ -144,7 +144,7 @@ def verify_index(url: str, *, everything: bool) -> bool:
 
 
 def show_why(url: str, request_id: str) -> None:
-    """Prints where the time of a request went, and why it went there. Raises OperateError."""
+    """Prints the stages of a request and the reason of its placement. Raises OperateError."""
     answer = ask(url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}")
     for record in answer.get("data", [answer]):  # the requests of several prompts or choices
         _show_record(record)
@@ -211,7 +211,7 @@ def show_audit(url: str, limit: int) -> None:
 
 
 def console() -> Console:
-    """Makes a console whose tables are not broken where they go to a file or a pipe."""
+    """Makes a console. In a file or a pipe, rows of its tables are not broken."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
@@ -224,7 +224,8 @@ def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | Non
 
 
 def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
-    """Identifies a worker's process, to tell it from its successor; empty if it is gone."""
+    """Returns an identity of a worker's process that its successor does not share; empty if the
+    process is gone."""
     worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
@@ -232,8 +233,8 @@ def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
 def scale_steps(
     at_first: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
 ) -> list[Step]:
-    """Returns a row for each pool that has not its size yet, then one for each of their workers
-    that starts or leaves."""
+    """Returns a row for each pool that does not have its size yet, then one for each of their
+    workers that starts or leaves."""
     steps = []
     for pool, size in wanted.items():
         if missing := differences(state["pools"], {pool: size}):
@@ -247,7 +248,7 @@ def scale_steps(
 
 
 def _distance(pool: Mapping[str, Any], size: int) -> int:
-    """Returns how many processes are still to come or to go, or to become ready."""
+    """Returns how many processes have yet to start, end or become ready."""
     running = pool.get("running", pool.get("registered", 0))
     return int(max(abs(running - size), size - pool.get("ready", size)))
 
@@ -286,10 +287,10 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 
 
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
-    """Returns what of `wanted` is not so yet: processes that run, and workers that are ready.
+    """Returns a text for each pool whose running processes and ready workers differ from `wanted`.
 
-    Without a pool controller (Kubernetes) nothing reports processes: workers that are registered
-    and ready count, and routers, which nothing counts, are as they were asked for."""
+    Without a pool controller (Kubernetes) nothing reports processes. Then registered and ready
+    workers count, and the routers, which nothing counts, are taken to have their size."""
     found = []
     is_told = not pools or any("agents" in state for state in pools.values())
     for pool, size in wanted.items():
@@ -338,7 +339,7 @@ def ask(
 
 
 def authorization() -> dict[str, str]:
-    """Returns the header with the operator's key of the environment; none without one."""
+    """Returns the header with the operator's key from the environment; empty without a key."""
     key = os.environ.get(API_KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -351,7 +352,8 @@ def _error_message(error: urllib.error.HTTPError) -> str:
 
 
 def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns one line for each host whose memory is low. Workers of older versions do not tell."""
+    """Returns one line for each host whose memory is low, as far as workers report their memory:
+    those of older versions do not."""
     found: dict[str, tuple[int, int]] = {}
     for worker in workers:
         free, total = worker.get("memory_free_bytes", 0), worker.get("memory_total_bytes", 0)

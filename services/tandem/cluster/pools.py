@@ -4,14 +4,14 @@
                any of them, when the pool shrinks: draining -> gone, and the member is removed
                any of them, when its host is lost: lost -> pending, if that host comes back
 
-A lost member keeps its name, because its process may still run: the next one gets another name.
+A lost member keeps its name, because its process may still run. Its successor gets another name.
 
-Where several hosts do equally well, a worker goes to one that is near its peers (nearness.py).
+If several hosts are equally suitable, a worker goes to one that is near its peers (nearness.py).
 
-With `ClusterSpec.on_nodes` Ray's nodes come and go by themselves, and a member takes resources of
+With `ClusterSpec.on_nodes`, Ray starts and ends its nodes itself, and a member takes resources of
 its node. Members share nodes as long as they fit, so that other nodes become idle.
 
-Knows no Ray, no process and no clock.
+This module knows no Ray, no process and no clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tandem.cluster.nearness import (
 from tandem.config.cluster import Pool
 from tandem.pool_sizes import POOLS
 
-Leave = Literal["leaves", "drains"]  # of a host: its members are replaced; they are drained, too
+Leave = Literal["leaves", "drains"]  # a host's members are replaced; they are also drained
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
@@ -42,9 +42,9 @@ class PoolCommand(msgspec.Struct, frozen=True):
     """The command of a pool's processes; `{id}`, `{core}` and `{NAME}` of a port are filled in."""
 
     command: list[str]
-    ports: dict[str, int] = {}  # of one process on each host; others get 0, the system's choice
-    pinned: bool = False  # its engine gets a core
-    resources: dict[str, float] = {}  # what one process takes of a node of Ray, where they count
+    ports: dict[str, int] = {}  # for one process on each host; others get 0: the system chooses
+    pinned: bool = False  # whether its engine is pinned to a core
+    resources: dict[str, float] = {}  # of its node that one process takes, with `on_nodes`
 
     def filled(self, member: Member) -> list[str]:
         values = {
@@ -62,13 +62,13 @@ class Host(msgspec.Struct, frozen=True):
     host_id: str
     cores: list[int]  # that engines may be pinned to
     labels: dict[str, str] = {}
-    resources: dict[str, float] = {}  # of a node of Ray, where they count
+    resources: dict[str, float] = {}  # of a node of Ray, with `on_nodes`
 
 
 class ClusterSpec(msgspec.Struct, frozen=True):
-    """The processes of one machine; no secrets: those are in the environment.
+    """The processes of one machine. Secrets are not here but in the environment.
 
-    With `on_nodes` the machines are the nodes of a Ray cluster that others start and end.
+    With `on_nodes` the machines are the nodes of a Ray cluster that Tandem neither starts nor ends.
     """
 
     cluster_id: str
@@ -77,42 +77,43 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     wanted: dict[Pool, int]  # at the start
     cores: list[int]  # that engines may be pinned to
     drain_deadline_s: float = 45.0  # longer than a worker or a router drains itself
-    leave_notice_s: float = 5.0  # that a router serves on while its clients learn that it leaves
+    leave_notice_s: float = 5.0  # a router still serves while its clients learn that it leaves
     host_id: str = ""
     labels: dict[str, str] = {}
-    number: int = 0  # the fencing number of this head; 0 where no machine can join
-    host_before: str = ""  # the one that was the head and let its lease end
+    number: int = 0  # the fencing number of this head; 0 if no machine can join
+    host_before: str = ""  # the host of the head before, whose lease expired
     selectors: dict[Pool, dict[str, str]] = {}  # labels that a host of this pool must have
     on_nodes: bool = False
-    requests_nodes: bool = False  # Ray's autoscaler is asked for nodes that lack
+    requests_nodes: bool = False  # whether to request missing nodes from Ray's autoscaler
 
     @property
     def host(self) -> Host:
         return Host(self.host_id, self.cores, self.labels)
 
     def resources(self, pool: Pool) -> dict[str, float]:
-        """Returns what one process of a pool takes of its node: by default one seat of the pool."""
+        """Returns the resources of its node that one process of a pool takes: by default one unit
+        of a resource with the pool's name."""
         return self.pools[pool].resources or {pool: 1.0}
 
 
 class Member(msgspec.Struct, frozen=True):
     """One process of a pool, and the agent that keeps it running."""
 
-    member_id: str  # such as decode-0; the lowest that is free
+    member_id: str  # such as decode-0, with the lowest free number
     pool: Pool
     ordinal: int  # grows with each member made: the newest has the highest
     core: int | None = None
     state: MemberState = "pending"
     pid: int = 0
-    num_starts: int = 0  # after it had ended
-    last_line: str = ""  # of the log of its process that ended
+    num_starts: int = 0  # restarts: starts after the process had ended
+    last_line: str = ""  # of the log of the process that ended
     ending: str = ""  # how that process ended
-    is_stopped: bool = False  # its process, as by SIGSTOP
+    is_stopped: bool = False  # whether its process is stopped, as by SIGSTOP
     since: float = 0.0  # seconds since the Unix epoch: when its agent reported this state
     host: str = ""
-    has_ports: bool = False  # it gets the ports that its pool's command names
+    has_ports: bool = False  # whether it gets the ports that its pool's command names
     num_losses: int = 0  # of its host; each new agent has another name
-    placed_why: str = ""  # hosts that it was kept from because they are far; empty: from none
+    placed_why: str = ""  # the hosts that were left out because they are far; empty: none
 
     @property
     def agent_name(self) -> str:
@@ -125,7 +126,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def is_coming_back(self) -> bool:
-        """Returns whether its host is back, and its new agent has told nothing yet."""
+        """Returns whether its host is back and its new agent has not reported yet."""
         return self.state == "pending" and self.num_losses > 0
 
 
@@ -139,10 +140,11 @@ def plan(
 ) -> tuple[list[Member], list[Member]]:
     """Returns (members to add, members to drain) so that the pools get their wanted sizes.
 
-    `hosts` are those that answer, by default the machine of the spec. A pool stays smaller than
-    wanted while no host fits. Members on a `leaving` host are replaced, and stay until it says that
-    they may drain. A member moves where a host has two fewer of its pool: the pool is larger by one
-    until the new member runs. What is `measured` decides only where members go, never how many.
+    `hosts` are the hosts that answer, by default the machine of the spec. A pool stays smaller than
+    wanted while no host fits. Members on a `leaving` host are replaced. They stay until the host's
+    state is "drains". A member moves to a host that has two fewer of its pool; the pool is larger
+    by one until the new member runs. `measured` affects only the hosts of members, not their
+    number.
     """
     hosts = [spec.host] if hosts is None else hosts
     hosts = [host for host in hosts if host.host_id not in leaving]
@@ -170,10 +172,10 @@ def plan(
 def node_bundles(
     spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
 ) -> list[tuple[dict[str, float], dict[str, str]]]:
-    """Returns (resources, labels) for each process that is wanted, as Ray's nodes must have them.
+    """Returns the (resources, labels) that Ray's nodes must have for each wanted process.
 
-    The list is empty while every wanted process is on its node, which keeps that node. Ray would
-    else match the request with any nodes, idle ones among them, and those would stay.
+    The list is empty while every wanted process is on its node, which keeps that node. Otherwise
+    Ray would match the request with any nodes, and idle ones would stay.
     """
     placed = Counter(m.pool for m in members if not m.leaves and m.state != "pending")
     if all(placed[pool] >= wanted.get(pool, 0) for pool in spec.pools):
@@ -186,7 +188,7 @@ def node_bundles(
 
 
 def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Returns the members that are lost with these hosts, as they are now."""
+    """Returns the members on these hosts, in the state "lost"."""
     return [
         msgspec.structs.replace(m, state="lost", pid=0, is_stopped=False)
         for m in members
@@ -195,7 +197,7 @@ def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
 
 
 def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Returns the lost members whose host is back, as they are now: each gets a new agent."""
+    """Returns the lost members whose host is back, in their new state. Each gets a new agent."""
     return [
         msgspec.structs.replace(m, state="pending", num_losses=m.num_losses + 1)
         for m in members
@@ -206,7 +208,7 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 def describe(
     wanted: Mapping[Pool, int], members: Sequence[Member], pools: Collection[Pool] = POOLS
 ) -> dict[str, object]:
-    """Returns the state of these pools as it lies in Redis and in `/v1/cluster`."""
+    """Returns the state of these pools in the form of Redis and `/v1/cluster`."""
     return {
         pool: {
             "wanted": wanted.get(pool, 0),
@@ -237,9 +239,10 @@ def describe(
 def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:
     """Returns the members of a pool that leave: the newest of the host with the most of them.
 
-    A running member stays until as many run as are to remain. Meanwhile one of its host that does
-    not run leaves in its place, or nobody: a new member on another host is on its way. One whose
-    host is back stays until its agent tells how it is: it may run, and clients know its address.
+    A running member stays until as many others run as are to remain. Meanwhile a member of its host
+    that does not run leaves instead, or none does: a new member on another host is starting. A
+    member whose host is back stays until its agent reports: its process may run, and clients know
+    its address.
     """
     left = list(there)
     for _ in range(num_surplus):
@@ -254,7 +257,8 @@ def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:
 
 
 def _surplus_on_nodes(there: Sequence[Member], num_surplus: int) -> list[Member]:
-    """Returns the members that leave: those that do not run, then of the node with the fewest."""
+    """Returns the members that leave: first those that do not run, then those of the node with the
+    fewest members."""
     by_host = Counter(m.host for m in there)
     order = sorted(there, key=lambda m: (m.state == "running", by_host[m.host], -m.ordinal))
     leave = {m.ordinal for m in order[:num_surplus]}
@@ -268,7 +272,8 @@ def _host_to_move_to(
     hosts: Sequence[Host],
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
-    """Returns the host that is to get a member of a pool which is whole and not spread evenly."""
+    """Returns the host to which a member should move in a pool that has its size but is not spread
+    evenly."""
     there = [m for m in members if m.pool == pool and m.state != "lost"]
     if any(m.state != "running" for m in there):
         return None
@@ -286,10 +291,10 @@ def _host_for(
     hosts: Sequence[Host],
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
-    """Returns a host for one more member of this pool, and from which hosts it was kept.
+    """Returns a host for one more member of this pool, and a text about hosts that were left out.
 
-    Of the hosts that fit, those drop out that are far from the pool's peers. Of the others the one
-    with the fewest members is chosen, or, on the nodes of Ray, the one with the most.
+    Hosts that are far from the pool's peers are left out. Of the others that fit, the one with the
+    fewest members is chosen or, on the nodes of Ray, the one with the most.
     """
     fits = _fits(spec, pool, members, hosts)
     fits, why = _without_far(pool, members, fits, measured)
@@ -305,11 +310,11 @@ def _host_for(
 def _fits(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
 ) -> list[Host]:
-    """Returns the hosts that have the pool's labels, and of these those with the fewest of its
-    members: the loss of one host must not take a whole pool.
+    """Returns the hosts that have the pool's labels and the fewest of its members: the loss of one
+    host must not take a whole pool.
 
-    Where machines can join, each has one process of a pool whose command names ports. A node of Ray
-    must have room, and its pool is not spread.
+    If machines can join, each has at most one process of a pool whose command names ports. A node
+    of Ray must have room, and pools are not spread over nodes.
     """
     needs = spec.selectors.get(pool, {}).items()
     fits = [host for host in hosts if needs <= host.labels.items()]
@@ -326,9 +331,9 @@ def _fits(
 def _without_far(
     pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
 ) -> tuple[list[Host], str]:
-    """Returns the hosts that are not far from the pool's peers, and what is said of the others.
+    """Returns the hosts that are not far from the pool's peers, and a text about the others.
 
-    A peer counts as soon as it has a record, and with it an entry in `measured`.
+    A peer counts as soon as it has a record, and thereby an entry in `measured`.
     """
     if len(hosts) < 2 or pool not in _PEERS:
         return hosts, ""
@@ -343,7 +348,7 @@ def _without_far(
 
 
 def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> bool:
-    """Returns whether a node has what one more member takes. One that drains still has its part."""
+    """Returns whether a node has resources for one more member. A draining member keeps its own."""
     free = Counter(host.resources)
     for member in members:
         if member.host == host.host_id and member.state not in ("gone", "lost"):
@@ -371,6 +376,6 @@ def _next_member(
 
 
 def _least_used_core(host: Host, members: Sequence[Member]) -> int | None:
-    """Returns a core of its own while there are enough; then they are shared evenly."""
+    """Returns a core for one more member: a free one if there is one, else the least used."""
     uses = Counter(m.core for m in members if m.host == host.host_id and not m.leaves)
     return min(host.cores, key=lambda core: uses[core], default=None)

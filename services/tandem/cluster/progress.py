@@ -1,7 +1,7 @@
-"""Bars of commands that wait, on standard error if that is a terminal.
+"""Progress bars of commands that wait, on standard error if that is a terminal.
 
-They appear after `SHOWN_AFTER_S` and leave nothing behind. In a file or a pipe there are none: the
-lines that the commands print are all.
+They appear after `SHOWN_AFTER_S` and disappear at the end. If standard error is a file or a pipe,
+there are none.
 """
 
 import sys
@@ -27,13 +27,13 @@ from rich.table import Column
 from rich.text import Text
 
 SHOWN_AFTER_S = 2.0
-_STEPS_MAX = 8  # rows; a large pool has more workers than a screen has lines
+_STEPS_MAX = 8  # rows; a large pool may have more workers than a screen has lines
 _BAR_COLUMNS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One row: a part of a wait, named once. `total` is 0 if nobody knows how much is left."""
+    """One row: a part of a wait, with a name of its own. `total` is 0 if the rest is unknown."""
 
     name: str
     note: str = ""
@@ -83,7 +83,7 @@ class Waiting:
             self._is_on = False
 
     def show(self, *steps: Step) -> None:
-        """Sets the rows; those of the same name go on."""
+        """Sets the rows. A row keeps its bar if its name stays."""
         with self._lock:
             steps = steps[:_STEPS_MAX]
             for name in self._tasks.keys() - {step.name for step in steps}:
@@ -118,7 +118,7 @@ class Waiting:
 
 
 class _Bar(ProgressColumn):
-    """A bar, where it is known how much is left."""
+    """A bar, if the rest is known."""
 
     def __init__(self) -> None:
         super().__init__()

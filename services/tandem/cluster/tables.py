@@ -1,6 +1,6 @@
 """The tables of `tandem status` and `tandem audit`, for wide screens and for 80 columns. Pure.
 
-A table that does not fit is not squeezed: its last columns, or its notes, stand below it.
+If a table does not fit, its last columns, or its notes, stand below it.
 """
 
 import time
@@ -23,7 +23,7 @@ def table(*columns: str) -> Table:
 
 
 def fits(made: Table, screen: Console) -> bool:
-    """Returns whether no cell of the table has to be broken."""
+    """Returns whether the table fits without a line break in a cell."""
     room = screen.options.update(max_width=100_000)
     return Measurement.get(screen, room, made).maximum <= screen.width
 
@@ -40,7 +40,7 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
 
 
 def placed_whys(pools: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each process that was kept from far hosts, for eight at most."""
+    """Returns one line for each process whose placement left out far hosts, eight at most."""
     agents = [agent for pool in pools.values() for agent in pool.get("agents", ())]
     return [
         f"{agent['id']} is on {agent['host']}: {agent['placed_why']}"
@@ -52,8 +52,8 @@ def placed_whys(pools: Mapping[str, Any]) -> list[str]:
 def worker_tables(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]], screen: Console
 ) -> Iterator[RenderableType]:
-    """Yields what shows the workers. `known` has a row for each of them, `workers` those with a
-    record."""
+    """Yields the tables of the workers. `known` has a row for each of them, `workers` has those
+    with a record."""
     wide = table(*_LOAD_COLUMNS, "measured", "pulls from")
     for cells in _rows(workers, known):
         wide.add_row(*map(escape, (*cells[:8], *cells[8:9], ", ".join(cells[9:]) or "-")))
@@ -78,7 +78,7 @@ def worker_tables(
 
 
 def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Iterator[RenderableType]:
-    """Yields what shows the entries of the audit trail, the newest last."""
+    """Yields the tables of the audit trail's entries, the newest last."""
     wide = table("time (UTC)", "router", "caller", "key", "what", "before", "after", "outcome")
     rows = [list(map(escape, _audited(entry))) for entry in reversed(entries)]
     for row in rows:
@@ -94,7 +94,7 @@ def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Itera
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in the unit that suits it, such as 35 min."""
+    """Returns a duration in a suitable unit, such as 35 min."""
     for unit, length_s in _UNITS:
         if seconds >= 2 * length_s:
             return f"{seconds / length_s:.0f} {unit}"
@@ -104,8 +104,8 @@ def duration(seconds: float) -> str:
 def _rows(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]]
 ) -> Iterator[list[str]]:
-    """Yields the cells of each worker: eight of its load, its speed, then one for each peer. A
-    worker without a record has the first three."""
+    """Yields the cells of each worker: eight with its load, its speed, then one for each peer. A
+    worker without a record has only the first three."""
     rows = {row["worker_id"]: row for row in known}
     for worker in workers:
         load = worker["load"]
@@ -150,7 +150,7 @@ def _told(row: Mapping[str, str]) -> str:
 
 
 def _rates(rates: Mapping[str, float] | None) -> str:
-    """Formats the prefill rate, then a decode step: its own time, and what each sequence adds."""
+    """Formats the prefill rate and the time of a decode step: a base and a part per sequence."""
     if rates is None:
         return "-"
     step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
@@ -158,7 +158,7 @@ def _rates(rates: Mapping[str, float] | None) -> str:
 
 
 def _pairs(worker: Mapping[str, Any]) -> list[str]:
-    """Formats each peer, the transport, and how fast its blocks came."""
+    """Formats each peer with its transport and measured speed."""
     pairs = worker.get("pairs", {})
     told = []
     for peer, way in sorted(worker["transports"].items()):

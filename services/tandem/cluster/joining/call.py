@@ -20,8 +20,8 @@ _BYTES_MAX = 100_000
 def ask_to_join(
     host: str, port: int, *, token: str, ca_sha256: str, own_address: str
 ) -> tuple[JoinReply, str]:
-    """Returns what the cluster answers, and this machine's address (`own_address` if it is given,
-    else that of the connection). Raises ConfigError that says what to do."""
+    """Returns the cluster's reply and this machine's address (`own_address` if it is given, else
+    that of the connection). Raises ConfigError that says what to do."""
     where = f"{host}:{port}"
     try:
         ca = _fetch_ca(host, port)
@@ -40,7 +40,7 @@ def ask_to_join(
 
 
 def _fetch_ca(host: str, port: int) -> str:
-    """Returns what the server says its authority is. Nothing is sent that is worth hearing."""
+    """Returns the authority's certificate as the server sends it, unverified. No secret is sent."""
     unverified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unverified.check_hostname = False
     unverified.verify_mode = ssl.CERT_NONE
@@ -53,7 +53,7 @@ def _fetch_ca(host: str, port: int) -> str:
 
 
 def _name_in(ca: str) -> str:
-    """Returns the name of the join server, which follows from that of the authority."""
+    """Returns the name of the join server, derived from that of the authority."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 

@@ -4,8 +4,8 @@
     POST /join    `JoinRequest` -> `JoinReply`, both JSON; header `Authorization: Bearer TOKEN`
 
 The joiner compares the certificate's SHA-256 with the one that its operator named. Only then does
-it open a second connection, which must end in that authority and in the name `join.CLUSTER.tandem`,
-and sends the token. So nobody between the two learns a secret.
+it open a second connection, on which the server must prove the name `join.CLUSTER.tandem` with a
+certificate of that authority, and sends the token. An attacker between the two learns no secret.
 """
 
 import msgspec
@@ -19,7 +19,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
 
 class JoinReply(msgspec.Struct, frozen=True):
-    """All that a host needs; it is made of secrets."""
+    """Everything that a host needs to join. It contains secrets."""
 
     cluster_id: str
     options: list[str]  # command line of `tandem up`, without the addresses of its machine
@@ -28,5 +28,5 @@ class JoinReply(msgspec.Struct, frozen=True):
     redis_urls: dict[str, str]  # by kind of process; `{tls}` stands for the joiner's tls folder
     authority: str  # PEM: certificate
     authority_key: str  # PEM
-    may_lead: bool  # whether a joined host may become the head
+    may_lead: bool  # whether a joined host may become Ray's head
     first_address: str = ""  # of the machine of `tandem up`; its options may name it

@@ -1,7 +1,7 @@
 """The port that machines join at: HTTPS, one token, two paths (protocol.py).
 
-A few short calls at a time, each within a deadline; whoever has no token learns the authority's
-certificate, which is no secret.
+It serves a few short calls at a time, each within a deadline. A caller without the token gets only
+the authority's certificate, which is no secret.
 """
 
 import hmac
@@ -45,8 +45,8 @@ class JoinServer(ThreadingHTTPServer):
         reply: JoinReply,
         joined: Callable[[str], None],
     ) -> None:
-        """`folder` has the certificate of this server; `joined` is told the address of a machine
-        that got the reply. Raises ConfigError if the port is taken."""
+        """`folder` has the certificate of this server. `joined` is called with the address of each
+        machine that got the reply. Raises ConfigError if the port is taken."""
         self.token = token
         self.reply = reply
         self.joined = joined
@@ -67,7 +67,7 @@ class JoinServer(ThreadingHTTPServer):
         self.server_close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Runs in a thread of the call: a slow handshake keeps nobody else waiting."""
+        """Runs in a thread of the call, so a slow handshake delays no other call."""
         if not self._calls.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -92,9 +92,10 @@ class JoinServer(ThreadingHTTPServer):
 
 @contextmanager
 def _within(connection: socket, deadline_s: float) -> Iterator[None]:
-    """Ends the connection after the deadline, however busy it is: a time-out of a socket bounds
-    each read alone, and a byte now and then would hold a place among the calls for ever."""
-    with connection.dup() as same:  # TLS takes the file of the other one over
+    """Ends the connection after the deadline, even if bytes still arrive. A socket's time-out
+    bounds only each read, so a caller that sends a byte now and then could occupy a call for ever.
+    """
+    with connection.dup() as same:  # TLS takes over the descriptor of the original
 
         def end() -> None:
             with suppress(OSError):

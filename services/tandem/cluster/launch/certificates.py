@@ -2,8 +2,8 @@
 
     RUN_FOLDER/tls/router/{ca.crt,tls.crt,tls.key}     and tls/worker
 
-Its key is never written. Only machines that join get it, and they keep it in memory, too: each of
-them makes its own certificates, and may become the one that others join.
+The authority's key is never written. Only machines that join get it, and they keep it in memory,
+too: each of them makes its own certificates, and other machines may join it.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from tandem.config.tls import Kind
 HostKind = Literal["ray", "join", "redis"]
 HOST_KINDS: tuple[HostKind, ...] = ("ray", "join", "redis")
 
-_LIFE = datetime.timedelta(days=3650)  # a run may last; the authority ends with it
-_BEFORE = datetime.timedelta(hours=1)  # clocks of one machine agree, its past settings may not
+_LIFE = datetime.timedelta(days=3650)  # a run may last long; the authority ends with it
+_BEFORE = datetime.timedelta(hours=1)  # in case the machine's clock is set back
 
 
 class Authority:
@@ -63,8 +63,8 @@ class Authority:
 
     @classmethod
     def with_key(cls, cluster_id: str, certificate: bytes, key: bytes) -> "Authority":
-        """Returns the authority that `pem` and `key_pem` are of. Raises ValueError if they cannot
-        be read."""
+        """Returns the authority with this certificate and this key. Raises ValueError if they
+        cannot be read."""
         made = cls(cluster_id)
         loaded = serialization.load_pem_private_key(key, None)
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
@@ -73,7 +73,7 @@ class Authority:
         made._certificate = x509.load_pem_x509_certificate(certificate)
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
-        # Tools compute the identifier in different ways, and it must be that of the certificate.
+        # Tools compute the identifier in different ways; it must equal the certificate's.
         with contextlib.suppress(x509.ExtensionNotFound):
             extensions = made._certificate.extensions
             made._key_id = extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -85,7 +85,7 @@ class Authority:
 
     @property
     def sha256(self) -> str:
-        """Returns the digest by which a joining machine knows the certificate."""
+        """Returns the digest by which a joining machine recognizes the certificate."""
         return self._certificate.fingerprint(hashes.SHA256()).hex()
 
     def write(
@@ -96,9 +96,9 @@ class Authority:
         roots: bytes = b"",
         addresses: Sequence[str] = (),
     ) -> None:
-        """Writes a new certificate of this kind, its key and the trusted roots (by default its
-        own). Nobody else can read the folder. `addresses` are further names: IP addresses and DNS
-        names."""
+        """Writes a new certificate of this kind, its key and the trusted roots (by default this
+        authority). Other users cannot read the folder. `addresses` are further names of the
+        certificate: IP addresses and DNS names."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = f"{kind}.{self._cluster_id}.tandem".lower()
         names: list[x509.GeneralName] = [x509.DNSName(name)]
@@ -131,7 +131,7 @@ def write_certificates(
 
 
 def write_host_certificates(run_folder: Path, authority: Authority, address: str) -> None:
-    """Writes the folders of what listens on a host's own address: Ray, the join server, Redis."""
+    """Writes the folders of the listeners on a host's own address: Ray, the join server, Redis."""
     for kind in HOST_KINDS:
         addresses = {address: None, "127.0.0.1": None}
         authority.write(host_folder(run_folder, kind), kind, addresses=list(addresses))
@@ -176,7 +176,7 @@ def _builder(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replaces a file at once, so that no reader finds a part of it."""
+    """Replaces a file atomically, so that no reader finds a part of it."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -1,6 +1,6 @@
-"""The model that this machine serves: found, and checked before a process starts that reads it.
+"""The model that this machine serves: found, and checked before processes start that read it.
 
-The tokenizer and the headers of files are read here, and none of their tensors.
+The checks read the tokenizer and the headers of files, but no tensors.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def model_here(options: LaunchOptions) -> ModelFolder | None:
 
 
 def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
-    """Returns the model, downloaded if it is not here. Raises ConfigError as `model_here` does."""
+    """Returns the model, and downloads it first if needed. Raises ConfigError as `model_here`."""
     say("looking for the model")
     if _needs_download(options.model):
         say("downloading the built-in model (93 MB, once)")

@@ -1,11 +1,11 @@
-"""`tandem controller` runs the pool controller on a Ray cluster that is there, such as KubeRay's.
+"""`tandem controller` runs the pool controller on an existing Ray cluster, such as KubeRay's.
 
     take the lease of the head -> connect to Ray -> controller up -> renew the lease ...
 
-The controller is a detached actor on this program's node, and goes on when the program ends. There
-is one per cluster: a later one has a higher number, and the one before changes nothing any more.
-The program and all nodes have the cluster's variables in their environments. Workers go on while
-Ray has no head, for as long as their nodes do.
+The controller is a detached actor on this program's node, and continues when the program ends. Each
+cluster has one: a later controller has a higher number, and the one before changes nothing any
+more. The program and all nodes have the cluster's variables in their environments. While Ray has no
+head, workers continue as long as their nodes do.
 """
 
 import logging
@@ -58,7 +58,7 @@ class ControllerOptions(Options):
 
 
 def run(options: ControllerOptions) -> int:
-    """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
+    """Runs until a stop signal. Returns the exit status. Raises ConfigError if it cannot start."""
     configure_logging("controller")
     cluster = ClusterConfig.from_environment()
     commands = _read_pools(options.pools)
@@ -130,7 +130,7 @@ def _take(lease: HeadLease) -> int:
 
 
 def _renew(lease: HeadLease, number: int, address: str) -> bool:
-    """Returns False if there is a later controller. While Redis is lost all stays as it is."""
+    """Returns False if there is a later controller. While Redis is lost, nothing changes."""
     try:
         return lease.renew(number, address)
     except UNREACHABLE as error:
@@ -166,7 +166,7 @@ def _start_controller(spec: ClusterSpec) -> None:
         try:
             controller = start_controller(spec)
             break
-        except ValueError:  # Ray forgets the name of the one that was killed a moment later
+        except ValueError:  # Ray frees the name of a killed actor only after a moment
             if time.monotonic() > give_up_at:
                 raise
             time.sleep(_RETRY_S)

@@ -1,11 +1,11 @@
-"""A real Redis-compatible server (Valkey, BSD licence) as a child process: a cluster on one host.
+"""A Redis-compatible server (Valkey, BSD licence) as a child process, for a cluster on one host.
 
 States: made -> `start` -> running -> `stop` or `kill` (or it dies) -> `start`/`restart` -> running.
 Address and password stay the same for the object's life, so that clients find a restarted server.
-Nothing is kept on disk: Redis holds only what workers publish again. The folder has the log alone.
+Nothing is kept on disk, because workers publish everything again. The folder has only the log.
 
-The child runs in a session of its own, so that Ctrl-C in a terminal reaches it only through its
-owner. Whoever starts it ends it; this module does not see to an owner that is killed.
+The child runs in a session of its own, so Ctrl-C in a terminal reaches it only through its owner.
+The owner must end it; this module does not handle the kill of its owner.
 """
 
 import random
@@ -77,11 +77,11 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Contains the password: hand it on in the environment, never on a command line."""
+        """The URL with the password: pass it in the environment, never on a command line."""
         return f"redis://:{self._password}@{self._host}:{self.port}/0"
 
     def url_of(self, kind: Kind) -> str:
-        """Returns the URL of a kind's own user; of the one that may all, without a cluster's id."""
+        """Returns the URL of a kind's own user; of the default user without a cluster's id."""
         if not self._cluster_id:
             return self.url
         return f"redis://{self.user_of(kind)}@{self._host}:{self.port}/0"
@@ -112,7 +112,7 @@ class EmbeddedRedis:
                     raise
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """Ends the server, by force when it does not go in time, and removes its own folder."""
+        """Ends the server, with SIGKILL if it does not end in time, and removes its own folder."""
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -122,14 +122,14 @@ class EmbeddedRedis:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kills the server with SIGKILL, as a crash would."""
+        """Kills the server with SIGKILL, to simulate a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def restart(self, deadline_s: float = 10.0) -> None:
-        """Starts a new, empty server at the same address, whether the old one still runs or not."""
+        """Starts a new, empty server at the same address, even if the old one still runs."""
         self.kill()
         self.start(deadline_s)
 

@@ -2,8 +2,8 @@
 
     ask to join -> run folder, certificates, guardian -> model -> Ray node up -> watch
 
-The pool controller places routers and workers here as it does on the first machine. They go on
-while Ray has no head; with a Redis of the cluster's own this host may become the head.
+The pool controller places routers and workers here as it does on the first machine. They continue
+while Ray has no head. With a Redis of your own, this host may become the head.
 """
 
 import time
@@ -79,7 +79,7 @@ class JoinOptions(Options):
 
 
 def join(options: JoinOptions) -> int:
-    """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
+    """Runs until a stop signal. Returns the exit status. Raises ConfigError if it cannot start."""
     token = read_join_token(options.token_file)
     host, port = options.host_and_port
     with Waiting(Step(options.address, "is asked to let this host join")):
@@ -174,7 +174,7 @@ class _JoinedHost:
         return self._ray.is_up
 
     def leave(self) -> None:
-        """Hands over what runs here to other hosts."""
+        """Moves the members of this host to other hosts."""
         leaving = Leaving(
             controller_url=self._run.environment[REDIS_URL_VARIABLE],
             worker_url=self._run.environment[f"{REDIS_URL_OF_KIND}worker"],
@@ -186,7 +186,7 @@ class _JoinedHost:
 
     @contextmanager
     def _bars(self, *steps: Step) -> Iterator[Waiting]:
-        """Shows on a terminal what is waited for; `say` prints above it."""
+        """Shows the progress of a wait on a terminal; `say` prints above it."""
         with Waiting(*steps) as waiting:
             self._waiting = waiting
             try:
@@ -195,7 +195,7 @@ class _JoinedHost:
                 self._waiting = None
 
     def watch(self) -> None:
-        """Runs until told to stop; starts Ray and the guardian again when they end."""
+        """Runs until a stop signal. Restarts Ray and the guardian when they end."""
         ends = EndWatch()
         ends.add("guardian", self._run.guardian.pid)
         while True:

@@ -2,12 +2,12 @@
 
     check ports, model -> guardian -> Redis -> Ray, and beside it: workers, router -> ready -> watch
 
-A model that may have to be downloaded is looked for beside Ray's start.
+A model that may have to be downloaded is fetched while Ray starts.
 
 Workers and router are started before Ray is up; their agents adopt them by their records. When Ray
-ends, requests go on, and the agents of a fresh head adopt them; Redis is started again at its
-address. However the launcher ends, nothing stays: in order it stops everything itself, after a
-kill -9 the guardian does.
+ends, requests continue, and the agents of a fresh head adopt the processes. A Redis that ended is
+restarted at its address. However the launcher ends, no process stays: in an orderly end it stops
+everything itself, and after a kill -9 the guardian does.
 """
 
 import errno
@@ -48,12 +48,12 @@ from tandem.store.client import wait_until_answers
 from tandem.store.control_state import Head
 
 _REDIS_STOP_S = 0.5
-_GPU = Path("/dev/nvidiactl")  # is there when NVIDIA's driver is
-_RETRY_S = 2.0  # of Redis, and of a Ray head that could not be started
+_GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
+_RETRY_S = 2.0  # between attempts to start Redis, or a Ray head
 
 
 def up(options: LaunchOptions) -> int:
-    """Runs until it is told to stop. Returns the exit status; raises ConfigError if it cannot."""
+    """Runs until a stop signal. Returns the exit status. Raises ConfigError if it cannot start."""
     for option, (host, port) in options.ports.items():
         _check_port(host, option, port)
     if options.listen:
@@ -118,7 +118,8 @@ class _Launch:
             self._run.end()
 
     def start(self) -> None:
-        """Starts all until requests can be sent. Raises ConfigError with the reason if not."""
+        """Starts everything and returns when the cluster takes requests. Raises ConfigError with
+        the reason if it cannot."""
         with self._screen.bars():
             model, readiness = self._start_all()
         command_to_join = self._open_join_port() if self._listening else ""
@@ -171,7 +172,7 @@ class _Launch:
         return model
 
     def watch(self) -> None:
-        """Runs until told to stop; starts Redis, Ray and the guardian again when they end."""
+        """Runs until a stop signal. Restarts Redis, Ray and the guardian when they end."""
         ends = EndWatch()
         if self._ray_host is None:
             self._tell_head(address=self._head_address)
@@ -230,13 +231,13 @@ class _Launch:
         )
 
     def _tell_head(self, *, address: str = "", why: str = "") -> None:
-        """Tells routers of the head, in a thread: Redis may not answer."""
+        """Publishes the head for the routers, in a thread, because Redis may not answer."""
         told = (self._run.environment[REDIS_URL_VARIABLE], self._run.cluster_id)
         head = Head(0, "", address, why)
         threading.Thread(target=tell_head, args=(*told, head), daemon=True).start()
 
     def _start_fresh_head(self, ends: EndWatch) -> None:
-        """Starts a fresh head and returns at once: Redis must not wait for Ray."""
+        """Starts a fresh head and returns at once: a restart of Redis must not wait for Ray."""
         self._ray_head.start(self._spec)
         ends.add("ray head", self._ray_head.pid)
 
@@ -285,8 +286,9 @@ class _Launch:
 
 
 def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
-    """Raises ConfigError when the workers' memory is not free. Without a model, which may have to
-    be downloaded first, only the KV pools count. A GPU's memory is checked by its worker."""
+    """Raises ConfigError if the machine has too little free memory for the workers. Without a model
+    (it may have to be downloaded first) only the KV pools count. Workers check the memory of GPUs.
+    """
     config = options.engine
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return

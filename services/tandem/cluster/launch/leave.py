@@ -1,4 +1,4 @@
-"""A host leaves a cluster in order, while its processes still serve.
+"""The orderly exit of a host from a cluster, while its processes still serve.
 
     leaves: the controller places as many members elsewhere --they are ready--> drains: the members
     here hand over their streams and end --none is left--> the host ends
@@ -30,7 +30,7 @@ _LEAVING = ("draining", "gone", "lost")
 
 
 class Leaving:
-    """The end of one host's time in its cluster."""
+    """The exit of one host from its cluster."""
 
     def __init__(
         self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
@@ -47,9 +47,9 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[Step], None] = lambda _: None,
     ) -> None:
-        """Returns when nothing is left here, the time is over or Redis is lost. `tick` is called
-        again and again: this host may have to stay Ray's head meanwhile. `show` is told what is
-        waited for."""
+        """Returns when no process is left here, the time is over or Redis is lost. `tick` is called
+        repeatedly, because this host may have to stay Ray's head meanwhile. `show` is called with
+        the progress."""
         give_up_at = time.monotonic() + LEAVE_DEADLINE_S
         redis = connect_blocking(self._controller_url)
         records = connect_blocking(self._worker_url)
@@ -81,8 +81,8 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[Step], None],
     ) -> list[str]:
-        """Waits until each pool has its size on other hosts, of processes that are ready, or no
-        more of them are to come. Returns the pools that then lack some."""
+        """Waits until each pool has its size of ready processes on other hosts, or no further
+        process starts there. Returns the pools that then lack processes."""
         settles_at = time.monotonic() + _SETTLED_S
         while True:
             pools = self._pools(redis)
@@ -97,8 +97,8 @@ class Leaving:
             time.sleep(_INTERVAL_S)
 
     def _look(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
-        """Returns the pools without their size on other hosts, and whether a process there is
-        still on its way."""
+        """Returns the pools that lack processes on other hosts, and whether a process there is
+        still starting."""
         lacking, is_coming = [], False
         for pool, state in pools.items():
             others = [

@@ -1,7 +1,7 @@
 """The listeners of a host where machines can join: Ray on its address, and the port to join at.
 
-The machine of `tandem up --listen` and those of `tandem join` are alike: each can be joined, and
-with a Redis of your own each can become Ray's head (cluster/ray/ray_host.py).
+The machine of `tandem up --listen` and those of `tandem join` are alike: other machines can join
+each of them, and with a Redis of your own each can become Ray's head (cluster/ray/ray_host.py).
 """
 
 import os
@@ -32,7 +32,7 @@ _SOCKET = "redis.socket"
 
 
 class Listening:
-    """One host's listeners for the others. Made when its run folder is there."""
+    """One host's listeners for the other hosts. Needs the run folder."""
 
     def __init__(
         self, options: LaunchOptions, run: Run, authority: Authority, ray_token: str
@@ -135,7 +135,7 @@ def redis_socket(run: Run) -> Path:
 
 
 def read_join_token(path: str) -> str:
-    """Returns the secret in a file. Raises ConfigError if there is none, or it is short."""
+    """Returns the secret in a file. Raises ConfigError if there is none or it is too short."""
     try:
         token = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

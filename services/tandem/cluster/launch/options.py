@@ -33,7 +33,7 @@ from tandem.options import (
 from tandem.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220
-LOCAL_COLD_START_S = 15.0  # of a worker whose model is on this machine
+LOCAL_COLD_START_S = 15.0  # start of a worker whose model is on this machine
 _CLUSTER = Group("Cluster", sort_key=1)
 
 _ClusterPort = Annotated[int, Bounds(least=1024, most=65535 - NUM_CLUSTER_PORTS)]
@@ -98,7 +98,7 @@ class LaunchOptions(Options):
             raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
         if self.listen and self.no_cluster_tls:
             raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
-        # In a Redis of its own there are no keys yet; that of another may have some.
+        # The launcher's own Redis has no keys yet; an existing Redis may have some.
         has_keys = self.admission.keys_file or self.redis_url
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
         if outer and not (has_keys or self.admission.allow_anonymous):
@@ -151,7 +151,7 @@ class LaunchOptions(Options):
 
 
 def check_listen(address: str, option: str = "--listen") -> None:
-    """Raises ConfigError unless it is empty or one address of a machine."""
+    """Raises ConfigError unless the value is empty or one address of a machine."""
     if not address:
         return
     try:
@@ -162,8 +162,8 @@ def check_listen(address: str, option: str = "--listen") -> None:
 
 
 def options_for_others(options: LaunchOptions) -> list[str]:
-    """Returns the command line for a machine that joins: without what is this machine's own, but
-    its address, which `on_host` replaces."""
+    """Returns the command line for a machine that joins. It has no options of this machine alone,
+    except its address, which `on_host` replaces."""
     own = replace(options, parent_pid=None, join_token_file="", labels=())
     return to_argv(own)
 
@@ -217,7 +217,7 @@ def certificate_folder(run_folder: Path, kind: Kind) -> Path:
 
 
 def _reachable(host: str) -> str:
-    """The address to put in a URL for somebody on this machine."""
+    """Returns the address for a URL that a client on this machine can reach."""
     if host in ("0.0.0.0", "::", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -15,7 +15,7 @@ _OWN = ("ray.io", "tandem-")
 
 
 class LabelledSize(int):
-    """A number of workers and the labels of the hosts that may have them; equal only to such."""
+    """A number of workers and the labels of their hosts. It equals only a size with such labels."""
 
     labels: tuple[str, ...]
 

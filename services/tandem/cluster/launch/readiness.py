@@ -1,8 +1,8 @@
-"""Tells when a cluster that is being started can take requests, and how long each part took.
+"""Waits until a starting cluster can take requests, and reports how long each part took.
 
-Ready: the router answers, every worker's record says ready, and Ray's controller is there. A
-process that ends before that is a failed start: its last words are the reason. So is one without
-progress for too long.
+A cluster is ready when the router answers, every worker's record says ready, and the pool
+controller is up. A start fails if a process ends before that; the reason is the end of its log. It
+also fails without progress for too long.
 """
 
 import ssl
@@ -26,10 +26,10 @@ from tandem.errors import ConfigError
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.store.registry import Loading, WorkerRecord
 
-_DEADLINE_S = 300.0  # without progress: of a large model each byte that is loaded is some
+_DEADLINE_S = 300.0  # without progress; each loaded byte of a large model is progress
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
-_PAIRS_DEADLINE_S = 5.0  # without pairs the cluster serves, too: decode workers prefill
+_PAIRS_DEADLINE_S = 5.0  # without pairs the cluster serves, too: decode workers then prefill
 
 
 @dataclass(slots=True)
@@ -47,7 +47,8 @@ class Readiness:
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
     def wait(self, ray_head: HeadProcess) -> HeadStarted:
-        """Waits until all is up. Raises ConfigError that names what is not, with its log's end."""
+        """Waits until all parts are up. Raises ConfigError with the part that is not and the end of
+        its log."""
         head: HeadStarted | None = None
         progress, moved_at = (0, False, 0), time.monotonic()
         with closing(connect_blocking(self.redis_url)) as redis:
@@ -87,7 +88,7 @@ class Readiness:
         return [*steps, Step("ray head", "starts")] if waits_for_head else steps
 
     def _wait_for_pairs(self, redis: SyncClient) -> None:
-        """Waits until every decode worker has connected every prefill worker, within a bound."""
+        """Waits a bounded time until all decode workers are paired with all prefill workers."""
         began = time.monotonic()
         self.screen.wait_for(Step("pairs", "decode workers connect prefill workers"))
         producers = {m.member_id for m in self.members if m.pool == "prefill"}
@@ -107,7 +108,7 @@ class Readiness:
         if member.pool == "router":
             url = f"{self.options.http_url}/ready"
             try:
-                # Whether it answers, not who it is: the certificate names another host than ours.
+                # The check needs no identity: the certificate names another host than ours.
                 context = ssl._create_unverified_context()
                 with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S, context=context):
                     return True
@@ -120,8 +121,8 @@ class Readiness:
         return record is not None and record.state == "ready"
 
     def _bytes_loaded(self, redis: SyncClient) -> tuple[int, int]:
-        """Returns how much of their weights all workers have loaded, and how much there is: a large
-        model takes long."""
+        """Returns the bytes of weights that all workers have loaded, and the bytes of all weights:
+        a large model takes long."""
         try:
             found = redis.hvals(f"{{tandem:{self.cluster_id}}}:loading")
         except UNREACHABLE:

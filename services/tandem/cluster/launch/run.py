@@ -2,7 +2,7 @@
 
     made -> ... -> `end`: every process of the cluster on this machine is gone, and the folder too
 
-A launcher that is killed leaves that to its guardian.
+After a kill of the launcher, its guardian does this.
 """
 
 import os
@@ -25,7 +25,7 @@ class Run:
     """One run of a cluster on this machine."""
 
     def __init__(self, cluster_id: str, token: str, more: Mapping[str, str] | None = None) -> None:
-        """`more` is put into the environment of all processes."""
+        """`more` has further variables for the environment of all processes."""
         self.cluster_id = cluster_id
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-"))
         self.logs = RunLogs(self.folder, cluster_id)
@@ -42,11 +42,11 @@ class Run:
         self.guardian = self._start_guardian()
 
     def end_processes(self, spare: int | None = None) -> None:
-        """Ends the cluster's processes on this machine, but for `spare`."""
+        """Ends the cluster's processes on this machine, except `spare`."""
         guardian.end_cluster(self.cluster_id, _DRAIN_S, spare=spare)
 
     def end(self) -> None:
-        """Removes what is left: all processes have ended."""
+        """Removes the run folder. All processes have ended."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.logs.close()
         assert self.guardian.stdin is not None

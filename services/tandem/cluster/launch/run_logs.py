@@ -1,4 +1,4 @@
-"""Logs of the runs of `tandem up` on this machine, which stay after a run has ended.
+"""Logs of the runs of `tandem up` on this machine. They stay after a run has ended.
 
     $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sorted by name
 
@@ -38,7 +38,7 @@ class RunLogs:
     """The logs of one run: `RUN_FOLDER/logs` is a link to their folder until `close`."""
 
     def __init__(self, run_folder: Path, cluster_id: str) -> None:
-        """Leaves the logs in the run folder, which goes with the run, if no other can be had."""
+        """The logs stay in the run folder, which ends with the run, if no other can be made."""
         self.folder = run_folder / "logs"
         self._lock: int | None = None
         kept = runs_folder() / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{cluster_id}"
@@ -53,7 +53,7 @@ class RunLogs:
         _drop_old(kept.parent)
 
     def close(self) -> None:
-        """Ends the run: a later one may drop its logs."""
+        """Ends the run. Later runs may then delete its logs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -73,7 +73,7 @@ def find_log(process_id: str) -> Path:
 
 
 def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
-    """Yields what a log has, then what is added to it, until `is_over` says so at its end."""
+    """Yields the lines of a log, then those that are added, until `is_over` is true at its end."""
     if older(path).is_file():
         yield older(path).read_text(errors="replace")
     while True:
@@ -90,7 +90,7 @@ def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
 
 
 def _is_named(stream: TextIO, path: Path) -> bool:
-    """Returns whether a log is still the file of its name, and has not begun anew."""
+    """Returns whether the open log is still the file of its name: it has not begun anew."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:

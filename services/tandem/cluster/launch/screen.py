@@ -1,4 +1,4 @@
-"""The output of `tandem up`: a line for each thing done, then one screen when all is ready."""
+"""The output of `tandem up`: a line for each part that is up, then the ready screen."""
 
 import json
 import time
@@ -18,7 +18,7 @@ _PROMPT = "What is gravity? Explain in two sentences."
 
 
 class LaunchScreen:
-    """Shows progress and keeps the times: `done` is told how long each part took."""
+    """Shows progress, and keeps the time of each part that `done` reports."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
@@ -38,7 +38,7 @@ class LaunchScreen:
 
     @contextmanager
     def bars(self) -> Iterator[None]:
-        """Shows on a terminal what the start waits for, as `wait_for` tells it."""
+        """Shows on a terminal the rows that `wait_for` sets."""
         with Waiting() as self._waiting:
             try:
                 yield

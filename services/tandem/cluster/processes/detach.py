@@ -1,8 +1,8 @@
 """Starts a command that outlives its caller: `detach.py RECORD LOG COMMAND...`.
 
-Run as a script by its path (`python -I -S`), so it imports nothing of Tandem and little else. The
-command gets a session of its own and, since this process ends at once, no parent that could take it
-along: Ray kills the children of an actor that ends. RECORD, a JSON object with `pid` and
+It is run as a script by its path (`python -I -S`), so it imports nothing of Tandem and little else.
+The command gets a session of its own. This process ends at once, so the command has no parent whose
+end could end it: Ray kills the children of an actor that ends. RECORD, a JSON object with `pid` and
 `start_ticks`, is in place before the command runs and before this script ends.
 """
 
@@ -11,7 +11,8 @@ import sys
 
 
 def start_ticks(pid: int) -> int:
-    """Start of a process in clock ticks since boot: with the pid, its identity."""
+    """Returns the start of a process in clock ticks since boot. With the pid it identifies the
+    process."""
     with open(f"/proc/{pid}/stat") as stat:
         return int(stat.read().rpartition(")")[2].split()[19])
 

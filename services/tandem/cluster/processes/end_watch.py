@@ -28,8 +28,7 @@ class EndWatch:
             self._close(pidfd)
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Waits, and returns the name of one that has ended; each is returned once. Returns None at
-        the time-out."""
+        """Returns the name of a process that has ended, each name once; None at the time-out."""
         if not self._gone:
             timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
             self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll(timeout_ms)]

@@ -1,10 +1,10 @@
 """Ends a whole cluster when its launcher is gone, however it ended.
 
-Run as a script by its path (`python -I -S guardian.py CLUSTER_ID RUN_FOLDER`), with standard input
-a pipe whose other end only the launcher holds. At its end of file everything that carries the
-cluster's id in its environment is ended, or shares a session with one that does (every process of
-a cluster is in a session that the cluster made). Imports nothing of Tandem: it must be small, and
-nothing may break it.
+It is run as a script by its path (`python -I -S guardian.py CLUSTER_ID RUN_FOLDER`). Its standard
+input is a pipe whose other end only the launcher holds. At the end of file it ends every process
+that has the cluster's id in its environment, and every process that shares a session with one of
+them (each process of a cluster is in a session that the cluster made). It imports nothing of
+Tandem, because it must be small and must not fail.
 """
 
 import os
@@ -14,13 +14,13 @@ import sys
 import time
 
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
-_TERM_S = 1.5  # for an orderly end; then SIGKILL
+_TERM_S = 1.5  # from SIGTERM to SIGKILL
 _KILL_S = 10.0
 _SCAN_INTERVAL_S = 0.05
 
 
 def cluster_processes(cluster_id: str) -> dict[int, int]:
-    """Living processes of a cluster: pid -> session id. The caller is never among them."""
+    """Returns the session id of each living process of a cluster, by pid, without the caller."""
     marker = f"{CLUSTER_ID_VARIABLE}={cluster_id}".encode()
     sessions: dict[int, int] = {}
     marked: set[int] = set()
@@ -39,7 +39,7 @@ def cluster_processes(cluster_id: str) -> dict[int, int]:
                     marked.add(pid)
         except (OSError, ValueError):  # it ended meanwhile, or is another user's
             continue
-    # Only sessions whose leader is ours or gone: never that of a shell, whatever else happened.
+    # Only sessions whose leader is the cluster's or gone, so never the session of a shell.
     own = {s for s in map(sessions.__getitem__, marked) if s in marked or s not in sessions}
     own.discard(os.getsid(0))
     return {pid: s for pid, s in sessions.items() if pid in marked or s in own}
@@ -66,7 +66,7 @@ def end_session(session_id: int) -> None:
 
 
 def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
-    """Sends SIGTERM, then SIGKILL until only `spare` is left; False if something would not go."""
+    """Sends SIGTERM, then SIGKILL until only `spare` is left. Returns False if a process stays."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
     asked: set[int] = set()

@@ -4,10 +4,10 @@
     {tandem:CLUSTER}:head-number  STRING, the highest number of a head so far
     {tandem:CLUSTER}:owned        STRING, JSON of `owned.Owned`, as the newest controller wrote it
 
-Each head has a number of its own, higher than all before. Whatever a head or its controller writes
-carries the number, and Redis refuses a number that is not the highest. So a head that was stopped
-or cut off while another took over changes nothing when it is back. A Redis that lost its data gets
-the number anew from the head that lives.
+Each head has a number of its own, higher than all before. Everything that a head or its controller
+writes carries the number, and Redis refuses a number that is not the highest. A head that was
+stopped or cut off while another one took over therefore changes nothing when it is back. If Redis
+loses its data, it gets the number again from the living head.
 """
 
 import logging
@@ -103,8 +103,8 @@ def fenced_set(
 
 
 def tell_head(redis_url: str, cluster_id: str, head: Head) -> None:
-    """Tells routers of the head of a single machine, which holds no lease. Does nothing if Redis
-    does not answer."""
+    """Publishes the head of a single machine, which holds no lease, for the routers. Does nothing
+    if Redis does not answer."""
     try:
         redis = connect_blocking(redis_url)
         redis.set(control_key(cluster_id, HEAD_KEY), msgspec.json.encode(head))

@@ -3,8 +3,9 @@
     on one machine             `controller.json` in the run folder
     where machines can join    the key `owned` in Redis, fenced (head_lease.py), and the same file
 
-The controller alone writes it, before it tells anybody. An agent that Ray started again reads there
-whether its process is still wanted: the one that was told is dead, and the controller may be too.
+Only the controller writes it, before it sends any order. An agent that Ray has restarted reads
+there whether its process is still wanted, because the agent that got the order is dead, and the
+controller may be, too.
 """
 
 import logging
@@ -31,7 +32,7 @@ class Owned(msgspec.Struct):
     number: int = 0  # of the head whose controller wrote it
 
     def wants(self, agent_name: str) -> bool:
-        """Returns whether this agent's process is to run: it is known and not on its way out."""
+        """Returns whether this agent's process should run: it is known and does not leave."""
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
     def was_there(self, agent_name: str) -> bool:
@@ -45,7 +46,7 @@ class Owned(msgspec.Struct):
 
 
 def read(run_folder: Path) -> Owned | None:
-    """Reads the file; None before the first controller of this folder has written it."""
+    """Returns the content of the file; None before the folder's first controller has written it."""
     try:
         return msgspec.json.decode((run_folder / _FILE).read_bytes(), type=Owned)
     except FileNotFoundError:
@@ -53,7 +54,7 @@ def read(run_folder: Path) -> Owned | None:
 
 
 def read_spec(run_folder: Path) -> ClusterSpec:
-    """Reads the settings of a machine that is one of several hosts."""
+    """Returns the spec of a machine that is one of several hosts."""
     return msgspec.json.decode((run_folder / _SPEC_FILE).read_bytes(), type=ClusterSpec)
 
 
@@ -82,7 +83,7 @@ def forget_leaving(redis: SyncClient, cluster_id: str, host_id: str) -> None:
 
 
 class SharedOwned:
-    """The same in Redis, for all hosts. `number` is that of the head whose controller asks."""
+    """The same state in Redis, for all hosts. `number` is that of the head of this controller."""
 
     def __init__(self, redis_url: str, cluster_id: str, number: int) -> None:
         self._redis_url = redis_url
@@ -91,7 +92,7 @@ class SharedOwned:
         self._client: SyncClient | None = None
 
     def read(self) -> Owned | None:
-        """Returns None if no controller has written yet, or Redis has lost it or is lost."""
+        """Returns the state; None if it was never written, or if Redis or its data is lost."""
         try:
             found = self._redis().get(f"{{tandem:{self._cluster_id}}}:owned")
         except UNREACHABLE as error:
@@ -113,8 +114,8 @@ class SharedOwned:
             return {}
 
     def pair_bandwidths(self, worker_ids: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Returns how fast blocks come to these workers, as they measured it: worker id -> peer's
-        worker id -> bytes/s. Nothing while Redis is lost or does not let it be read."""
+        """Returns the bandwidths that these workers measured: worker id -> peer's worker id ->
+        bytes/s. Empty while Redis is lost or refuses the read."""
         try:
             return read_pair_bandwidths(self._redis(), self._cluster_id, worker_ids)
         except UNREACHABLE as error:

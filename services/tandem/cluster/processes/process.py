@@ -1,8 +1,8 @@
 """One process of a pool that outlives its agent: started detached, found again by its record.
 
-The record, `RUN_FOLDER/processes/ID.json`, names pid and start time; a pid that was given to
-another process meanwhile is therefore never taken for ours. The process is nobody's child, so its
-exit status is not to be had; that it ended is seen on a pidfd, without polling.
+The record, `RUN_FOLDER/processes/ID.json`, has the pid and the start time, so another process that
+gets the same pid later is never mistaken for this one. The process is not our child, so its exit
+status is unknown. A pidfd reports its end, without polling.
 """
 
 import json
@@ -36,7 +36,8 @@ class DetachedProcess:
     log_path: Path
 
     def wait(self, timeout_s: float | None, wake_fd: int | None = None) -> bool:
-        """True once the process has ended; False at the time-out or when `wake_fd` is readable."""
+        """Returns True if the process has ended, False at the time-out or when `wake_fd` is
+        readable."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         if wake_fd is not None:
@@ -49,7 +50,7 @@ class DetachedProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def stop(self, deadline_s: float) -> None:
-        """Sends SIGTERM, which drains it, and SIGKILL when it is not gone in time."""
+        """Sends SIGTERM, which drains the process, and SIGKILL if it is not gone in time."""
         self.send(signal.SIGTERM)
         if not self.wait(deadline_s):
             self.send(signal.SIGKILL)
@@ -61,7 +62,7 @@ class DetachedProcess:
         return endings.is_stopped(self.pid)
 
     def ending(self, oom_kills_before: int | None) -> str:
-        """Says how it ended, as far as the system tells; see `endings.ending`."""
+        """Returns how the process ended, as far as the system says (`endings.ending`)."""
         return endings.ending(self.pid, self.pidfd, oom_kills_before)
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ def start(
 
 
 def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
-    """Returns the living process of that record, if there is one."""
+    """Returns the living process of this record; None if there is none."""
     try:
         record = json.loads(_record_path(run_folder, process_id).read_text())
     except FileNotFoundError:
@@ -109,7 +110,7 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
         return None
     process = DetachedProcess(process_id, pid, pidfd, log_path(run_folder, process_id))
     with suppress(FileNotFoundError):
-        # Asked after the pidfd is open: from here on it cannot come to mean another process.
+        # Checked after the pidfd is open: from then on the pidfd cannot refer to another process.
         if detach.start_ticks(pid) == int(record["start_ticks"]) and not process.wait(0):
             return process
     process.close()
@@ -117,14 +118,14 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
 
 
 def failed_start(what: str, log: Path) -> ConfigError:
-    """The error of a process that ended while it was started, with its last words."""
+    """Returns the error of a process that ended during its start, with the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     tail = "\n".join(lines[-_LOG_TAIL_LINES:])
     return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")
 
 
 def last_line(log: Path) -> str:
-    """Returns the last line of a log that says something, at most `_LAST_LINE_MAX` characters."""
+    """Returns the last line of a log that is not empty, cut to `_LAST_LINE_MAX` characters."""
     with suppress(OSError), log.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
@@ -137,10 +138,10 @@ def log_path(run_folder: Path, process_id: str) -> Path:
 
 
 def child_environment(environment: Mapping[str, str], pool: Pool | None = None) -> dict[str, str]:
-    """Returns the environment for a process of a pool: the caller's without settings of Ray.
+    """Returns the environment of a process of a pool: the caller's without the settings of Ray.
 
-    An agent would else hand on what Ray set for the agent itself. The process gets the Redis user
-    of its own kind, and hears of no other. Without a pool it is one that starts processes.
+    Otherwise a process would get the settings that Ray made for its agent. It gets only the Redis
+    user of its own kind. Without a pool, the environment is for a process that starts others.
     """
     child = {k: v for k, v in environment.items() if not k.startswith(("RAY_", "__RAY"))}
     if pool is None:

@@ -12,14 +12,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(BaseException):
-    """Raised in the main thread by the first signal; later ones are ignored: it stops already."""
+    """Raised in the main thread by the first signal. Later signals are ignored."""
 
 
 @contextmanager
 def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
-    """Turns stop signals into `Interrupted`; after the block the old handlers are back.
+    """Turns stop signals into `Interrupted` within the block.
 
-    `parent_pid` makes the end of that process, which must be our parent, a SIGTERM.
+    With `parent_pid`, the end of that process counts as SIGTERM. It must be our parent.
     """
     before = {number: signal.signal(number, _interrupt) for number in _STOP}
     try:
@@ -27,7 +27,7 @@ def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-            if os.getppid() != parent_pid:  # it ended before it could be asked for
+            if os.getppid() != parent_pid:  # it has ended already
                 raise Interrupted
         yield
     finally:

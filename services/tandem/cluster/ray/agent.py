@@ -5,11 +5,11 @@
        |                            SIGKILL -> gone
        `(on its way out already) adopt, SIGTERM, ... or gone at once: it is never started
 
-The process is not the agent's child: it goes on when the agent, the raylet or the whole of Ray
-ends, and an agent that Ray starts again finds it by its record. Whether it is to run at all is in
-the controller's file: `drain` may have come to an agent that is dead. The watch is a thread that
-sleeps in poll(2), and looks every 2 s whether the process is stopped; each change is told to the
-controller, nothing is sent while nothing changes.
+The process is not the agent's child: it continues when the agent, the raylet or the whole of Ray
+ends, and an agent that Ray restarts finds it by its record. The controller's file says whether the
+process should run at all, because the agent that got `drain` may be dead. The watch is a thread
+that sleeps in poll(2) and checks every 2 s whether the process is stopped. The agent reports each
+change to the controller, and sends nothing while nothing changes.
 """
 
 import logging
@@ -41,7 +41,7 @@ BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
 _LOOK_S = 2.0
 _STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
-HEALTHY_AFTER_S = 60.0  # a process that ran this long starts its back-off anew
+HEALTHY_AFTER_S = 60.0  # the back-off of a process that ran this long begins anew
 
 
 class Agent:
@@ -53,7 +53,7 @@ class Agent:
             folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
             spec = msgspec.structs.replace(spec, run_folder=folder)
         elif member.host:
-            # Another host made the spec that it was given; this host's own is in its run folder.
+            # The spec is another host's; this host's own is in its run folder.
             spec = read_spec(Path(os.environ[RUN_FOLDER_VARIABLE]))
         self._spec = spec
         self._member = member
@@ -61,11 +61,11 @@ class Agent:
         self._command = spec.pools[member.pool].filled(member)
         if spec.on_nodes:
             self._command = [expand(word, os.environ) for word in self._command]
-        self._wake_fd = os.eventfd(0)  # readable from `drain` on
+        self._wake_fd = os.eventfd(0)  # readable after `drain`
         self._state: MemberState = "pending"
         self._pid = 0
-        self._num_starts = 0  # after the process had ended: the first start is none
-        self._was_there = member.state != "pending"  # its process, under an agent before this one
+        self._num_starts = 0  # restarts: the first start does not count
+        self._was_there = member.state != "pending"  # an earlier agent had started its process
         self._last_line = ""
         self._ending = ""
         self._is_stopped = False
@@ -76,8 +76,8 @@ class Agent:
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
-        """Returns (agent's name, state, pid, starts after it had ended, last log line and ending of
-        a process that ended, whether the process is stopped), as the controller is told."""
+        """Returns the agent's report: (its name, state, pid, number of restarts, last log line and
+        ending of a process that ended, whether the process is stopped)."""
         name, last = self._member.agent_name, (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
 
@@ -109,7 +109,7 @@ class Agent:
                 return
 
     def _watch(self, running: DetachedProcess) -> bool:
-        """Waits until the process has ended by itself, and notes how; False when it is to end."""
+        """Waits until the process ends by itself, and notes how. Returns False on `drain`."""
         oom_kills = endings.oom_kills()
         while not running.wait(_LOOK_S, self._wake_fd):
             if select.select([self._wake_fd], [], [], 0)[0]:
@@ -133,7 +133,7 @@ class Agent:
 
     def _read_owned(self) -> Owned | None:
         if self._spec.on_nodes:
-            return None  # nodes may not read it, and the controller drains what it does not want
+            return None  # nodes may not read it; the controller drains unwanted processes
         if not self._member.host:
             return owned.read(self._run_folder)
         shared = SharedOwned(os.environ[REDIS_URL_VARIABLE], self._spec.cluster_id, 0)
@@ -158,7 +158,7 @@ class Agent:
     def _stop(self, running: DetachedProcess) -> None:
         self._tell("draining", running.pid)
         if self._member.pool == "router" and self._member.host:
-            # Its clients have routers on other hosts to go to, once they see that it leaves.
+            # Its clients can go to routers on other hosts once they see that it leaves.
             running.send(LEAVE_SIGNAL)
             running.wait(self._spec.leave_notice_s)
         running.stop(self._spec.drain_deadline_s)

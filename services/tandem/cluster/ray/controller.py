@@ -2,14 +2,14 @@
 
 One thread owns all state and takes one event at a time: a scale request (from Redis or by a call),
 an agent's report, an agent found anew. After each it compares wanted with actual (`pools.plan`),
-makes and drains agents, writes what it owns to its file, and tells Redis. Started again by Ray, it
-reads the file, takes the agents by their names, and asks each how it is.
+makes and drains agents, writes its state to its file, and publishes it in Redis. After a restart by
+Ray, it reads the file, finds the agents by their names, and asks each for its status.
 
-Where machines can join, the same state lies in Redis under the number of this head. The controller
-acts only on what it could write there: cut off from Redis it changes nothing, and one whose number
-is not the highest any more has been superseded and stops for good.
+If machines can join, the same state is in Redis under the number of this head. The controller acts
+only on state that it could write there. Cut off from Redis, it changes nothing. A controller whose
+number is not the highest any more is superseded and stops for good.
 
-On the nodes of a Ray cluster that has an autoscaler, it asks for the nodes that wanted sizes need
+On the nodes of a Ray cluster that has an autoscaler, it requests the nodes that wanted sizes need
 (node_requests.py). A member that has drained ends its agent, and Ray ends a node without agents.
 """
 
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
-_RETRY_S = 2.0  # of what could not be written
+_RETRY_S = 2.0  # between attempts to write the state
 
 
 class PoolController:
@@ -81,7 +81,7 @@ class PoolController:
         start_vital("pools", self._run)
 
     def scale(self, sizes: object) -> None:
-        """Sets the wanted size of the pools named. Raises BadRequest saying what is allowed."""
+        """Sets the wanted sizes of these pools. Raises BadRequest with the allowed sizes."""
         checked = {p: size for p, size in check_sizes(sizes).items() if p in self._spec.pools}
         self._events.put(lambda: self._owned.wanted.update(checked))
 
@@ -106,11 +106,11 @@ class PoolController:
         self._events.put(lambda: self._take_report(agent_name, state, told))
 
     def state(self) -> dict[str, object]:
-        """Returns the state of all pools as in Redis."""
+        """Returns the state of all pools in the form of Redis."""
         return describe(self._owned.wanted, self._owned.members, self._spec.pools)
 
     def _read(self) -> Owned | None:
-        """Returns what the controller before this one wrote: the newer of Redis and the file."""
+        """Returns the state that the last controller wrote: the newer of Redis and the file."""
         found = [owned.read(self._run_folder), self._shared.read() if self._shared else None]
         return max((f for f in found if f), key=lambda f: f.number, default=None)
 
@@ -128,14 +128,14 @@ class PoolController:
         log.warning("the controller of another head owns the pools now")
 
     def _look(self) -> None:
-        """Looks which hosts answer, and which want to leave."""
+        """Updates the hosts that answer and those that want to leave."""
         assert self._shared is not None
         self._hosts.update()
         self._leaving = self._shared.leaving()
 
     def _reconcile(self) -> bool:
-        """Makes the pools what they are wanted to be. Returns False if that could not be kept, and
-        so was not done."""
+        """Brings the pools towards their wanted sizes. Returns False, and does nothing, if the new
+        state could not be written."""
         members = self._owned.members
         lost = lose(members, {m.host for m in members if self._hosts.is_lost(m.host)})
         back = revive(members, self._hosts.alive)
@@ -147,8 +147,8 @@ class PoolController:
             msgspec.structs.replace(m, state="draining") if m.ordinal in draining else m
             for m in planned
         ]
-        # Before an agent is made: one that nobody knows could not be drained. And before one is
-        # told: if it dies then, the next reads here that its process is not to be started again.
+        # Written before an agent is made: an unknown agent could not be drained. Written before an
+        # agent is drained: if it dies, its successor reads here not to start the process again.
         kept = _without_oldest_lost([*planned, *add])
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number)):
             return False
@@ -170,8 +170,8 @@ class PoolController:
         return True
 
     def _plan(self, members: list[Member]) -> tuple[list[Member], list[Member]]:
-        """Returns (members to add, members to drain). What workers measured is read only when one
-        is to be placed and there are hosts to choose from."""
+        """Returns (members to add, members to drain). Measured bandwidths are read only if a member
+        is to be placed and there is a choice of hosts."""
         hosts = list(self._hosts.alive.values())
         now = (self._spec, self._owned.wanted, members, hosts, self._leaving)
         add, drain = plan(*now)
@@ -181,7 +181,7 @@ class PoolController:
         return add, drain
 
     def _write(self, new: Owned) -> bool:
-        """Keeps the new state, which counts only if it could be written."""
+        """Writes the new state. It takes effect, and True is returned, only if that succeeds."""
         encoded = msgspec.json.encode(new)
         if encoded == self._written:
             return True
@@ -207,7 +207,7 @@ class PoolController:
             ray.kill(agent)
 
     def _attach(self, member: Member) -> None:
-        """Makes the member's agent, or finds the one that is there."""
+        """Makes the member's agent, or finds the existing one."""
         taken = dict(self._spec.resources(member.pool))
         actor = ray.remote(
             num_cpus=taken.pop("CPU", 0),
@@ -219,7 +219,7 @@ class PoolController:
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
-        if member.pid or member.leaves:  # it is not new: it may not report by itself
+        if member.pid or member.leaves:  # it may be an existing agent, which does not report now
             threading.Thread(target=self._ask, args=(agent,), daemon=True).start()
 
     def _ask(self, agent: Any) -> None:
@@ -251,22 +251,22 @@ class PoolController:
 
 
 def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:
-    """Returns Ray's selector of a host's node; None where there is only one machine."""
+    """Returns Ray's label selector for a host's node; None if there is only one machine."""
     label = NODE_LABEL if spec.on_nodes else HOST_LABEL
     return {label: host_id} if host_id else None
 
 
 def _without_oldest_lost(members: list[Member]) -> list[Member]:
-    """Forgets lost members beyond a bound: hosts that do not come back must not add up."""
+    """Drops the oldest lost members beyond a bound: they must not add up if hosts stay away."""
     lost = sorted((m for m in members if m.state == "lost"), key=lambda m: m.ordinal)
     forgotten = {m.ordinal for m in lost[:-_LOST_MAX]}
     return [m for m in members if m.ordinal not in forgotten]
 
 
 def start_controller(spec: ClusterSpec) -> Any:
-    """Makes the cluster's controller and returns its handle; the caller is connected to Ray.
+    """Makes the cluster's controller and returns its handle. The caller must be connected to Ray.
 
-    Redis's URL is not among its arguments but in its node's environment: Ray stores arguments.
+    Ray stores arguments, so the controller takes Redis's URL from its node's environment.
     """
     actor = ray.remote(
         num_cpus=0,

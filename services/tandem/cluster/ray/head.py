@@ -1,14 +1,15 @@
-"""One machine's Ray, as small as it gets: a head and the pool controller on it, or a joining node.
+"""One machine's Ray with few processes: a head with the pool controller, or a joining node.
 
     python -m tandem.cluster.ray.head RUN_FOLDER [NODE]
 
 NODE is a `RayNode` as JSON; by default a head on free ports of 127.0.0.1. A head starts GCS and
 raylet with a token, reads a `ClusterSpec` as JSON from standard input (which may come later than
 the start) and makes the pool controller; a node starts a raylet. Then the program prints one line
-of JSON (`HeadStarted`) and ends; what it started stays.
+of JSON (`HeadStarted`) and ends; the processes that it started stay.
+
 `ray start` would also start a dashboard server, an autoscaler monitor and a client server, and
-listen on the machine's outer address; Ray's own Node is therefore used, which is not public: this
-file is the one that may have to change with Ray.
+listen on the machine's outer address. This file therefore uses Ray's own class Node. It is not
+public, so this file may have to change with Ray.
 """
 
 import secrets
@@ -25,12 +26,12 @@ from tandem.config.cluster import RUN_FOLDER_VARIABLE
 from tandem.pool_sizes import POOL_SIZE_MAX, POOLS
 
 NAMESPACE = "tandem"
-_OBJECT_STORE_BYTES = 80 << 20  # the smallest Ray takes; nothing of Tandem's goes there
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing there
 _CONTROLLER_DEADLINE_S = 90.0
 
 LOOPBACK = "127.0.0.1"
 HOST_LABEL = "tandem-host"
-NODE_LABEL = "ray.io/node-id"  # which Ray gives to each of its nodes
+NODE_LABEL = "ray.io/node-id"  # Ray sets it on each of its nodes
 CORES_LABEL = "tandem-cores"
 _TOKEN_FILE = "ray.token"
 _NUM_ACTOR_PORTS = 200
@@ -104,7 +105,7 @@ class RayNode(msgspec.Struct, frozen=True):
             "metrics_export_port": first + 5,
             "metrics_agent_port": first + 6,
             "dashboard_agent_listen_port": first + 7,
-            "dashboard_port": first + 9,  # nobody listens there
+            "dashboard_port": first + 9,  # no process listens there
             "min_worker_port": first + _FIRST_ACTOR_PORT,
             "max_worker_port": first + _FIRST_ACTOR_PORT + _NUM_ACTOR_PORTS - 1,
         }
@@ -125,7 +126,7 @@ class HeadStarted(msgspec.Struct, frozen=True):
 def head_environment(
     environment: Mapping[str, str], run_folder: Path, node: RayNode | None = None
 ) -> dict[str, str]:
-    """Returns the environment of a machine's Ray. A head that nobody joins gets a new token."""
+    """Returns the environment of a machine's Ray. A head of a single machine gets a new token."""
     node = node or RayNode()
     if not node.host_id:
         write_ray_token(run_folder, secrets.token_hex(32))

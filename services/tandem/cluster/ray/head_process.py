@@ -1,12 +1,12 @@
-"""Ray's head as its owner sees it: started, told the spec, killed, and started afresh.
+"""The process of Ray's head: its owner starts it, sends it the spec, kills it and starts another.
 
     start --> spec told --> `started` (GCS, raylet and controller are up; the process itself ends)
       ^                        |
       `--- GCS or raylet ended: what is left of this head is ended, too, before there is another
 
-Without its GCS the rest of Ray lives on for a minute, controller and agents among it: beside those
-of a fresh head they would take its scale requests, and start processes a second time. All that Ray
-runs here shares the session of the process that started it: so that is what is ended.
+Without its GCS the rest of Ray lives for another minute, with controller and agents. Beside
+those of a fresh head they would take its scale requests and start processes a second time. All
+processes of Ray here share the session of the process that started them; `end` ends this session.
 """
 
 import select
@@ -25,7 +25,7 @@ from tandem.cluster.ray.head import HeadStarted, RayNode, head_environment
 
 
 class HeadProcess:
-    """Runs one head at a time: `start` ends what was left of the one before."""
+    """Runs one head at a time: `start` ends the rest of the one before."""
 
     def __init__(
         self, run_folder: Path, environment: Mapping[str, str], node: RayNode | None = None
@@ -39,7 +39,7 @@ class HeadProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process that starts the head; also the session of all that it started."""
+        """Id of the process that starts the head; also the session id of all that it started."""
         assert self._process is not None
         return self._process.pid
 
@@ -76,15 +76,15 @@ class HeadProcess:
             )
 
     def tell(self, spec: ClusterSpec) -> None:
-        """Sends it the spec, from which it makes the pool controller. Does nothing if it has ended
-        already; `started` has the reason."""
+        """Sends the starting head the spec, from which it makes the pool controller. Does nothing
+        if it has ended already; `started` then raises the reason."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(msgspec.json.encode(spec))
 
     def started(self, timeout_s: float = 0.0) -> HeadStarted | None:
-        """Returns its facts once it is up, else None. Raises ConfigError if it ended before."""
+        """Returns the head's data once it is up, else None. Raises ConfigError if it has failed."""
         assert self._process is not None
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
@@ -94,7 +94,7 @@ class HeadProcess:
         raise failed_start("Ray's head", self._log)
 
     def end(self) -> None:
-        """Kills all of it, with no grace: agents would start again what is stopped next."""
+        """Kills the whole head at once: its agents would restart stopped processes."""
         if self._process is None:
             return
         guardian.end_session(self._process.pid)

@@ -3,12 +3,12 @@
     joined -> alive -> (Ray says that its node is dead) silent -> lost after `LOST_AFTER_S`
                 ^---------------- its node is back ------'-----------------'
 
-A silent host gets no new members and keeps those it has: a raylet that was started again is back in
-a moment. A fresh head gives all hosts `FIRST_JOIN_S` to join it, but the host of the head before:
-it was silent for as long as a lease lasts.
+A silent host gets no new members and keeps those it has, because a restarted raylet is back in a
+moment. A fresh head gives all hosts `FIRST_JOIN_S` to join it, except the host of the head before,
+which was silent for the whole time of a lease.
 
-Where Ray's nodes come and go by themselves, each node of Ray that is alive is a host: its id is
-Ray's, and a node that is started again is another host.
+If Ray starts and ends its nodes itself, each living node of Ray is a host. Its id is Ray's, and a
+restarted node is another host.
 """
 
 import logging
@@ -43,7 +43,7 @@ class HostWatch:
         self._started_at = time.monotonic()
 
     def is_lost(self, host_id: str) -> bool:
-        """Returns whether a host has been silent for so long that its members go elsewhere."""
+        """Returns whether a host has been silent so long that its members are placed elsewhere."""
         if host_id in self.alive:
             return False
         if host_id not in self._seen_at:
@@ -62,7 +62,7 @@ class HostWatch:
         threading.Thread(target=tick, name="hosts", daemon=True).start()
 
     def update(self) -> None:
-        """Reads Ray's nodes. Without an answer all stays as it is."""
+        """Reads Ray's nodes. Without an answer nothing changes."""
         with suppress(ray.exceptions.RayError, RuntimeError):
             self._take(ray.nodes())
 

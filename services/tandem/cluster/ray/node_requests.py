@@ -1,6 +1,6 @@
 """Requests of nodes from Ray's autoscaler.
 
-Ray keeps the last request, and each new one replaces it. The same request is repeated now and then,
+Ray keeps the last request; each new one replaces it. The same request is repeated at intervals,
 because a fresh head knows none.
 """
 
@@ -17,15 +17,15 @@ _REPEAT_INTERVAL_S = 20.0
 
 
 class NodeRequests:
-    """Tells Ray's autoscaler what the nodes must have room for."""
+    """Requests nodes from Ray's autoscaler by the resources that they must have."""
 
     def __init__(self) -> None:
         self._told: list[tuple[dict[str, float], dict[str, str]]] = []
         self._told_at = -_REPEAT_INTERVAL_S
 
     def request(self, bundles: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
-        """Requests nodes with room for all bundles, each (resources, labels that its node has).
-        Without an answer of Ray's head the next call tries again."""
+        """Requests nodes with room for all bundles, each (resources, labels of its node). If Ray's
+        head does not answer, the next call tries again."""
         bundles, now = list(bundles), time.monotonic()
         if bundles == self._told and now - self._told_at < _REPEAT_INTERVAL_S:
             return

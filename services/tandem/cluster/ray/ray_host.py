@@ -1,4 +1,4 @@
-"""One host's part in Ray where machines can join: the head while it holds the lease, else a node.
+"""One host's part in Ray if machines can join: the head while it holds the lease, else a node.
 
     apart --the lease names an address--> node --its raylet ends, or a new number--> node ...
       |                                     |
@@ -6,9 +6,9 @@
                                                     ^--- one of them ends: a new number ---|
     head --Redis knows a higher number--> apart
 
-`tick` is called every `RENEW_INTERVAL_S` or so. Ending a head or a node ends its agents; the
-processes that they kept go on, and the next agents adopt them. While Redis is lost all stays as it
-is: a head that cannot renew its lease goes on, and its controller changes nothing (controller.py).
+`tick` is called about every `RENEW_INTERVAL_S`. The end of a head or a node ends its agents; their
+processes continue, and the next agents adopt them. While Redis is lost, nothing changes: a head
+that cannot renew its lease continues, and its controller changes nothing (controller.py).
 """
 
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class RayHost:
-    """Owns the host's Ray processes; `say` tells a person what changes."""
+    """Owns the host's Ray processes; `say` reports changes to the operator."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RayHost:
         self._may_lead = may_lead
         self._say = say
         self._spec: ClusterSpec | None = None
-        self._number = 0  # of the head that this host is, or has joined
+        self._number = 0  # of the head that this host runs or has joined
         self._leads = False
         self._up: HeadStarted | None = None
         self._ends = EndWatch()
@@ -72,17 +72,17 @@ class RayHost:
         return number
 
     def take_spec(self, spec: ClusterSpec) -> None:
-        """Sets the processes of this host; it leads only with them."""
+        """Sets the spec of this host's processes. Without it the host does not lead."""
         self._spec = spec
 
     def take_started(self, started: HeadStarted) -> None:
-        """Sets that Ray's processes are up, and watches them."""
+        """Begins to watch Ray's processes, which are up."""
         self._up = started
         for name, pid in started.pids.items():
             self._ends.add(name, pid)
 
     def tick(self) -> None:
-        """Does what the lease and the state of Ray's processes ask for."""
+        """Makes the transition that the lease and the state of Ray's processes require."""
         try:
             self._tick()
         except UNREACHABLE as error:
@@ -116,7 +116,7 @@ class RayHost:
             self._follow(head)
 
     def _has_ended(self) -> bool:
-        """Returns whether what was started is gone, or could not be started."""
+        """Returns whether Ray's processes have ended or could not be started."""
         if not self._process.is_started:
             return True
         if self._up is None:

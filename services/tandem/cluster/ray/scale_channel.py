@@ -1,13 +1,13 @@
 """The pool controller's side of Redis: scale requests come in, the pools' state goes out.
 
-    {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP; of what had to
-                             wait for a controller the newest sizes count, the others never were
+    {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP; of requests
+                             that waited for a controller only the newest sizes count
     {tandem:CLUSTER}:pools   STRING, JSON of `pools.describe`, written on each change, and again
-                             whenever BRPOP comes back: a Redis that lost it gets it anew
-    {tandem:CLUSTER}:controller  the sign of life of store/control_state.py, as often
+                             whenever BRPOP returns, in case Redis has lost it
+    {tandem:CLUSTER}:controller  the heartbeat of store/control_state.py, as often
 
-Routers ask here so that they need no Ray. While Redis is lost nobody can ask and nobody can read:
-the channel tries again, and the controller does not notice.
+Routers send their requests here, so they need no Ray. While Redis is lost, routers can neither
+send requests nor read the state. The channel tries again, and the controller does not notice.
 """
 
 import json
@@ -41,7 +41,7 @@ _TAKE_MAX = 1000
 
 
 class ScaleChannel:
-    """Calls `on_sizes`, in a thread of its own, with sizes that make sense."""
+    """Calls `on_sizes`, in a thread of its own, with valid sizes."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ScaleChannel:
         start_vital("scale-requests", self._run)
 
     def publish(self, state: dict[str, object]) -> None:
-        """Writes the state now, or as soon as Redis is there again."""
+        """Writes the state now, or as soon as Redis is back."""
         self._state = state
         try:
             if not self._write():
@@ -101,7 +101,7 @@ class ScaleChannel:
     def _waiting(self) -> Sequence[bytes | str]:
         try:
             taken = self._redis.rpop(self._requests, _TAKE_MAX)
-        except UNREACHABLE:  # BRPOP finds that, too
+        except UNREACHABLE:  # the next call then fails, too
             return ()
         return taken if isinstance(taken, list) else ()
 
@@ -117,7 +117,7 @@ class ScaleChannel:
             self._on_sizes(sizes)
 
     def _gives_back(self, taken: Sequence[bytes | str]) -> bool:
-        """Returns the requests that came after a later head took over."""
+        """Puts the requests back if a later head took over. Returns whether the channel ended."""
         with suppress(*UNREACHABLE):
             if self._write():
                 return False
@@ -140,7 +140,7 @@ class ScaleChannel:
 
     @cached_property
     def _redis(self) -> SyncClient:
-        """The client, made on first use: one of a Cluster connects when it is made."""
+        """The client, made on first use, because a client of a Redis Cluster connects at once."""
         reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
         return connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)
 

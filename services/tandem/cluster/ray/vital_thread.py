@@ -1,7 +1,6 @@
-"""A thread without which its actor is of no use: when it breaks, the actor's process ends.
+"""A thread that its actor cannot do without: when it fails, the actor's process ends.
 
-Ray then starts the actor again. An actor that had lost its thread would answer Ray for ever, and do
-nothing.
+Ray then restarts the actor. An actor without its thread would answer Ray for ever and do nothing.
 """
 
 import logging
@@ -13,11 +12,11 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _EXIT_STATUS = 1
-_PAUSE_S = 1.0  # before the end: what broke it may break the next one at once
+_PAUSE_S = 1.0  # before the end, because the next thread may fail at once, too
 
 
 def start_vital(name: str, run: Callable[[], None]) -> None:
-    """Starts `run` in a daemon thread. The process goes on if it returns, and ends if it raises."""
+    """Starts `run` in a daemon thread. The process continues if it returns, ends if it raises."""
 
     def watched() -> None:
         try:

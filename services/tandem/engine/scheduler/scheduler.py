@@ -21,7 +21,7 @@ awaited only its prefix (`prefix_blocks`) is like any other then: preempted, it 
 Two sequences cannot preempt each other for ever. None takes blocks from an older one: without a
 younger victim it preempts itself. Waiting sequences are admitted oldest first. An admitted sequence
 makes at least one token before it can need another block. The oldest of all therefore advances with
-every admission, and it waits only for blocks leased to peers or awaited; their leases have deadlines.
+every admission. It waits only for blocks leased to peers or awaited; leases have deadlines.
 """
 
 from bisect import insort
