@@ -65,6 +65,7 @@ class Waiting:
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.RLock()
         self._is_on = self._is_over = False
+        self._num_hiding = 0  # contexts of `hidden` that are open, one within the other
         self._timer = threading.Timer(SHOWN_AFTER_S, self._start)
         self._timer.daemon = True
         self.show(*steps)
@@ -100,14 +101,16 @@ class Waiting:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Takes the bars away while something else is printed."""
+        """Takes the bars away while something else is printed. May be nested."""
         with self._lock:
-            if self._is_on:
+            self._num_hiding += 1
+            if self._is_on and self._num_hiding == 1:
                 self._bars.stop()
             try:
                 yield
             finally:
-                if self._is_on:
+                self._num_hiding -= 1
+                if self._is_on and not self._num_hiding:
                     self._bars.start()
 
     def _start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,20 @@ def test_a_terminal_shows_the_rows_as_they_are_and_keeps_none() -> None:
                 hidden_at = len(terminal.text)
             wait_until(lambda: "decode-0" in terminal.text[hidden_at:])
         wait_until(lambda: terminal.text.endswith(ERASE_LINE))
+
+
+def test_bars_stay_away_until_the_outermost_context_ends() -> None:
+    with Terminal() as terminal, Waiting(Step("redis")) as waiting:
+        wait_until(lambda: "redis" in terminal.text)
+        with waiting.hidden():
+            wait_until(lambda: terminal.text.endswith(ERASE_LINE))
+            hidden_at = len(terminal.text)
+            with waiting.hidden():
+                print("looking for the model", file=sys.stderr)
+            print("download", file=sys.stderr)
+            wait_until(lambda: "download" in terminal.text)
+            assert "redis" not in terminal.text[hidden_at:]
+        wait_until(lambda: "redis" in terminal.text[hidden_at:])
 
 
 def test_a_short_wait_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
