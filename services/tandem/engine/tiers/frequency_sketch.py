@@ -16,7 +16,7 @@ _ROWS = 4  # a block hash has 16 bytes: 4 for each row
 _PARTS = Struct("<4I")  # of a block hash
 _CELLS_PER_BLOCK = 4
 _HALF_LIFE = 4  # uses of each block: the best of four in benchmarks/tier_policies.py
-_TAKEN_MAX = 1 << 26  # bytes: of 500,000 blocks
+_PREFAULT_BYTES_MAX = 1 << 26  # of the cells; 524,288 blocks take as much
 _RESCALE_AT = 64.0  # log2 of a use's weight
 
 
@@ -25,7 +25,7 @@ class FrequencySketch:
         """`num_blocks` is how many different blocks it has to tell apart."""
         width = 1 << max(6, (_CELLS_PER_BLOCK * num_blocks - 1).bit_length())
         self._cells = np.zeros(_ROWS * width)  # row after row
-        if self._cells.nbytes <= _TAKEN_MAX:
+        if self._cells.nbytes <= _PREFAULT_BYTES_MAX:
             self._cells.fill(0.0)  # takes the memory now: a first use later would wait for it
         self._view = self._cells.data  # reads a block's cells sooner than NumPy does
         self._starts = np.arange(_ROWS, dtype=np.intp) * width  # of the rows
