@@ -23,6 +23,19 @@ pytestmark = pytest.mark.service
 
 CHROMIUM = shutil.which("chromium")
 DEADLINE_S = 30.0
+# Draws 1,000 workers while an event comes after each task; returns how many are on the picture.
+DRAWN = """async () => {
+  const {take} = await import("./page/feed.js"), {showPicture} = await import("./page/picture.js");
+  const drawn = new Set(), canvas = CanvasRenderingContext2D.prototype, stroke = canvas.strokeRect;
+  canvas.strokeRect = (x, y) => drawn.add(`${x} ${y}`);
+  const ids = Array.from({length: 1000}, (_, i) => `decode-${i}`);
+  const workers = Object.fromEntries(ids.map(id => [id, ["decode", "ready", 50]]));
+  const worker_columns = ["role", "state", "kv_used_percent"];
+  take("full", {workers, worker_columns, sample_columns: [], step_s: 5, now: 0});
+  for (let i = 0; i < 6; i++) showPicture()();
+  canvas.strokeRect = stroke;
+  return drawn.size;
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +89,10 @@ def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
     page.wait_for_selector("#charts canvas")
     page.wait_for_selector("#requests tbody tr")
     assert "/v1/chat/completions" in page.inner_text("#curl")
+
+
+def test_each_worker_is_drawn_though_no_pass_ends(page: Any) -> None:
+    assert page.evaluate(DRAWN) == 1001  # the router, too
 
 
 def test_a_drain_is_asked_about_and_its_refusal_is_told_with_the_keyboard_alone(page: Any) -> None:

@@ -13,6 +13,9 @@ const SHARES = [[.02, .15], [.24, .52], [.64, .92]]; // of the width, for each c
 // The workers are on one canvas, what moves is on another one above it.
 let box, canvas, context, above, colors = {}, places = new Map(), particles = [], isRunning = false;
 let drawn = {key: "", tones: new Map()}, last = [], members = [];
+// The member that is drawn next, and how many this pass has left. An event starts a new pass, which
+// continues from that member, so the last workers are drawn even if no pass ever ends.
+let next = 0, left = 0;
 let size = {width: 0, height: 0}; // of the box: to ask it would lay out the page at once
 
 function readColors() {
@@ -100,14 +103,19 @@ function drawBase() {
     });
   }
   members = columns.flatMap(([, found]) => found);
-  return () => drawFrom(0);
+  left = members.length;
+  if (next >= left) next = 0;
+  return drawSome;
 }
 
 // Draws some workers as they are by now; returns what draws the others.
-function drawFrom(first) {
-  const end = first + DRAWN_AT_ONCE;
-  for (const [id, worker] of members.slice(first, end)) drawWorker(id, worker, places.get(id));
-  return end < members.length ? () => drawFrom(end) : null;
+function drawSome() {
+  for (const end = Math.max(0, left - DRAWN_AT_ONCE); left > end; left--) {
+    const [id, worker] = members[next];
+    drawWorker(id, worker, places.get(id));
+    next = (next + 1) % members.length;
+  }
+  return left ? drawSome : null;
 }
 
 function drawAll() {
