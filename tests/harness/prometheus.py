@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -63,12 +62,7 @@ class Prometheus:
         wait_for(self._is_ready, deadline_s=30, what="Prometheus")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self._process.kill()  # nothing of it is kept
         self._process.wait()

@@ -6,7 +6,6 @@ import os
 import pty
 import sys
 import threading
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -32,12 +31,7 @@ class Terminal:
         self._patch.setenv("COLUMNS", "120")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._patch.undo()
         self._theirs.close()
         self._reader.join(10)
