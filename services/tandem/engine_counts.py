@@ -26,7 +26,7 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Counts of pulls over NIXL that only grow: at the reader, but for `num_expired`."""
+    """Monotonic counts of pulls over NIXL, kept by the reader; `num_expired` by the producer."""
 
     seconds: Observed = Observed()  # of whole pulls, in the buckets of PULL_S
     post_s: Observed = Observed()  # part of them in which NIXL took the reads: POST_S
@@ -34,7 +34,7 @@ class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: Observed = Observed()  # PULL_BLOCKS
     num_failed: int = 0  # pulls that failed, not those that were given up
     num_unconfirmed: int = 0  # leases that were released here, of which no confirmation came
-    num_expired: int = 0  # leases of this worker's KV that ended while it waited to be read
+    num_expired: int = 0  # leases that ended after their KV was complete, without a release
 
 
 class EngineCounts(msgspec.Struct, frozen=True):

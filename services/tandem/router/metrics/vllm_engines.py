@@ -46,7 +46,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
     ),
     (
         "nixl_num_kv_expired_reqs",
-        "Leases of this worker's KV that ended before it was read",
+        "Leases of this worker's KV that ended without a release, also because a client left",
         lambda c: c.nixl.num_expired,
     ),
 )

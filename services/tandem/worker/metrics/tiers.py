@@ -32,7 +32,7 @@ def tier_metrics(labels: Mapping[str, str], load: EngineLoad) -> Iterator[Metric
         for tier in load.tiers:
             family.add_metric([*labels.values(), tier.name], value(tier))
         yield family
-    text = "Cached blocks that were evicted without a copy in a tier"
+    text = "Cached blocks evicted without a copy in a tier, also if its policy does not copy them"
     dropped = CounterMetricFamily("tandem_kv_blocks_dropped", text, labels=list(labels))
     dropped.add_metric(list(labels.values()), load.blocks_dropped)
     yield dropped
