@@ -6,6 +6,7 @@ The Job that keeps sizes runs in the stand-in. tests/unit/router/test_keep_sizes
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helm_python import Config, HelmError
 
 from tandem.router.scaling.keep_sizes import MANAGER
@@ -271,6 +273,31 @@ def test_sizes_of_the_chart_before_are_kept_if_somebody_set_them(release_before:
     release_before.scale("router", 5)
     release_before.upgrade({"decode": {"replicas": 2}, "prefill": {"replicas": 3}})
     assert [release_before.size(name) for name in OBJECTS] == [3, 0, 5]
+
+
+def test_reused_values_of_an_older_chart_upgrade_with_the_hook(tmp_path: Path) -> None:
+    """With `--reuse-values`, Helm takes no default of the new chart."""
+    older = tmp_path / "tandem"
+    shutil.copytree(CHART, older)
+    values = yaml.safe_load((older / "values.yaml").read_text())
+    del values["upgradeHook"], values["ray"]["authority"]
+    (older / "values.yaml").write_text(yaml.safe_dump(values))
+    with installed(older) as release:
+        release.scale("decode", 5)
+        release.helm.upgrade(
+            CHART, RELEASE, {"tls": {"internal": {"enabled": True}}}, reuse_values=True, timeout=60
+        )
+        assert release.server.jobs == ["Complete"]
+        assert release.size("decode") == 5
+        assert any(path.endswith("-ray-authority") for path in release.server.objects)
+
+
+def test_values_that_an_older_chart_does_not_have_are_the_defaults() -> None:
+    older = render({"upgradeHook": None, "ray": {"authority": None}})
+    with_defaults = [o for o in render() if o["kind"] != "Secret"]  # which are generated
+    assert [o for o in older if o["kind"] != "Secret"] == with_defaults
+    off = render({"upgradeHook": {"enabled": False, "resources": None}})
+    assert "keep-sizes" not in str(off)
 
 
 @pytest.mark.parametrize("field", ["serviceName", "podManagementPolicy", "selector"])

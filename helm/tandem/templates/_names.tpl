@@ -127,9 +127,22 @@ labels:
 {{/* The annotation of an object whose size the chart sets: the value that it was last told. */}}
 {{- define "tandem.toldReplicas" -}}tandem.dev/replicas{{- end -}}
 
+{{/* The values of the Job before an upgrade, as YAML, for fromYaml. `--reuse-values` of a release of an
+     older chart has none: the defaults are those of values.yaml. */}}
+{{- define "tandem.upgradeHook" -}}
+{{- $requests := dict "cpu" "50m" "memory" "96Mi" -}}
+{{- $resources := dict "requests" $requests "limits" (dict "memory" "256Mi") -}}
+{{- $values := dict "enabled" true "resources" $resources -}}
+{{- range $key, $value := .Values.upgradeHook -}}
+{{- $_ := set $values $key $value -}}
+{{- end -}}
+{{- toYaml $values -}}
+{{- end -}}
+
 {{/* Whether a Job takes over the sizes before an upgrade, and gives them changed values of `replicas`. */}}
 {{- define "tandem.keepsSizes" -}}
-{{- if and .Values.upgradeHook.enabled .Values.rbac.create -}}true{{- end -}}
+{{- $hook := include "tandem.upgradeHook" . | fromYaml -}}
+{{- if and $hook.enabled .Values.rbac.create -}}true{{- end -}}
 {{- end -}}
 
 {{/* The number of replicas of an object: root, kind, component, replicas, sizeOwner. Empty: not stated.

@@ -59,6 +59,12 @@ Service. */}}
 {{- if and .Values.tls.internal.enabled (or .Values.ray.head.enabled .Values.rayCluster.enabled) -}}true{{- end -}}
 {{- end -}}
 
+{{/* The Secret of your own with Ray's authority; empty: the chart makes one. `--reuse-values` of a release of
+     an older chart has no `ray.authority`. */}}
+{{- define "tandem.ownRayAuthority" -}}
+{{- (.Values.ray.authority | default dict).existingSecret | default "" -}}
+{{- end -}}
+
 {{- define "tandem.rayTlsEnv" -}}
 {{- if include "tandem.hasRayTls" . -}}
 - {name: RAY_USE_TLS, value: "1"}
@@ -78,7 +84,7 @@ Service. */}}
 {{- if include "tandem.hasRayTls" . -}}
 - name: ray-authority
   secret:
-    secretName: {{ include "tandem.secretName" (dict "root" . "existing" .Values.ray.authority.existingSecret "name" "ray-authority") }}
+    secretName: {{ include "tandem.secretName" (dict "root" . "existing" (include "tandem.ownRayAuthority" .) "name" "ray-authority") }}
     defaultMode: 0440
     items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
 - name: ray-tls
