@@ -170,6 +170,20 @@ def test_without_the_hook_a_changed_value_and_a_size_that_was_set_conflict(
     assert release.size("decode") == 3
 
 
+def test_a_changed_value_is_ignored_if_the_job_does_not_run(
+    release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chart cannot know of `helm upgrade --no-hooks`, which leaves the Job out."""
+    release.upgrade({"decode": {"replicas": 2}})
+    with monkeypatch.context() as without_job:
+        done = {"conditions": [{"type": "Complete", "status": "True"}]}
+        without_job.setattr(HelmServer, "_run", lambda _, job: job.update(status=done))
+        release.upgrade({"decode": {"replicas": 3}})
+    assert release.size("decode") == 2
+    release.upgrade({"decode": {"replicas": 3}})
+    assert release.size("decode") == 2
+
+
 @pytest.mark.parametrize(
     "values",
     [*OWNERS.values(), {**OWNERS["keda"], **NO_HOOK}],
@@ -251,7 +265,8 @@ def selectors(server: HelmServer) -> dict[str, Any]:
 
 
 def test_the_chart_before_is_upgraded_and_its_pods_stay_selected(release_before: Release) -> None:
-    """The stand-in refuses changes of fields that nobody may change, as the API server does."""
+    """The stand-in refuses changes of fields that nobody may change, as the API server does. The
+    values are those that `--reset-then-reuse-values` gives."""
     server = release_before.server
     before, objects = selectors(server), dict(server.objects)
     release_before.upgrade({"decode": {"replicas": 2}, "logLevel": "DEBUG"})
@@ -276,7 +291,7 @@ def test_sizes_of_the_chart_before_are_kept_if_somebody_set_them(release_before:
 
 
 def test_reused_values_of_an_older_chart_upgrade_with_the_hook(tmp_path: Path) -> None:
-    """With `--reuse-values`, Helm takes no default of the new chart."""
+    """Helm takes no default of the new chart with `--reuse-values`."""
     older = tmp_path / "tandem"
     shutil.copytree(CHART, older)
     values = yaml.safe_load((older / "values.yaml").read_text())
