@@ -52,11 +52,7 @@ def run_bash(made: Object, folder: Path, start_ray: str, *, programs: int) -> li
     """Runs a container's command, and returns the command lines of the programs in it."""
     told = folder / "told"
     told.mkdir()
-    for program in (
-        "tandem",
-        "ray",
-        "python",
-    ):  # two at once at once: each has a file, which appears whole
+    for program in ("tandem", "ray", "python"):  # each has a file, which appears whole
         script, own = folder / program, folder / f"{program}.told"
         script.write_text(
             f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >{own}\nmv {own} {told}/{program}\n'

@@ -6,8 +6,8 @@ Each word is RESOURCE/NAME of an object, and after `=` the chart's value of `rep
 value, something other than the chart owns the size.
 
 In server-side apply, a size falls back to 1 when the only manager that owns the field stops stating
-it, and whoever states another size than the field's owner gets a conflict. This program applies the
-scale of each object as the manager `tandem-size`, so that the chart need not state a size.
+it, and a manager that applies a different size gets a conflict. This program applies the scale of
+each object as the manager `tandem-size`, so that the chart need not state a size.
 
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#transferring-ownership
 """
