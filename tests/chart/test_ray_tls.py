@@ -5,13 +5,20 @@ from __future__ import annotations
 import base64
 import socket
 import ssl
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.launch.pod_certificate import make_pod_certificate
+from tandem.errors import ConfigError
 from tests.harness.chart import EXAMPLES, Object, container, pod_templates, render, values_of
 
 KUBERAY = {e.stem: values_of(e) for e in EXAMPLES if "kuberay" in e.stem}
@@ -123,6 +130,48 @@ def test_a_pods_certificate_is_of_its_addresses_and_of_the_heads_name(tmp_path: 
     assert (tmp_path / "own" / "tls.key").stat().st_mode & 0o777 == 0o600
     for name in ("10.1.2.3", "demo-tandem-ray", service, "127.0.0.1", "localhost"):
         assert greeted(tmp_path / "own", name) == "ray"
+
+
+def key_of(made: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, password: bytes = b"") -> bytes:
+    encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
+    if password:
+        encryption = serialization.BestAvailableEncryption(password)
+    pkcs8 = serialization.PrivateFormat.PKCS8
+    return made.private_bytes(serialization.Encoding.PEM, pkcs8, encryption)
+
+
+def elliptic() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (lambda: key_of(rsa.generate_private_key(65537, 2048)), "not of an elliptic curve"),
+        (lambda: key_of(elliptic(), b"secret"), "encrypted"),
+        (lambda: key_of(elliptic()), "not of its key"),
+        (lambda: b"no key", "PEM"),
+    ],
+    ids=["rsa", "password", "another's", "broken"],
+)
+def test_an_authority_that_cannot_sign_is_named(
+    tmp_path: Path, key: Callable[[], bytes], why: str
+) -> None:
+    (tmp_path / "tls.crt").write_bytes(Authority("ray").pem)
+    (tmp_path / "tls.key").write_bytes(key())
+    with pytest.raises(ConfigError, match=f"{tmp_path}, cannot be used: .*{why}"):
+        make_pod_certificate(tmp_path, tmp_path / "own", ["10.1.2.3"], {})
+    assert not (tmp_path / "own").exists()
+
+
+def test_the_init_container_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tandem.cluster.launch.pod_certificate"]
+    command = [*program, str(tmp_path), str(tmp_path / "own"), "10.1.2.3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("ray-certificate: ")
+    assert f"{tmp_path / 'tls.crt'}" in line
 
 
 def test_the_head_starts_no_client_server() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -64,13 +65,18 @@ class Authority:
     @classmethod
     def with_key(cls, cluster_id: str, certificate: bytes, key: bytes) -> "Authority":
         """Returns the authority with this certificate and this key. Raises ValueError if they
-        cannot be read."""
+        cannot be read or do not belong together."""
         made = cls(cluster_id)
-        loaded = serialization.load_pem_private_key(key, None)
+        try:
+            loaded = serialization.load_pem_private_key(key, None)
+        except (TypeError, UnsupportedAlgorithm) as error:  # a password; an unknown kind of key
+            raise ValueError(f"the authority's key cannot be read: {error}") from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
             raise ValueError("the authority's key is not of an elliptic curve")
         made._key = loaded
         made._certificate = x509.load_pem_x509_certificate(certificate)
+        if made._certificate.public_key() != loaded.public_key():
+            raise ValueError("the authority's certificate is not of its key")
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
         # Tools compute the identifier in different ways; it must equal the certificate's.

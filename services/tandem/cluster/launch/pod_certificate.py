@@ -5,6 +5,8 @@
 AUTHORITY is the folder of a Secret with the authority's tls.crt and tls.key, an elliptic curve's.
 FOLDER gets ca.crt, tls.crt and tls.key. Each NAME is an IP address or a DNS name of the pod. In the
 head's pod, KubeRay adds the name by which nodes reach the head, in the variable FQ_RAY_IP.
+
+The program ends with status 2 and one line if the authority cannot be used.
 """
 
 import os
@@ -13,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tandem.cluster.launch.certificates import Authority
+from tandem.errors import ConfigError
 
 _LOCAL = ("127.0.0.1", "localhost")  # Ray's processes of a pod call each other there, too
 
@@ -20,14 +23,32 @@ _LOCAL = ("127.0.0.1", "localhost")  # Ray's processes of a pod call each other 
 def make_pod_certificate(
     authority: Path, folder: Path, names: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Writes the three files into `folder`. Raises OSError or ValueError if the authority cannot
-    be read."""
-    certificate, key = ((authority / name).read_bytes() for name in ("tls.crt", "tls.key"))
+    """Writes the three files into `folder`. Raises ConfigError if the authority cannot be used."""
     head = environment.get("FQ_RAY_IP", "")
     known = dict.fromkeys(name for name in (*names, head, *_LOCAL) if name)
-    signer = Authority.with_key("ray", certificate, key)
-    signer.write(folder, "ray", addresses=list(known))
+    _read(authority).write(folder, "ray", addresses=list(known))
+
+
+def _read(folder: Path) -> Authority:
+    try:
+        certificate, key = ((folder / name).read_bytes() for name in ("tls.crt", "tls.key"))
+        return Authority.with_key("ray", certificate, key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the Secret of Ray's authority, mounted at {folder}, cannot be used: {error}"
+        ) from error
+
+
+def main() -> int:
+    """Returns the exit status."""
+    authority, folder, *names = sys.argv[1:]
+    try:
+        make_pod_certificate(Path(authority), Path(folder), names, os.environ)
+    except ConfigError as error:
+        print(f"ray-certificate: {error.message}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    make_pod_certificate(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:], os.environ)
+    sys.exit(main())
