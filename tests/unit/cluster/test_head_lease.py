@@ -104,3 +104,28 @@ def test_a_channel_of_an_old_number_leaves_requests_to_the_next(url: str, redis:
     new.start()
     wait_for(lambda: taken == [{"decode": 2}], deadline_s=5, what="the request")
     new.supersede()
+
+
+def test_a_request_that_was_taken_just_before_redis_failed_waits_for_it(
+    url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for(  # of the test before
+        lambda: not redis.info("clients")["blocked_clients"], deadline_s=5, what="a channel's end"
+    )
+    taken: list[object] = []
+    channel = ScaleChannel(url, "c", taken.append, number=HeadLease(url, "c", "a").take() or 0)
+    write, errors = channel._write, [ConnectionError("cut")]
+
+    def write_or_fail() -> bool:
+        if redis.get("requested") and not redis.llen("{tandem:c}:scale") and errors:
+            raise errors.pop()
+        return write()
+
+    monkeypatch.setattr(channel, "_write", write_or_fail)
+    redis.set("requested", 1)
+    redis.lpush("{tandem:c}:scale", b'{"decode":2}')
+    channel.start()
+    wait_for(lambda: taken == [{"decode": 2}], deadline_s=5, what="the request")
+    assert not errors
+    assert not channel.is_superseded
+    channel.supersede()

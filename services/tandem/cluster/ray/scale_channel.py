@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 
 import msgspec
@@ -79,24 +78,24 @@ class ScaleChannel:
         self.is_superseded = True
 
     def _run(self) -> None:
-        while not self.is_superseded:
+        taken: list[bytes | str] = []  # requests that belong to a later head, if there is one
+        while taken or not self.is_superseded:
             try:
                 if not self._write():
+                    if taken:
+                        self._redis.rpush(self._requests, *reversed(taken))
                     self.supersede()
                     return
+                if self._lost:
+                    log.info("Redis answers again")
+                    self._lost = False
+                self._take(taken)
+                taken = []
                 first = self._redis.brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
+                taken = [] if first is None else [first[1], *self._waiting()]
             except UNREACHABLE as error:
                 self._note_lost(error)
                 time.sleep(_RETRY_INTERVAL_S)
-                continue
-            if self._lost:
-                log.info("Redis answers again")
-                self._lost = False
-            if first is not None:
-                taken = [first[1], *self._waiting()]
-                if self._gives_back(taken):
-                    return
-                self._take(taken)
 
     def _waiting(self) -> Sequence[bytes | str]:
         try:
@@ -115,15 +114,6 @@ class ScaleChannel:
                 log.error("a scale request is refused: %s", error)
         if sizes:
             self._on_sizes(sizes)
-
-    def _gives_back(self, taken: Sequence[bytes | str]) -> bool:
-        """Puts the requests back if a later head took over. Returns whether the channel ended."""
-        with suppress(*UNREACHABLE):
-            if self._write():
-                return False
-            self._redis.rpush(self._requests, *reversed(taken))
-        self.supersede()
-        return True
 
     def _write(self) -> bool:
         """Writes the state, if there is one. Returns False if there is a later head."""
