@@ -273,6 +273,7 @@ def test_experts_of_a_gguf_file(gguf_file: Path, kernels: str) -> None:
     [
         ("Q4_K", "native"),
         ("Q6_K", "torch"),
+        pytest.param("Q4_K", "torch", marks=pytest.mark.slow),
         pytest.param("Q6_K", "native", marks=pytest.mark.slow),
         pytest.param("Q5_K", "native", marks=pytest.mark.slow),
         pytest.param("Q5_K", "torch", marks=pytest.mark.slow),
