@@ -136,6 +136,23 @@ def test_a_full_tier_takes_a_chain_in_parts(policy: str, at_once: int) -> None:
     assert group.pool.num_free == 0
 
 
+@pytest.mark.parametrize("at_once", [1, 4, 8])
+def test_a_chain_that_is_longer_than_the_tier_fills_it(at_once: int) -> None:
+    """Its next block takes no slot of the blocks before it."""
+    pages = HostPages(np.zeros(10, np.uint8), is_reached=True)
+    group = TierGroup(
+        0, HostStorage(pages, block_bytes=1), SlotPool(10, keep_policy("lru", 10, BLOCK_SIZE))
+    )
+    chain = entries(0, 18)
+    for first in range(0, len(chain), at_once):
+        some = [(entry, group.target(entry)) for entry in chain[first : first + at_once]]
+        for entry, target in some:
+            if target is not None:
+                target.is_written = True
+                group.settle(entry, target, is_current=True)
+    assert group.pool.depth([entry.block_hash for entry in chain]) == 10
+
+
 @pytest.mark.parametrize("policy", ["lru", "value"])
 def test_a_full_tier_learns_a_chain(policy: str) -> None:
     group, chain = tier_group(policy, 10), entries(10, 5)

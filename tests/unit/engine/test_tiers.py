@@ -271,6 +271,21 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engine.close()
 
 
+def test_a_write_that_breaks_ends_with_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(*_: object) -> int:
+        raise RuntimeError("no error of a disk")
+
+    engine = disk(tmp_path)
+    monkeypatch.setattr("tandem.engine.tiers.disk_storage.os.pwrite", pwrite)
+    outcome = run(engine, *map(prompt, range(6)), prompt(0))
+    assert outcome.token_ids["6"] == continuation(prompt(0), 5)
+    assert tier(engine).write_failures > 0
+    assert not engine.has_work()
+    engine.close()
+
+
 def test_a_full_tier_evicts_and_stays_within_its_size(tmp_path: Path) -> None:
     size = HEADER_BYTES + 9 * (BLOCK_BYTES + 48)
     engine = disk(tmp_path, kv_disk_bytes=size)

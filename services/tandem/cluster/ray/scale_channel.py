@@ -19,7 +19,7 @@ from functools import cached_property
 
 import msgspec
 
-from tandem.cluster.processes.head_lease import fenced_set
+from tandem.cluster.processes.head_lease import LEASE_S, fenced_set
 from tandem.cluster.ray.vital_thread import start_vital
 from tandem.config.cluster import Pool
 from tandem.errors import BadRequest
@@ -78,21 +78,24 @@ class ScaleChannel:
         self.is_superseded = True
 
     def _run(self) -> None:
-        taken: list[bytes | str] = []  # requests that belong to a later head, if there is one
+        taken_at = 0.0
+        taken: list[bytes | str] = []  # requests that belong to a later head, if there is one: not
+        # those from before its lease, because it may have had newer ones since
         while taken or not self.is_superseded:
             try:
-                if not self._write():
-                    if taken:
+                if self.is_superseded or not self._write():
+                    if taken and time.monotonic() - taken_at < LEASE_S:
                         self._redis.rpush(self._requests, *reversed(taken))
                     self.supersede()
                     return
-                if self._lost:
-                    log.info("Redis answers again")
-                    self._lost = False
                 self._take(taken)
                 taken = []
                 first = self._redis.brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
-                taken = [] if first is None else [first[1], *self._waiting()]
+                if first is not None:
+                    taken, taken_at = [first[1], *self._waiting()], time.monotonic()
+                if self._lost:
+                    log.info("Redis answers again")
+                    self._lost = False
             except UNREACHABLE as error:
                 self._note_lost(error)
                 time.sleep(_RETRY_INTERVAL_S)

@@ -65,16 +65,22 @@ class Write:
 
 
 def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
-    """Writes targets of one lane and KV group."""
-    for first in range(0, len(writes), channel.num_at_once):
-        some = writes[first : first + channel.num_at_once]
-        copies = [write.begin_out(target, channel) for write, target in some]
-        ends = [
-            write.begin(target, end_copy())
-            for (write, target), end_copy in zip(some, copies, strict=True)
-        ]
-        for end in ends:
-            end()
+    """Writes targets of one lane and KV group. Each ends, also if another one raises."""
+    num_ended = 0
+    try:
+        for first in range(0, len(writes), channel.num_at_once):
+            some = writes[first : first + channel.num_at_once]
+            copies = [write.begin_out(target, channel) for write, target in some]
+            ends = [
+                write.begin(target, end_copy())
+                for (write, target), end_copy in zip(some, copies, strict=True)
+            ]
+            for end in ends:
+                num_ended += 1
+                end()
+    finally:
+        for write, target in writes[num_ended:]:
+            write.on_end(write, target)
 
 
 class Part(NamedTuple):

@@ -140,6 +140,9 @@ class Lookups:
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
+        if lookup.found:  # the worker that wrote them used them
+            written = [lookup.block_hashes[i] for i in lookup.found[0]]
+            self._tier.policy.use(written, keep=False)
         for group, indexes in zip(self._tier.groups, lookup.found, strict=False):
             entries = [Entry(links[i][1], links[i][0]) for i in indexes]
             parts = (entries[i : i + _AT_ONCE] for i in range(0, len(entries), _AT_ONCE))

@@ -81,9 +81,18 @@ class SlotPool(BlockPool):
         self._events.forget_stored()  # so that its eviction is an event, however soon it comes
         return stored == slot
 
+    def take_slot(self) -> list[int]:
+        """Returns a referenced slot; none if it would be that of a block whose child is awaited."""
+        if not self.num_free:
+            slot = self._cached.oldest(Copy.NONE)
+            if slot is None or self._blocks[slot].worth == math.inf:
+                return []
+        return self.allocate(1) or []
+
     def await_child(self, parent_hash: bytes) -> None:
-        """A child of this block is being written: the block is evicted last until `end_child`. It
-        may be written itself, and not be found yet. Ignores the empty hash of a chain's root."""
+        """A child of this block is being written: no write takes the block's slot until
+        `end_child`. The block may be written itself, and not be found yet. Ignores the empty hash
+        of a chain's root."""
         if parent_hash:
             self._awaiting[parent_hash] += 1
             self._follow_worth(parent_hash)

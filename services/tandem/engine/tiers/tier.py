@@ -50,7 +50,7 @@ class TierGroup:
             if parent_hash and not is_there:
                 return None
             self.pool.await_child(parent_hash)
-            table = self.pool.allocate(1) or []
+            table = self.pool.take_slot()
             if not table:
                 self.pool.end_child(parent_hash)
         if not table:
@@ -79,11 +79,12 @@ class TierGroup:
         for entry in chain:
             if self.pool.find(entry.block_hash) is not None:
                 continue
-            self.pool.policy.use([entry.block_hash], keep=False)  # by the worker that wrote it
             parent_hash = self.pool.link(entry).parent_hash
+            if parent_hash and self.pool.find(parent_hash) is None:
+                return
             self.pool.await_child(parent_hash)
-            table = self.pool.allocate(1)
-            is_taken = table is not None and self.pool.adopt(table[-1], entry)
+            table = self.pool.take_slot()
+            is_taken = bool(table) and self.pool.adopt(table[-1], entry)
             self.pool.end_child(parent_hash)
             if not is_taken:
                 return
