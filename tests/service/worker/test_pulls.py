@@ -280,6 +280,29 @@ async def test_a_block_that_changed_after_its_checksum_is_caught() -> None:
         assert pair.num_mismatches == 1
 
 
+async def test_blocks_of_a_sequence_that_ended_are_no_mismatch() -> None:
+    """It ends when its bytes are here, before the call is over, and another takes its blocks."""
+    async with a_pair(verify_blocks="all") as pair:
+        whole = pair.producer.fetch
+
+        async def ends_late(request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+            async for message in whole(request, context):
+                yield message
+            while not all(pair.written):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if len(pair.link.reservations):  # several streams carry them
+                pair.link.reservations.end("s")
+                pair.memory[TARGETS[3] * BLOCK] ^= 1
+
+        pair.producer.fetch = ends_late
+        run = pb.BlockRun(first_block=0, block_ids=ALL)
+        run.checksums.extend(await checksums(pair.producer.pool, "lease", 0, ALL, 1))
+        with pytest.raises(LeaseLost, match="s gives up its pulls"):
+            await pair.pull(run=run)
+        assert pair.num_mismatches == 0
+        assert not len(pair.link.reservations)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, MESSAGE_BYTES, 5 * MESSAGE_BYTES + 1])
 async def test_a_probe_brings_as_much_as_was_asked_for(num_bytes: int) -> None:
     async with a_pair() as pair:

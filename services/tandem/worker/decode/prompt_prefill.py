@@ -157,6 +157,8 @@ class PromptPrefill:
     ) -> None:
         sequence.to(SequenceState.PULLING)
         num_blocks = await self._producers.prefixes.fill(plan, reserved)
+        if sequence.is_over:
+            return
         sequence.to(SequenceState.RUNNING)
         self._link.send(messages.ContinuePrefill(sequence.sequence_id, num_blocks))
 

@@ -187,7 +187,8 @@ class DecodeService:
         sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
 
     def _prefill_ended(self, sequence: DecodeSequence, task: asyncio.Task[None]) -> None:
-        sequence.prefilling = None
+        if sequence.prefilling is task:  # the next one may have begun
+            sequence.prefilling = None
         if sequence.is_over or not (task.cancelled() or task.exception()):
             return
         error = "cancelled" if task.cancelled() else repr(task.exception())

@@ -70,6 +70,7 @@ class Puller:
         async with self._bounds.taken(peer.peer_id, num_bytes):
             transport, loop = peer.in_use, asyncio.get_running_loop()
             began_at = loop.time()
+            reservation = self._link.reservations.open(sequence_id, targets)
             try:
                 seconds = await transport.pull(
                     BlockPull(
@@ -83,11 +84,21 @@ class Puller:
                 if self._config.bytes_per_s:
                     await self._slow_link.carry(num_bytes, began_at)
                     seconds = loop.time() - began_at
-                await self._verify(peer, sequence_id, run, targets)
+                try:
+                    if every := self._config.verify_every:
+                        await verify(self._link.pool, sequence_id, run, targets, every)
+                except BlockMismatch as error:
+                    # Its request may have ended meanwhile: its blocks may be another's by now.
+                    reservation.check(0, len(targets))
+                    log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
+                    self._on_mismatch()
+                    raise
             except Exception:
                 if self._rates is not None:
                     self._rates.on_pull_failed(peer.worker_id, transport.name)
                 raise
+            finally:
+                self._link.reservations.close(reservation)
         if self._rates is not None:
             self._rates.on_pull(peer.worker_id, transport.name, num_bytes, seconds)
         return num_bytes
@@ -96,15 +107,3 @@ class Puller:
         if self._rates is None:
             return self._config.pull_deadline_s
         return self._rates.pull_deadline_s(peer.worker_id, num_bytes)
-
-    async def _verify(
-        self, peer: Peer, sequence_id: str, run: pb.BlockRun, targets: Sequence[int]
-    ) -> None:
-        if not (every := self._config.verify_every):
-            return
-        try:
-            await verify(self._link.pool, sequence_id, run, targets, every)
-        except BlockMismatch as error:
-            log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
-            self._on_mismatch()
-            raise
