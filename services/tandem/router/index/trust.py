@@ -72,7 +72,9 @@ class IndexTrust:
             if gone != holder:
                 del self._alarmed_at[gone]
         self._metrics.alarms.labels(worker=holder, kind=kind).inc()
-        log.error("%s: %s; it must publish its blocks anew", holder, what)
+        # Blocks that others needed in a burst are missing, too, though no entry was ever wrong.
+        level = logging.WARNING if kind == "hits" else logging.ERROR
+        log.log(level, "%s: %s; it must publish its blocks anew", holder, what)
         text = f"{what}; it publishes its blocks anew"
         self._view.events.add("prefix tree", holder, text, once=f"{holder}:{int(time.time())}")
         task = asyncio.create_task(self._forget(holder))
