@@ -33,6 +33,7 @@ from tandem.rpc.tandem.v1.worker_pb2_grpc import (
     add_WorkerServicer_to_server,
 )
 from tandem.store.registry import KvCompatibility
+from tandem.transfer.grpc.reservations import Reservations
 from tandem.transfer.nixl.messages import PullResult, RemotePool
 from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import BlockPull
@@ -115,6 +116,7 @@ class RecordingLink:
     pull_s: float = 0.0
     sent: list[Command] = field(default_factory=list)
     pulls: list[BlockPull] = field(default_factory=list)
+    reservations: Reservations = field(default_factory=Reservations)
 
     def send(self, command: Command, data: bytes | None = None) -> None:
         self.sent.append(command)
