@@ -78,9 +78,10 @@ class ScaleChannel:
         self.is_superseded = True
 
     def _run(self) -> None:
+        # The next write says whether these requests belong to a later head. If so it gets them
+        # back, but none so old that it may have done newer ones since.
+        taken: list[bytes | str] = []
         taken_at = 0.0
-        taken: list[bytes | str] = []  # requests that belong to a later head, if there is one: not
-        # those from before its lease, because it may have had newer ones since
         while taken or not self.is_superseded:
             try:
                 if self.is_superseded or not self._write():
