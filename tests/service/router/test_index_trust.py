@@ -98,7 +98,7 @@ async def test_promised_hits_that_do_not_come_end_the_trust_until_all_is_publish
 
         router.script(saying([7]))  # the worker lost all of it, and its publisher says nothing
         epoch = publisher.epoch
-        with caplog.at_level(logging.ERROR):
+        with caplog.at_level(logging.WARNING):
             for _ in range(60):
                 if not alarms(router, "decode-0", "hits"):
                     await ask(router, prompt)
