@@ -5,9 +5,8 @@
     value   takes what was used twice, or is to be kept; evicts what is worth least:
             (time to compute it again * how often it was used lately) / bytes
 
-Only leaves are evicted, whatever the policy says, and none whose child is being written: a chain
-that is taken goes in whole. All blocks have the same bytes. Of two that are worth the same the one
-goes that was used less recently.
+Only leaves are evicted, whatever the policy says, and none whose child is being written. All blocks
+have the same bytes. Of two that are worth the same the one goes that was used less recently.
 """
 
 import math
