@@ -6,7 +6,7 @@ import functools
 import gc
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 
 import pytest
 import torch
@@ -34,6 +34,8 @@ default.create_ssl_context = functools.cache(default.create_ssl_context)
 settings.register_profile("tandem", deadline=None)
 settings.load_profile("tandem")
 
+_FAILED = pytest.StashKey[bool]()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -46,6 +48,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Ends all fixtures of a test that failed, where such a test gets a second try: a cluster that
+    the first one left halfway would make it fail, and perhaps the tests that follow."""
+    if item.stash.get(_FAILED, False) and item.config.getoption("reruns", 0):
+        del item.stash[_FAILED]
+        item.session._setupstate.teardown_exact(None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -176,7 +176,8 @@ def test_pools_grow_and_shrink_by_the_newest(cluster: RealCluster) -> None:
     assert cluster.running("prefill") == oldest
     alive = guardian.cluster_processes(cluster.spec.cluster_id)
     assert {i for i, pid in grown.items() if pid in alive} == {"prefill-0"}
-    assert len(cluster.actors("Agent")) == 3
+    # The agent that lost its process ends a little after it.
+    eventually(lambda: len(cluster.actors("Agent")) == 3)
 
 
 def test_one_that_does_not_drain_in_time_is_killed(cluster: RealCluster) -> None:

@@ -215,6 +215,9 @@ def test_nobody_listens_but_those_whom_the_table_names(joined: Joined) -> None:
 def test_a_worker_goes_near_its_peers_where_as_many_of_its_pool_are(
     joined: Joined, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # A pair is measured when it begins: no worker is there before the link is slow.
+    joined.scale("prefill=0")
+    eventually(lambda: not joined.decode_worker()["transports"])
     joined.network.shape(joined.second.place, Shape(bytes_per_s=SLOW_BYTES_PER_S))
     joined.scale("prefill=2")
     far, near = (agent["host"] for agent in joined.agents("prefill"))

@@ -27,7 +27,7 @@ STREAMS_MAX = 2  # of one peer, each on a connection of its own
 _STREAM_BYTES_MIN = 8 << 20  # of one stream, when a pull goes by several
 # Sizes of the probes. The first one opens the connection, too, and is not measured.
 _PROBES = (1, 1, 256 << 10, PROBE_BYTES, PROBE_BYTES)
-_SLOW_PROBE_S = 0.2  # after one that took longer no larger one is made
+_SLOW_PROBE_S = 0.2  # after one of many bytes that took longer no larger one is made
 
 
 class GrpcTransport:
@@ -56,7 +56,7 @@ class GrpcTransport:
         try:
             for num_bytes in _PROBES:
                 took.append((num_bytes, await self.probe(num_bytes)))
-                if took[-1][1] > _SLOW_PROBE_S:
+                if num_bytes > 1 and took[-1][1] > _SLOW_PROBE_S:
                     break
         except LeaseLost as error:
             log.info("no more gRPC probes of %s: %s", self._worker_id, error)
