@@ -263,7 +263,7 @@ async def mend(cluster: StepCluster, watch: SizeWatch, at_s: float) -> list[floa
     took = []
     for worker_id in ("decode-3", "decode-2"):
         began = time.perf_counter()
-        await asyncio.to_thread(cluster.tandem, "set-role", worker_id, "prefill")
+        await asyncio.to_thread(cluster.tandem, "set-role", worker_id)
         took.append(round(time.perf_counter() - began, 2))
     return took
 

@@ -147,7 +147,7 @@ def worker_main() -> None:
 def up_main() -> int:
     import msgspec
 
-    from tandem.cli import up
+    from tandem.commands import up
     from tandem.cluster.launch import launcher, options
     from tandem.cluster.pools import ClusterSpec
     from tandem.config.autoscale import AutoscaleConfig
