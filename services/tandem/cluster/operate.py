@@ -17,7 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.progress import Step, Waiting
-from tandem.cluster.tables import audit_tables, placed_whys, pools_table, worker_tables
+from tandem.cluster.tables import (
+    audit_tables,
+    placed_whys,
+    pools_table,
+    waiting_pools,
+    worker_tables,
+)
 from tandem.errors import OperateError
 from tandem.pool_sizes import POOL_SIZE_MAX
 
@@ -50,7 +56,7 @@ def show_status(url: str) -> None:
         screen.print(escape(state["headline"]))
     screen.print()
     screen.print(pools_table(state["pools"]))
-    for reason in placed_whys(state["pools"]):
+    for reason in (*waiting_pools(state), *placed_whys(state["pools"])):
         screen.print(escape(reason))
     autoscale = state.get("autoscale", {})
     for decision in autoscale.get("decisions", ()):
@@ -303,7 +309,8 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
         running, agents = state.get("running", 0), len(state.get("agents", ()))
         ready = size if pool == "router" else state.get("ready", 0)
         if state.get("wanted") != size or not running == agents == ready == size:
-            found.append(f"{pool}: {running} running, {ready} ready, {size} wanted")
+            why = f"; {state['waits_why']}" if "waits_why" in state else ""
+            found.append(f"{pool}: {running} running, {ready} ready, {size} wanted{why}")
     return found
 
 

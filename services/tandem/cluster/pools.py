@@ -6,7 +6,8 @@
 
 A lost member keeps its name, because its process may still run. Its successor gets another name.
 
-If several hosts are equally suitable, a worker goes to one that is near its peers (nearness.py).
+A worker on a GPU goes to a host whose GPUs have the fewest workers (gpus.py). If several hosts are
+equally suitable, it goes to one that is near its peers (nearness.py).
 
 With `ClusterSpec.on_nodes`, Ray starts and ends its nodes itself, and a member takes resources of
 its node. Members share nodes as long as they fit, so that other nodes become idle.
@@ -23,6 +24,7 @@ from typing import Literal
 
 import msgspec
 
+from tandem.cluster.gpus import least_used
 from tandem.cluster.nearness import (
     PairBandwidths,
     bandwidths_to,
@@ -44,6 +46,7 @@ class PoolCommand(msgspec.Struct, frozen=True):
     command: list[str]
     ports: dict[str, int] = {}  # for one process on each host; others get 0: the system chooses
     pinned: bool = False  # whether its engine is pinned to a core
+    device: Literal["cpu", "auto", "cuda"] = "cpu"  # cuda needs a GPU; auto takes one if any exist
     resources: dict[str, float] = {}  # of its node that one process takes, with `on_nodes`
 
     def filled(self, member: Member) -> list[str]:
@@ -63,6 +66,7 @@ class Host(msgspec.Struct, frozen=True):
     cores: list[int]  # that engines may be pinned to
     labels: dict[str, str] = {}
     resources: dict[str, float] = {}  # of a node of Ray, with `on_nodes`
+    num_gpus: int = 0
 
 
 class ClusterSpec(msgspec.Struct, frozen=True):
@@ -85,10 +89,12 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     selectors: dict[Pool, dict[str, str]] = {}  # labels that a host of this pool must have
     on_nodes: bool = False
     requests_nodes: bool = False  # whether to request missing nodes from Ray's autoscaler
+    num_gpus: int = 0
+    workers_per_gpu: int | None = None  # at most; None: any number
 
     @property
     def host(self) -> Host:
-        return Host(self.host_id, self.cores, self.labels)
+        return Host(self.host_id, self.cores, self.labels, num_gpus=self.num_gpus)
 
     def resources(self, pool: Pool) -> dict[str, float]:
         """Returns the resources of its node that one process of a pool takes: by default one unit
@@ -114,6 +120,7 @@ class Member(msgspec.Struct, frozen=True):
     has_ports: bool = False  # whether it gets the ports that its pool's command names
     num_losses: int = 0  # of its host; each new agent has another name
     placed_why: str = ""  # the hosts that were left out because they are far; empty: none
+    gpu: int | None = None  # of its host
 
     @property
     def agent_name(self) -> str:
@@ -205,35 +212,24 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
     ]
 
 
-def describe(
-    wanted: Mapping[Pool, int], members: Sequence[Member], pools: Collection[Pool] = POOLS
-) -> dict[str, object]:
-    """Returns the state of these pools in the form of Redis and `/v1/cluster`."""
-    return {
-        pool: {
-            "wanted": wanted.get(pool, 0),
-            "running": sum(m.pool == pool and m.state == "running" for m in members),
-            "agents": [
-                {
-                    "id": m.member_id,
-                    "state": m.state,
-                    "pid": m.pid,
-                    "core": m.core,
-                    "starts": m.num_starts,
-                    "last_line": m.last_line,
-                    "exit": m.ending,
-                    "is_stopped": m.is_stopped,
-                    "since": m.since,
-                    **({"host": m.host} if m.host else {}),
-                    **({"placed_why": m.placed_why} if m.placed_why else {}),
-                }
-                for m in members
-                if m.pool == pool
-            ],
-        }
-        for pool in POOLS
-        if pool in pools
-    }
+def with_free_gpu(
+    spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
+) -> tuple[list[Host], str]:
+    """Returns the hosts whose least used GPU has the fewest workers, and why there is none.
+
+    Without any GPU, all hosts fit a pool that needs none. They also fit a cluster of one machine,
+    where the count may have missed a GPU and the worker itself reports a missing one.
+    """
+    device, gpus = spec.pools[pool].device, _least_used_gpus(hosts, members)
+    if device == "cpu" or not (gpus or (device == "cuda" and spec.host_id)):
+        return hosts, ""
+    if not gpus:
+        return [], "no host has a GPU (CUDA_VISIBLE_DEVICES can name GPUs that are not found)"
+    fewest, limit = min(uses for uses, _ in gpus.values()), spec.workers_per_gpu
+    if limit is not None and fewest >= limit:
+        total = sum(host.num_gpus for host in hosts)
+        return [], f"no GPU is free ({total} in all, --workers-per-gpu {limit})"
+    return [h for h in hosts if h.host_id in gpus and gpus[h.host_id][0] == fewest], ""
 
 
 def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:
@@ -323,6 +319,7 @@ def _fits(
     if spec.host_id and spec.pools[pool].ports:
         taken = {m.host for m in members if m.pool == pool and m.state != "lost"}
         fits = [host for host in fits if host.host_id not in taken]
+    fits, _ = with_free_gpu(spec, pool, members, fits)
     of_pool = Counter(m.host for m in members if m.pool == pool and not m.leaves)
     fewest = min((of_pool[host.host_id] for host in fits), default=0)
     return [host for host in fits if of_pool[host.host_id] == fewest]
@@ -363,6 +360,7 @@ def _next_member(
     number = next(n for n in range(len(taken) + 1) if f"{pool}-{n}" not in taken)
     ordinal = 1 + max((m.ordinal for m in members), default=-1)
     core = _least_used_core(host, members) if spec.pools[pool].pinned else None
+    gpus = {} if spec.pools[pool].device == "cpu" else _least_used_gpus([host], members)
     first = not any(m.has_ports for m in members if (m.pool, m.host) == (pool, host.host_id))
     return Member(
         member_id=f"{pool}-{number}",
@@ -372,7 +370,18 @@ def _next_member(
         host=host.host_id,
         has_ports=bool(spec.pools[pool].ports) and first,
         placed_why=placed_why,
+        gpu=gpus[host.host_id][1] if gpus else None,
     )
+
+
+def _least_used_gpus(
+    hosts: Sequence[Host], members: Sequence[Member]
+) -> dict[str, tuple[int, int]]:
+    """Returns (number of workers, index) of the least used GPU of each host that has GPUs. A
+    draining worker counts, because it holds GPU memory until it ends."""
+    there = [m for m in members if m.state not in ("gone", "lost")]
+    used = [(m.host, m.gpu) for m in there if m.gpu is not None]
+    return least_used({host.host_id: host.num_gpus for host in hosts}, used)
 
 
 def _least_used_core(host: Host, members: Sequence[Member]) -> int | None:

@@ -49,6 +49,13 @@ def placed_whys(pools: Mapping[str, Any]) -> list[str]:
     ][-_WHYS_MAX:]
 
 
+def waiting_pools(state: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each pool that waits for a GPU, unless the headline says so."""
+    headline = state.get("headline", "")
+    whys = {name: pool.get("waits_why", "") for name, pool in state["pools"].items()}
+    return [f"{name} waits: {why}" for name, why in whys.items() if why and why not in headline]
+
+
 def worker_tables(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]], screen: Console
 ) -> Iterator[RenderableType]:

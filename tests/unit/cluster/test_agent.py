@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.cluster.gpus import VISIBLE
 from tandem.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
 from tandem.cluster.processes import process
 from tandem.cluster.processes.owned import Owned
@@ -121,6 +122,28 @@ def test_a_router_of_several_hosts_is_told_before_it_ends(
         time.sleep(0.01)
     end(agent)
     assert said.read_text().split() == ["0", str(LEAVE_SIGNAL.value), str(signal.SIGTERM.value)]
+
+
+def test_a_worker_sees_only_its_gpu(
+    spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "said"
+    script = (
+        "import os, signal, sys\n"
+        "with open(sys.argv[1] + '.new', 'w') as file: file.write(os.environ[sys.argv[2]])\n"
+        "os.rename(sys.argv[1] + '.new', sys.argv[1])\n"
+        "signal.pause()"
+    )
+    command = PoolCommand([sys.executable, "-S", "-c", script, str(said), VISIBLE], device="cuda")
+    monkeypatch.setenv(VISIBLE, "4,GPU-5b1f,6")
+    spec = msgspec.structs.replace(spec, pools={"decode": command})
+    agent = Agent(spec, msgspec.structs.replace(MEMBER, gpu=1))
+    give_up_at = time.monotonic() + 30
+    while not said.exists():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert said.read_text() == "GPU-5b1f"
+    end(agent)
 
 
 @pytest.mark.parametrize("is_written", [False, True])

@@ -12,6 +12,7 @@ from tandem.cluster.ray.head import (
     CORES_LABEL,
     HOST_LABEL,
     NODE_LABEL,
+    RayNode,
     read_cores,
     shown_cores,
 )
@@ -70,6 +71,14 @@ def test_without_an_own_host_each_node_of_ray_is_one(clock: list[float]) -> None
     watch._take([])
     clock[0] += LOST_AFTER_S + 0.1
     assert watch.is_lost("n1")
+
+
+def test_a_host_tells_its_gpus_beside_its_cores() -> None:
+    watch = HostWatch(Host("a", [0]))
+    labels = RayNode(host_id="b", cores="0-1", num_gpus=8).node_labels
+    watch._take([node("a"), {"Alive": True, "Labels": labels}])
+    assert (watch.alive["b"].cores, watch.alive["b"].num_gpus) == ([0, 1], 8)
+    assert watch.alive["a"].num_gpus == 0, "a host of another version tells none"
 
 
 @pytest.mark.parametrize("cores", [[], [0], [0, 1, 2, 3], [0, 2, 3, 9]])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.options import LaunchOptions, make_spec
+from tandem.cluster.launch.options import LaunchOptions, check_gpus, make_spec
 from tandem.config.cluster import Pool
 from tandem.errors import ConfigError
 from tandem.options import parse, to_argv
@@ -88,6 +88,37 @@ def test_a_pool_may_ask_for_labels() -> None:
     assert spec.wanted == {"router": 1, "prefill": 3, "decode": 1}
     assert spec.selectors["decode"] == {"gpu": "H100", "zone": "a"}
     assert spec.selectors["prefill"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "limit"),
+    [
+        ("--device cpu", "cpu", None),
+        ("--device auto", "auto", None),
+        ("--device auto --workers-per-gpu 1", "auto", 1),
+        ("--device cuda", "cuda", 1),
+        ("--device cuda --workers-per-gpu 2", "cuda", 2),
+    ],
+)
+def test_workers_on_gpus_share_them_if_told_or_if_they_would_do_without(
+    words: str, device: str, limit: int | None
+) -> None:
+    options = parse(LaunchOptions, "tandem up", words.split())
+    spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
+    assert [spec.pools[p].device for p in spec.pools] == ["cpu", device, device]
+    assert spec.workers_per_gpu == limit
+
+
+def test_more_workers_than_the_gpus_take_are_refused_where_no_machine_can_join() -> None:
+    words = ["--device", "cuda", "--prefill", "1", "--decode", "4"]
+    options = parse(LaunchOptions, "tandem up", words)
+    check_gpus(options, 5)
+    check_gpus(options, 0)  # the workers say that there is none
+    with pytest.raises(ConfigError, match=r"5 workers .* 2 GPUs .* --workers-per-gpu to 3"):
+        check_gpus(options, 2)
+    check_gpus(parse(LaunchOptions, "tandem up", [*words, "--workers-per-gpu", "3"]), 2)
+    check_gpus(parse(LaunchOptions, "tandem up", [*words, "--listen", "10.0.0.1"]), 2)
+    check_gpus(parse(LaunchOptions, "tandem up", words[2:]), 2)
 
 
 @pytest.mark.parametrize(

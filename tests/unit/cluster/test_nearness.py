@@ -16,7 +16,8 @@ from tandem.cluster.nearness import (
     host_bandwidths,
     told_far,
 )
-from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand, describe, plan
+from tandem.cluster.pool_state import describe
+from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand, plan
 from tandem.config.cluster import Pool
 
 FAST, SLOW = 8e8, 9e6

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.cluster.pool_state import describe
 from tandem.cluster.pools import (
     ClusterSpec,
     Host,
     Member,
     PoolCommand,
-    describe,
     lose,
     plan,
     revive,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tandem.cluster.pool_state import describe
 from tandem.cluster.pools import (
     ClusterSpec,
     Host,
     Member,
     MemberState,
     PoolCommand,
-    describe,
     node_bundles,
     plan,
 )

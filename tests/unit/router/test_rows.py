@@ -235,6 +235,9 @@ def test_the_headline_of_a_cluster_that_is_well_says_so() -> None:
 
 
 def test_the_headline_counts_processes_that_no_row_explains() -> None:
-    pools = {"decode": {"wanted": 3, "running": 1, "ready": 1}}
+    pools: dict[str, dict[str, Any]] = {"decode": {"wanted": 3, "running": 1, "ready": 1}}
     told = headline(rows(Seen(record())), pools, reason="", redis="ok")
     assert told == "The decode pool has 1 of 3 wanted processes."
+    pools["decode"]["waits_why"] = "no GPU is free"
+    told = headline(rows(Seen(record())), pools, reason="", redis="ok")
+    assert told == "The decode pool has 1 of 3 wanted processes: no GPU is free."

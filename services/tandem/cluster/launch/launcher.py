@@ -11,6 +11,7 @@ everything itself, and after a kill -9 the guardian does.
 """
 
 import errno
+import os
 import secrets
 import socket
 import subprocess
@@ -22,11 +23,17 @@ from typing import Self
 
 from rich.markup import escape
 
+from tandem.cluster.gpus import count_gpus, with_gpu
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model, model_here
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
-from tandem.cluster.launch.options import LaunchOptions, make_spec, options_for_others
+from tandem.cluster.launch.options import (
+    LaunchOptions,
+    check_gpus,
+    make_spec,
+    options_for_others,
+)
 from tandem.cluster.launch.readiness import Readiness
 from tandem.cluster.launch.run import Run
 from tandem.cluster.launch.screen import LaunchScreen
@@ -66,6 +73,7 @@ def up(options: LaunchOptions) -> int:
         if (model := model_here(options)) is not None:
             screen.done(f"model {model.name}", time.monotonic() - began)
         _check_memory(options, model)
+        check_gpus(options, count_gpus(os.environ))
         with _Launch(options, screen, model) as launch:
             try:
                 launch.start()
@@ -151,6 +159,7 @@ class _Launch:
         for member in members:
             command = spec.pools[member.pool].filled(member)
             environment = process.child_environment(self._run.environment, member.pool)
+            environment = with_gpu(environment, member.gpu)
             started = process.start(member.member_id, command, self._run.folder, environment)
             readiness.add(member, started)
         self._ray_head.tell(spec)

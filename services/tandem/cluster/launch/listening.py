@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.cluster.gpus import count_gpus
 from tandem.cluster.joining.protocol import TOKEN_BYTES_MIN, JoinReply
 from tandem.cluster.joining.server import JoinServer
 from tandem.cluster.launch.certificates import Authority, host_folder, write_host_certificates
@@ -49,6 +50,7 @@ class Listening:
             address=options.listen,
             host_id=self.host_id,
             cores=shown_cores(sorted(os.sched_getaffinity(0))),
+            num_gpus=count_gpus(os.environ),
             labels=as_mapping(options.labels),
             first_port=options.cluster_port,
             tls_dir=str(host_folder(run.folder, "ray")),

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from tandem.cluster.gpus import count_gpus
 from tandem.cluster.launch.pool_option import Labels, PoolSize, as_mapping, labels_of
 from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.config.admin import AdminOptions
@@ -53,6 +54,8 @@ class LaunchOptions(Options):
     """Number of decode workers."""
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen each is on a host of its own."""
+    workers_per_gpu: PositiveOrNone = None
+    """Largest number of workers on one GPU. 0: one with --device cuda, any number with auto."""
     host: str = "127.0.0.1"
     """Address of both public ports."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -121,6 +124,11 @@ class LaunchOptions(Options):
         )
 
     @property
+    def gpu_limit(self) -> int | None:
+        """Returns the largest number of workers on one GPU; None: any number."""
+        return self.workers_per_gpu or (1 if self.engine.device == "cuda" else None)
+
+    @property
     def ports(self) -> dict[str, tuple[str, int]]:
         """Returns the host and port of each listener, by the port's option."""
         return {
@@ -159,6 +167,19 @@ def check_listen(address: str, option: str = "--listen") -> None:
             raise ConfigError(f"{option} is {address}; name one address that other machines reach")
     except ValueError:
         raise ConfigError(f"{option} is {address[:80]!r}; it must be an IP address") from None
+
+
+def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
+    """Raises ConfigError if this machine has fewer GPUs than its workers take. Where other machines
+    can join, workers wait for their GPUs. If none is found, the workers look for one themselves."""
+    limit, num_workers = options.gpu_limit, options.num_prefill + options.num_decode
+    if limit is None or options.engine.device == "cpu" or options.listen or not num_gpus:
+        return
+    if num_workers > num_gpus * limit:
+        raise ConfigError(
+            f"{num_workers} workers do not fit on {num_gpus} GPUs with {limit} on each; lower "
+            f"--prefill or --decode, or raise --workers-per-gpu to {-(-num_workers // num_gpus)}"
+        )
 
 
 def options_for_others(options: LaunchOptions) -> list[str]:
@@ -204,6 +225,8 @@ def make_spec(
         },
         wanted={pool: int(size) for pool, size in sizes.items()},
         cores=sorted(os.sched_getaffinity(0)),
+        num_gpus=count_gpus(os.environ),
+        workers_per_gpu=options.gpu_limit,
         host_id=host_id,
         number=number,
         labels=as_mapping(options.labels),
@@ -254,4 +277,4 @@ def _worker(role: Pool, options: LaunchOptions, model: Path, run_folder: Path) -
         command += ["--host", options.listen]
     command += _tls(options, run_folder, "worker")
     command += [*to_argv(options.transfer), *to_argv(options.engine)]
-    return PoolCommand(command, pinned=True)
+    return PoolCommand(command, pinned=True, device=options.engine.device)

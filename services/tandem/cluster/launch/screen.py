@@ -89,10 +89,13 @@ class LaunchScreen:
 
     def _workers(self, members: Sequence[Member], transports: dict[str, str]) -> Table:
         table = Table("worker", "role", "transport", "core", box=None, pad_edge=False)
+        if any(member.gpu is not None for member in members):
+            table.add_column("GPU")
         for member in members:
             core = "any" if member.core is None else str(member.core)
             transport = transports.get(member.member_id, "-")
-            table.add_row(member.member_id, member.pool, transport, core)
+            gpu = [] if member.gpu is None else [str(member.gpu)]
+            table.add_row(member.member_id, member.pool, transport, core, *gpu)
         return table
 
     def _times(self) -> Table:

@@ -25,6 +25,7 @@ import ray
 
 from tandem import endings
 from tandem.backoff import Backoff, doubling
+from tandem.cluster.gpus import with_gpu
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
 from tandem.cluster.processes import owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
@@ -150,6 +151,7 @@ class Agent:
         try:
             self._num_starts += self._was_there
             environment = process.child_environment(os.environ, self._member.pool)
+            environment = with_gpu(environment, self._member.gpu)
             return process.start(member_id, self._command, self._run_folder, environment)
         except (ConfigError, OSError) as error:
             log.error("%s cannot be started: %s", member_id, error)

@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 import ray
 
+from tandem.cluster.pool_state import describe, gpu_waits
 from tandem.cluster.pools import (
     ClusterSpec,
     Leave,
     Member,
     MemberState,
-    describe,
     lose,
     node_bundles,
     plan,
@@ -45,7 +45,7 @@ from tandem.cluster.ray.host_watch import HostWatch
 from tandem.cluster.ray.node_requests import NodeRequests
 from tandem.cluster.ray.scale_channel import ScaleChannel
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.config.cluster import REDIS_URL_VARIABLE
+from tandem.config.cluster import REDIS_URL_VARIABLE, Pool
 from tandem.observability.logs import configure_logging
 from tandem.pool_sizes import check_sizes
 from tandem.store.client import UNREACHABLE
@@ -70,6 +70,7 @@ class PoolController:
             self._shared = SharedOwned(redis_url, spec.cluster_id, spec.number)
         self._owned = self._read() or Owned(dict(spec.wanted), [])
         self._leaving: dict[str, Leave] = {}
+        self._waits: dict[Pool, str] = {}
         self._written = b""
         self._published: dict[str, object] = {}
         self._agents: dict[str, Any] = {}
@@ -107,7 +108,7 @@ class PoolController:
 
     def state(self) -> dict[str, object]:
         """Returns the state of all pools in the form of Redis."""
-        return describe(self._owned.wanted, self._owned.members, self._spec.pools)
+        return describe(self._owned.wanted, self._owned.members, self._spec.pools, self._waits)
 
     def _read(self) -> Owned | None:
         """Returns the state that the last controller wrote: the newer of Redis and the file."""
@@ -164,6 +165,7 @@ class PoolController:
             self._attach(member)
         if self._spec.requests_nodes:
             self._nodes.request(node_bundles(self._spec, self._owned.wanted, self._owned.members))
+        self._note_waits()
         if (state := self.state()) != self._published:
             self._published = state
             self._channel.publish(state)
@@ -179,6 +181,14 @@ class PoolController:
             measured = self._shared.pair_bandwidths([m.member_id for m in members])
             add, drain = plan(*now, measured)
         return add, drain
+
+    def _note_waits(self) -> None:
+        """Updates the reasons of pools that stay smaller than wanted, and logs new ones."""
+        hosts, now = list(self._hosts.alive.values()), self._owned
+        waits = gpu_waits(self._spec, now.wanted, now.members, hosts, self._leaving)
+        for pool in waits.keys() - self._waits.keys():
+            log.warning("the pool %s waits: %s", pool, waits[pool])
+        self._waits = waits
 
     def _write(self, new: Owned) -> bool:
         """Writes the new state. It takes effect, and True is returned, only if that succeeds."""

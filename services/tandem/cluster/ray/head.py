@@ -33,6 +33,7 @@ LOOPBACK = "127.0.0.1"
 HOST_LABEL = "tandem-host"
 NODE_LABEL = "ray.io/node-id"  # Ray sets it on each of its nodes
 CORES_LABEL = "tandem-cores"
+GPUS_LABEL = "tandem-gpus"
 _TOKEN_FILE = "ray.token"
 _NUM_ACTOR_PORTS = 200
 _FIRST_ACTOR_PORT = 20  # after the first port of the cluster
@@ -77,6 +78,7 @@ class RayNode(msgspec.Struct, frozen=True):
     address: str = LOOPBACK
     host_id: str = ""
     cores: str = ""  # as `shown_cores` writes them
+    num_gpus: int = 0
     labels: dict[str, str] = {}
     first_port: int = 0
     head_address: str = ""  # of the GCS to join; empty: this is the head
@@ -112,7 +114,8 @@ class RayNode(msgspec.Struct, frozen=True):
 
     @property
     def node_labels(self) -> dict[str, str]:
-        own = {HOST_LABEL: self.host_id, CORES_LABEL: self.cores}
+        gpus = {GPUS_LABEL: str(self.num_gpus)}
+        own = {HOST_LABEL: self.host_id, CORES_LABEL: self.cores, **gpus}
         return {**self.labels, **own} if self.host_id else {}
 
 
@@ -143,7 +146,7 @@ def head_environment(
         "RAY_usage_stats_enabled": "0",
         # Everything on the loopback address, where Ray would take the machine's outer one.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if node.address != LOOPBACK else "0",
-        # Agents hand their environment to workers, which must see the GPUs.
+        # Agents hand their environment to workers, which must see the host's GPUs (gpus.py).
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from tandem.cluster.pools import Host
-from tandem.cluster.ray.head import CORES_LABEL, HOST_LABEL, NODE_LABEL, read_cores
+from tandem.cluster.ray.head import CORES_LABEL, GPUS_LABEL, HOST_LABEL, NODE_LABEL, read_cores
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ class HostWatch:
             if not node.get("Alive") or self._label not in labels:
                 continue
             host_id, cores = labels[self._label], read_cores(labels.get(CORES_LABEL, ""))
-            alive[host_id] = Host(host_id, cores, labels, dict(node.get("Resources") or {}))
+            resources = dict(node.get("Resources") or {})
+            num_gpus = int(labels.get(GPUS_LABEL, 0))
+            alive[host_id] = Host(host_id, cores, labels, resources, num_gpus)
             self._seen_at[host_id] = time.monotonic()
         for host_id in alive.keys() - self.alive.keys():
             log.info("host %s has joined", host_id)

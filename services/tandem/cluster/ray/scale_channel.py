@@ -2,8 +2,8 @@
 
     {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP; of requests
                              that waited for a controller only the newest sizes count
-    {tandem:CLUSTER}:pools   STRING, JSON of `pools.describe`, written on each change, and again
-                             whenever BRPOP returns, in case Redis has lost it
+    {tandem:CLUSTER}:pools   STRING, JSON of `pool_state.describe`, written on each change, and
+                             again whenever BRPOP returns, in case Redis has lost it
     {tandem:CLUSTER}:controller  the heartbeat of store/control_state.py, as often
 
 Routers send their requests here, so they need no Ray. While Redis is lost, routers can neither

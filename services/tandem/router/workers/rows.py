@@ -132,7 +132,8 @@ def headline(
     for pool, state in pools.items():
         wanted, running = state.get("wanted"), state.get("running", state.get("registered", 0))
         if wanted is not None and running < wanted and not problems:
-            problems.append(f"the {pool} pool has {running} of {wanted} wanted processes")
+            why = f": {state['waits_why']}" if "waits_why" in state else ""
+            problems.append(f"the {pool} pool has {running} of {wanted} wanted processes{why}")
     if not problems:
         ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p != "router")
         return f"All is well: workers that are ready: {ready}."

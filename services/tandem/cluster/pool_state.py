@@ -1,0 +1,68 @@
+"""The state of the pools for people: their processes, and why a pool stays smaller than wanted.
+
+This module is pure, as pools.py is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from tandem.cluster.pools import ClusterSpec, Host, Leave, Member, with_free_gpu
+from tandem.config.cluster import Pool
+from tandem.pool_sizes import POOLS
+
+
+def describe(
+    wanted: Mapping[Pool, int],
+    members: Sequence[Member],
+    pools: Collection[Pool] = POOLS,
+    waits: Mapping[Pool, str] = MappingProxyType({}),
+) -> dict[str, object]:
+    """Returns the state of these pools in the form of Redis and `/v1/cluster`. `waits` has the
+    reason of each pool that stays smaller than wanted."""
+    return {
+        pool: {
+            "wanted": wanted.get(pool, 0),
+            "running": sum(m.pool == pool and m.state == "running" for m in members),
+            "agents": [
+                {
+                    "id": m.member_id,
+                    "state": m.state,
+                    "pid": m.pid,
+                    "core": m.core,
+                    "starts": m.num_starts,
+                    "last_line": m.last_line,
+                    "exit": m.ending,
+                    "is_stopped": m.is_stopped,
+                    "since": m.since,
+                    **({"gpu": m.gpu} if m.gpu is not None else {}),
+                    **({"host": m.host} if m.host else {}),
+                    **({"placed_why": m.placed_why} if m.placed_why else {}),
+                }
+                for m in members
+                if m.pool == pool
+            ],
+            **({"waits_why": waits[pool]} if pool in waits else {}),
+        }
+        for pool in POOLS
+        if pool in pools
+    }
+
+
+def gpu_waits(
+    spec: ClusterSpec,
+    wanted: Mapping[Pool, int],
+    members: Sequence[Member],
+    hosts: Sequence[Host],
+    leaving: Mapping[str, Leave] = MappingProxyType({}),
+) -> dict[Pool, str]:
+    """Returns the reason of each pool that waits for a GPU; the arguments are those of `plan`."""
+    waits: dict[Pool, str] = {}
+    for pool in spec.pools:
+        there = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
+        needs = spec.selectors.get(pool, {}).items()
+        fits = [h for h in hosts if h.host_id not in leaving and needs <= h.labels.items()]
+        if fits and len(there) < wanted.get(pool, 0):
+            waits[pool] = with_free_gpu(spec, pool, members, fits)[1]
+    return {pool: why for pool, why in waits.items() if why}
