@@ -95,6 +95,7 @@ def on(members: list[Member]) -> list[tuple[str, str, int | None]]:
 
 
 TWO: dict[Pool, int] = {"router": 1, "prefill": 2, "decode": 2}
+DECODE: list[dict[Pool, int]] = [{"decode": size} for size in range(4)]
 
 
 def test_eight_gpus_are_shared_out_and_a_router_takes_none() -> None:
@@ -118,7 +119,7 @@ def test_without_gpus_workers_go_where_they_went() -> None:
 
 
 def test_a_worker_that_drains_keeps_its_gpu_until_it_is_gone() -> None:
-    spec, wanted = make_spec("cuda", 1, num_gpus=1), {"decode": 1}
+    spec, wanted = make_spec("cuda", 1, num_gpus=1), DECODE[1]
     (worker,), _ = plan(spec, wanted, [])
     drains = msgspec.structs.replace(worker, state="draining")
     assert plan(spec, wanted, [drains]) == ([], [])
@@ -160,7 +161,7 @@ def test_no_host_with_a_gpu_is_a_reason_of_its_own() -> None:
 
 
 def test_auto_takes_hosts_without_gpus_only_if_no_host_has_one() -> None:
-    spec, wanted = make_spec("auto", None, host="a"), {"decode": 3}
+    spec, wanted = make_spec("auto", None, host="a"), DECODE[3]
     assert {m.host for m in plan(spec, wanted, [], hosts(a=0, b=1))[0]} == {"b"}
     add, _ = plan(spec, wanted, [], hosts(a=0, b=0))
     assert on(add) == [("decode-0", "a", None), ("decode-1", "b", None), ("decode-2", "a", None)]
@@ -170,14 +171,14 @@ def test_auto_takes_hosts_without_gpus_only_if_no_host_has_one() -> None:
 
 
 def test_a_worker_moves_to_a_free_gpu_of_a_host_that_joined() -> None:
-    spec, wanted = make_spec("cuda", 2, host="a"), {"decode": 2}
+    spec, wanted = make_spec("cuda", 2, host="a"), DECODE[2]
     members, _ = plan(spec, wanted, [], hosts(a=1))
     add, _ = plan(spec, wanted, running(members), hosts(a=1, b=1))
     assert on(add) == [("decode-2", "b", 0)]
 
 
 def test_a_host_that_is_back_finds_its_gpu_taken_by_its_own_worker() -> None:
-    spec, wanted = make_spec("cuda", 1, host="a"), {"decode": 2}
+    spec, wanted = make_spec("cuda", 1, host="a"), DECODE[2]
     members, _ = plan(spec, wanted, [], hosts(a=1, b=1))
     (lost,) = lose(running(members), {"b"})
     members = [running(members)[0], lost]
@@ -191,6 +192,6 @@ def test_labels_choose_before_gpus_do() -> None:
     spec = make_spec("cuda", 1, host="a")
     spec = msgspec.structs.replace(spec, selectors={"decode": {"zone": "z"}})
     there = [*hosts(a=4), Host("b", [0], {"zone": "z"}, num_gpus=1)]
-    add, _ = plan(spec, {"decode": 2}, [], there)
+    add, _ = plan(spec, DECODE[2], [], there)
     assert on(add) == [("decode-0", "b", 0)]
-    assert "1 in all" in gpu_waits(spec, {"decode": 2}, add, there)["decode"]
+    assert "1 in all" in gpu_waits(spec, DECODE[2], add, there)["decode"]
