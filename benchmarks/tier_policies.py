@@ -34,6 +34,7 @@ from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.keep_policy import keep_policy
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
+from tandem.retention import PRIORITY_DEFAULT
 
 RESULTS = Path(__file__).parent / "results" / "tier_policies.json"
 DEVICE = 0.1  # of the working set
@@ -110,7 +111,8 @@ class OwnTier:
         self._tiers.take_ended()
 
     def take(self, request: Request) -> None:
-        self._tiers.use(request.blocks, keep=self._policy.knows_sessions and request.in_session)
+        returns = self._policy.knows_sessions and request.in_session
+        self._tiers.use(request.blocks, keep=returns, priority=PRIORITY_DEFAULT)
         for pool in self._pools:
             pool.expire_pins(request.at)
             if self._policy.pins and request.calls_tool:

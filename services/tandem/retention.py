@@ -7,6 +7,8 @@ from __future__ import annotations
 import msgspec
 
 WEIGHT_DEFAULT = 100  # of a tenant; as that of a Linux cgroup's `cpu.weight`
+# The range and the default of TensorRT-LLM's retention priorities (KvCacheRetentionConfig).
+PRIORITY_MIN, PRIORITY_DEFAULT, PRIORITY_MAX = 0, 35, 100
 
 
 class Retention(msgspec.Struct, frozen=True):
@@ -16,6 +18,7 @@ class Retention(msgspec.Struct, frozen=True):
     pin_s: float = 0.0  # its blocks are evicted last for so many seconds after its end; 0: not so
     weight: int = WEIGHT_DEFAULT  # of its tenant, by which tenants share what may be pinned
     num_tokens: int = 0  # first ones of the prompt that are pinned; 0: all, and the answer
+    priority: int = PRIORITY_DEFAULT  # of its blocks in tiers with the policy `priority`
 
 
 class Kept(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from tandem.options import (
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "k8v4", "int4"]
-KvTierPolicy = Literal["lru", "prefix", "value"]
+KvTierPolicy = Literal["lru", "prefix", "priority", "value"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
@@ -116,7 +116,8 @@ class EngineOptions(Options):
     kv_tier_policy: KvTierPolicy = "value"
     """Copies that are made and kept. value: those of blocks that were used twice or are likely to
     return, and the one goes first that is used least and computed soonest. lru: all are made, and
-    the least recently used goes first. prefix: all, and the longest prefix is cut first."""
+    the least recently used goes first. prefix: all, and the longest prefix is cut first. priority:
+    all, and the one goes first that had the lowest kv_priority."""
     kv_pin_share: PinShare = 0.5
     """Largest part of the KV pool, and of each tier, that requests may have evicted last: 0 to
     1."""

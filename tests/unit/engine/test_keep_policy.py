@@ -11,10 +11,13 @@ import pytest
 from tandem.engine.tiers.device_blocks import HostPages
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
 from tandem.engine.tiers.host_storage import HostStorage
-from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.tiers.keep_policy import HighestPriorities, keep_policy
 from tandem.engine.tiers.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import TierGroup
+from tandem.retention import PRIORITY_DEFAULT, Retention
+from tests.engine_driver import Outcome, make_engine, make_spec
+from tests.unit.engine.test_tiers import BLOCK_BYTES, prompt, settle
 
 BLOCK_SIZE = 16
 
@@ -84,6 +87,66 @@ def test_a_use_after_the_write_counts() -> None:
     assert evict(pool, 1) == [name(1)]
 
 
+def prioritized(priorities: list[int | None]) -> SlotPool:
+    """A pool into which chains of one block were written, after a use of this priority if one."""
+    pool = SlotPool(len(priorities), keep_policy("priority", len(priorities), BLOCK_SIZE))
+    for number, priority in enumerate(priorities):
+        if priority is not None:
+            pool.policy.use([name(number)], keep=False, priority=priority)
+        table = pool.allocate(1)
+        assert table is not None
+        pool.adopt(table[0], Entry(name(number), b""))
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("priorities", "evicted"),
+    [
+        ([100, 0, 50, 35], [1, 3, 2, 0]),
+        ([50, 0, 50, 0], [1, 3, 0, 2]),  # of the same the least recently used
+        ([36, None, 34, 35], [2, 1, 3, 0]),  # one that a tier found when it started
+    ],
+)
+def test_the_lowest_priority_goes_first(priorities: list[int | None], evicted: list[int]) -> None:
+    pool = prioritized(priorities)
+    gone = [evict(pool, 1) for _ in priorities]
+    assert gone == [[name(number)] for number in evicted]
+
+
+def test_the_highest_priority_of_a_blocks_requests_counts() -> None:
+    pool = prioritized([0, 10, 20])
+    pool.policy.use([name(0)], keep=False, priority=100)  # after the write
+    pool.policy.use([name(0), name(2)], keep=True, priority=5)
+    assert [pool.policy.worth(name(number), number) for number in range(3)] == [100, 10, 20]
+    assert [evict(pool, 1) for _ in range(3)] == [[name(number)] for number in (1, 2, 0)]
+
+
+def test_priorities_of_the_blocks_used_last_are_remembered() -> None:
+    policy = HighestPriorities(num_remembered=3)
+    policy.use([name(number) for number in range(3)], keep=False, priority=90)
+    policy.use([name(0)], keep=False, priority=10)
+    policy.use([name(3), name(4)], keep=False, priority=80)
+    found = [policy.worth(name(number), 0) for number in range(5)]
+    assert found == [90, PRIORITY_DEFAULT, PRIORITY_DEFAULT, 80, 80]
+    assert len(policy._priorities) == 3
+
+
+@pytest.mark.parametrize(("policy", "depth"), [("priority", 7), ("lru", 0)])
+def test_an_engine_keeps_the_prompt_of_the_highest_priority(policy: str, depth: int) -> None:
+    """The tier has room for two of four prompts, and the first one is the oldest."""
+    host_bytes = 14 * BLOCK_BYTES
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=host_bytes, kv_tier_policy=policy)
+    chains = []
+    for number, priority in enumerate((100, 0, PRIORITY_DEFAULT, 0)):
+        asked = Retention(priority=priority)
+        engine.add(make_spec(str(number), prompt(number), retention=asked))
+        chains.append(engine._sequences.find(str(number)).block_hashes)
+        settle(engine, Outcome())
+    (tier,) = engine._tiers.tiers
+    assert tier.depth(chains[0][:7]) == depth
+    engine.close()
+
+
 @pytest.mark.parametrize("policy", ["prefix", "lru"])
 def test_the_longest_prefix_is_cut_first(policy: str) -> None:
     """There are two chains of 8 and 2 blocks, and the longer one is older."""
@@ -126,7 +189,7 @@ def write(group: TierGroup, chain: list[Entry], *, uses: int, at_once: int) -> N
     group.pool.check_integrity([])
 
 
-@pytest.mark.parametrize("policy", ["lru", "prefix", "value"])
+@pytest.mark.parametrize("policy", ["lru", "prefix", "priority", "value"])
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_a_full_tier_takes_a_chain_in_parts(policy: str, at_once: int) -> None:
     """The part that was written is worth less than the other chain, and stays for the rest."""
@@ -167,4 +230,5 @@ def test_a_block_is_taken_at_its_second_use(uses: int, is_taken: bool) -> None:
     for _ in range(uses):
         policy.use([name(number) for number in range(10)], keep=False)
     assert policy.takes(name(3)) is is_taken
-    assert keep_policy("lru", 100, BLOCK_SIZE).takes(name(3))
+    for other in ("lru", "prefix", "priority"):
+        assert keep_policy(other, 100, BLOCK_SIZE).takes(name(3))

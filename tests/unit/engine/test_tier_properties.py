@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,8 +22,8 @@ from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import StepReport
 from tandem.perf_model.rates import PrefillRate
-from tandem.retention import Retention
-from tests.engine_machine import EngineMachine
+from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
+from tests.engine_machine import Client, EngineMachine
 from tests.held_thread import FixedRate, HeldThread
 from tests.late_device import WAYS, choose
 
@@ -35,7 +36,7 @@ class Machine(EngineMachine):
         num_blocks=st.integers(2, 12),
         max_num_seqs=st.integers(1, 4),
         max_tokens_per_step=st.integers(1, 9),
-        policy=st.sampled_from(["lru", "prefix", "value"]),
+        policy=st.sampled_from(["lru", "prefix", "priority", "value"]),
         block_s=st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]),
         pin_share=st.sampled_from([0.0, 0.5, 1.0]),
         turn_s=st.sampled_from([0.0, 60.0]),
@@ -81,6 +82,13 @@ class Machine(EngineMachine):
             found["kv_disk_path"] = str(self.folder)
             found["kv_disk_bytes"] = HEADER_BYTES + disk_slots * (block_bytes + RECORD_BYTES)
         return found
+
+    def _add(self, client: Client) -> None:
+        """Gives each request one of three priorities."""
+        priority = (0, PRIORITY_DEFAULT, PRIORITY_MAX)[client.spec.num_prompt_tokens % 3]
+        retention = Retention(priority=priority)
+        client.spec = msgspec.structs.replace(client.spec, retention=retention)
+        super()._add(client)
 
     def start_thread(self, name: str) -> HeldThread:
         self.threads[name] = HeldThread()

@@ -40,7 +40,7 @@ class TieredPair(test_kv_groups.Pair):
         tokens=st.integers(1, 9),
         host_tokens=st.sampled_from([30, 60, 200]),
         has_disk=st.booleans(),
-        policy=st.sampled_from(["lru", "prefix", "value"]),
+        policy=st.sampled_from(["lru", "prefix", "priority", "value"]),
         block_s=st.sampled_from([0.0, 0.5, 2.0]),
         way=st.sampled_from(WAYS),
     )

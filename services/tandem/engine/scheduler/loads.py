@@ -140,7 +140,8 @@ class Loads:
     def use(self, sequence: Sequence) -> None:
         """Tells the tiers which blocks a sequence has stored or reused since the last call."""
         if used := sequence.take_used():
-            self._tiers.use(used, keep=sequence.spec.retention.returns)
+            asked = sequence.spec.retention
+            self._tiers.use(used, keep=asked.returns, priority=asked.priority)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
         """Takes the blocks of a load that ended. Returns False if they are of no use, because a

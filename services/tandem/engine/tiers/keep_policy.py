@@ -1,30 +1,39 @@
 """The policy of a tier: which blocks it takes, and which of them it evicts first.
 
-    lru     takes all; evicts what was used least recently
-    prefix  takes all; evicts the blocks with the most tokens before them
-    value   takes what was used twice, or is to be kept; evicts what is worth least:
-            (time to compute it again * how often it was used lately) / bytes
+    lru       takes all; evicts what was used least recently
+    prefix    takes all; evicts the blocks with the most tokens before them
+    priority  takes all; evicts the blocks whose highest request had the lowest priority
+    value     takes what was used twice, or is to be kept; evicts what is worth least:
+              (time to compute it again * how often it was used lately) / bytes
 
 Only leaves are evicted, whatever the policy says, and none whose child is being written. All blocks
 have the same bytes. Of two that are worth the same the one goes that was used less recently.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
 from tandem.perf_model.rates import DEFAULT_PREFILL
+from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 
 # Uses of a block that is taken: now, and once in the half-life before. One that is to be kept
 # counts twice at once.
 _USES_MIN = 1.5
 _KEPT_USES = 2
+# Blocks whose priorities are remembered: those of the tier, and others that no tier has yet.
+_REMEMBERED_PER_SLOT = 2
+_REMEMBERED_MIN = 65_536
 
 
 class KeepPolicy(Protocol):
-    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
-        """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
+    def use(
+        self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
+    ) -> None:
+        """A sequence of this priority computed these blocks or reuses them; `keep`: they are likely
+        to return."""
 
     def takes(self, block_hash: bytes) -> bool:
         """Returns whether the tier is to have a copy."""
@@ -34,7 +43,9 @@ class KeepPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
+    def use(
+        self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
+    ) -> None:
         """Does nothing."""
 
     def takes(self, block_hash: bytes) -> bool:
@@ -49,13 +60,38 @@ class ShortestPrefixes(LeastRecentlyUsed):
         return -float(index)
 
 
+class HighestPriorities(LeastRecentlyUsed):
+    """Remembers the highest priority of each of the blocks that were used last. The others have the
+    default one: those that a tier found when it started, and those that were forgotten."""
+
+    def __init__(self, num_remembered: int) -> None:
+        self._num_remembered = num_remembered
+        self._priorities: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+
+    def use(
+        self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
+    ) -> None:
+        """Raises the blocks to this priority."""
+        priorities = self._priorities
+        for block_hash in block_hashes:
+            priorities[block_hash] = max(priority, priorities.get(block_hash, PRIORITY_MIN))
+            priorities.move_to_end(block_hash)
+        while len(priorities) > self._num_remembered:
+            priorities.popitem(last=False)
+
+    def worth(self, block_hash: bytes, index: int) -> float:
+        return float(self._priorities.get(block_hash, PRIORITY_DEFAULT))
+
+
 class MostValuable:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._sketch = FrequencySketch(num_slots)
         rate = DEFAULT_PREFILL
         self._cost_by_index = block_size * rate.token_context_s / rate.token_s  # of the first's
 
-    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
+    def use(
+        self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
+    ) -> None:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
 
     def takes(self, block_hash: bytes) -> bool:
@@ -71,6 +107,9 @@ def keep_policy(name: str, num_slots: int, block_size: int) -> KeepPolicy:
     made: dict[str, Callable[[], KeepPolicy]] = {
         "lru": LeastRecentlyUsed,
         "prefix": ShortestPrefixes,
+        "priority": lambda: HighestPriorities(
+            max(_REMEMBERED_MIN, _REMEMBERED_PER_SLOT * num_slots)
+        ),
         "value": lambda: MostValuable(num_slots, block_size),
     }
     return made[name]()

@@ -24,6 +24,7 @@ from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.store_search import Found, SharedStorage, search
 from tandem.engine.tiers.tier import Tier, TierGroup
+from tandem.retention import PRIORITY_MIN
 
 log = logging.getLogger(__name__)
 
@@ -140,9 +141,9 @@ class Lookups:
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
-        if lookup.found:  # the worker that wrote them used them
+        if lookup.found:  # the worker that wrote them used them, at a priority that is not known
             written = [lookup.block_hashes[i] for i in lookup.found[0]]
-            self._tier.policy.use(written, keep=False)
+            self._tier.policy.use(written, keep=False, priority=PRIORITY_MIN)
         for group, indexes in zip(self._tier.groups, lookup.found, strict=False):
             entries = [Entry(links[i][1], links[i][0]) for i in indexes]
             parts = (entries[i : i + _AT_ONCE] for i in range(0, len(entries), _AT_ONCE))

@@ -143,10 +143,10 @@ class Tiers:
             self._start_writes(until)
             self._follow_evictions()
 
-    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
-        """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
+    def use(self, block_hashes: Sequence[bytes], *, keep: bool, priority: int) -> None:
+        """A sequence computed or reuses these blocks; `keep`: they are likely to return."""
         for tier in self.tiers:
-            tier.policy.use(block_hashes, keep=keep)
+            tier.policy.use(block_hashes, keep=keep, priority=priority)
 
     def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[Reach]:
         """Returns how many first blocks of a chain come from each tier, or from those before it,
