@@ -51,6 +51,8 @@ class KeyLimits:
     """Largest prompt, in tokens. 0: what the context allows."""
     max_completion_tokens: int | None = None
     """Largest completion, in tokens. 0: what the context allows."""
+    max_kv_priority: int | None = None
+    """Highest kv_priority; requests with a higher one get this one. 0: no limit."""
     weight: int | None = None
     """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
 

@@ -5,12 +5,13 @@ from typing import Annotated, Any
 import msgspec
 
 from tandem.errors import BadRequest
-from tandem.retention import WEIGHT_DEFAULT
+from tandem.retention import PRIORITY_MAX, WEIGHT_DEFAULT
 
 COUNT_MAX = 10**12  # Redis' scripts count exactly up to 2^53
 WEIGHT_MAX = 10_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+_Priority = Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)]
 _Weight = Annotated[int, msgspec.Meta(ge=1, le=WEIGHT_MAX)]
 
 
@@ -25,6 +26,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrent: _Count = 0
     max_prompt_tokens: _Count = 0
     max_completion_tokens: _Count = 0
+    max_kv_priority: _Priority = 0  # higher ones count as this one
     weight: _Weight = WEIGHT_DEFAULT  # of the tenant's turns, where tenants take turns
 
     @property

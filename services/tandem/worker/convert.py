@@ -10,7 +10,7 @@ from tandem.cached_tokens import CachedTokens
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.kv_budget import KvBudget
 from tandem.perf_model.rates import PairRate
-from tandem.retention import NO_RETENTION, Retention
+from tandem.retention import NO_RETENTION, PRIORITY_DEFAULT, Retention
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.store.registry import Load
 
@@ -82,10 +82,12 @@ def adapter_of(message: pb.SequenceInput | pb.AddAdapterRequest) -> Adapter | No
 
 
 def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
-    """Returns the wishes for a request's KV; an old router has none."""
+    """Returns the wishes for a request's KV; an old router has none, or no priority."""
     if not message.HasField("retention"):
         return NO_RETENTION
-    return plain_of(Retention, message.retention, weight=max(1, message.retention.weight))
+    sent = message.retention
+    priority = sent.priority if sent.HasField("priority") else PRIORITY_DEFAULT
+    return plain_of(Retention, sent, weight=max(1, sent.weight), priority=priority)
 
 
 def adapter_message(adapter: Adapter | None) -> pb.Adapter | None:

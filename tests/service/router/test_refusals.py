@@ -108,6 +108,7 @@ OF_COMPLETIONS = [
     same("n", 129),
     same("best_of", 1, n=2),
     same("best_of", 129),
+    same("kv_priority", 101),
     *(
         Refused("kv_budget", {"kv_budget": budget}, {"kv_budget": pb.KvBudget(**budget)})
         for budget in (

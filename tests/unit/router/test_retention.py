@@ -12,7 +12,8 @@ from tandem.retention import NO_RETENTION, Retention
 from tandem.router.api.anthropic.replies import usage_body
 from tandem.router.api.anthropic.requests import parse_messages
 from tandem.router.api.grpc.inference import parse_request
-from tandem.router.api.openai.requests import parse_chat, parse_completion
+from tandem.router.api.openai.requests import parse_chat, parse_completion, validate
+from tandem.router.api.responses.requests import ResponsesBody, parse_response
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.delta import Usage
 from tandem.router.request.request import ClientRequest
@@ -29,7 +30,10 @@ def openai_retention(**fields: Any) -> Retention:
     (completion,) = parse_completion({"prompt": "Hello!", **fields}, "id").requests
     key, kept = fields.get("prompt_cache_key"), fields.get("prompt_cache_retention")
     message = pb.GenerateRequest(
-        text="Hello!", prompt_cache_key=key or "", prompt_cache_retention=kept or ""
+        text="Hello!",
+        prompt_cache_key=key or "",
+        prompt_cache_retention=kept or "",
+        kv_priority=fields.get("kv_priority"),
     )
     over_grpc = parse_request(message.SerializeToString())
     assert request.retention == completion.retention == over_grpc.retention
@@ -44,6 +48,18 @@ def test_openais_retentions() -> None:
     assert openai_retention(prompt_cache_retention="24h").pin_s == 86_400
 
 
+@pytest.mark.parametrize("priority", [0, 35, 100])
+def test_every_api_takes_a_priority(priority: int) -> None:
+    assert openai_retention(kv_priority=priority) == Retention(priority=priority)
+    response = validate(ResponsesBody, {"input": "Hello!", "kv_priority": priority})
+    (of_response,) = parse_response(response, (), "id").chat.requests
+    assert of_response.retention == Retention(priority=priority)
+    asked = {"messages": [USER], "max_tokens": 5, "kv_priority": priority, "cache_control": MARK}
+    (message,) = parse_messages(asked, "id").requests
+    assert message.retention == Retention(pin_s=300.0, priority=priority)
+    assert openai_retention(kv_priority=None).priority == 35
+
+
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
@@ -51,6 +67,11 @@ def test_openais_retentions() -> None:
         ("prompt_cache_retention", 24, "in_memory or 24h"),
         ("prompt_cache_key", "x" * 1025, "at most 1024 characters"),
         ("prompt_cache_key", 7, "at most 1024 characters"),
+        ("kv_priority", -1, r"an integer from 0 \(evicted first\) to 100; it is -1"),
+        ("kv_priority", 101, "to 100; it is 101"),
+        ("kv_priority", 35.5, r"an integer from 0 \(evicted first\) to 100"),
+        ("kv_priority", True, r"an integer from 0 \(evicted first\) to 100"),
+        ("kv_priority", "high", r"an integer from 0 \(evicted first\) to 100"),
     ],
 )
 def test_other_values_are_refused(field: str, value: object, allowed: str) -> None:
@@ -62,6 +83,9 @@ def test_other_values_are_refused(field: str, value: object, allowed: str) -> No
 def test_grpc_refuses_other_values() -> None:
     message = pb.GenerateRequest(text="x", prompt_cache_retention="forever")
     with pytest.raises(BadRequest, match="in_memory or 24h; it is 'forever'"):
+        parse_request(message.SerializeToString())
+    message = pb.GenerateRequest(text="x", kv_priority=101)
+    with pytest.raises(BadRequest, match="to 100; it is 101"):
         parse_request(message.SerializeToString())
 
 
@@ -173,6 +197,16 @@ def test_what_a_worker_is_asked_for() -> None:
     assert ClientRequest("x", is_of_session=True).wishes.returns
     pinned = ClientRequest("x", retention=Retention(pin_s=300.0), limits=weighted)
     assert pinned.wishes == Retention(returns=True, pin_s=300.0, weight=7)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "asked", "given"),
+    [(0, 100, 100), (50, 100, 50), (50, 40, 40), (20, 35, 20)],
+)
+def test_a_key_bounds_the_priority(allowed: int, asked: int, given: int) -> None:
+    limits = Limits(max_kv_priority=allowed)
+    request = ClientRequest("x", retention=Retention(priority=asked), limits=limits)
+    assert request.wishes == Retention(priority=given)
 
 
 def test_chats_that_return_are_those_with_tools_or_an_answer() -> None:

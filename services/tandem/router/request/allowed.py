@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from tandem.errors import BadRequest
 from tandem.kv_budget import BUDGET_TOKENS_MAX, SINKS_DEFAULT
+from tandem.retention import PRIORITY_MAX, PRIORITY_MIN
 
 STOP_STRINGS_MAX = 4
 STOP_CHARACTERS_MAX = 1024
@@ -80,6 +81,7 @@ ALLOWED = {
     "ignore_eos": "true or false",
     "prompt_cache_retention": "in_memory or 24h",
     "prompt_cache_key": f"a string of at most {KEY_CHARACTERS_MAX} characters",
+    "kv_priority": f"an integer from {PRIORITY_MIN} (evicted first) to {PRIORITY_MAX}",
     "stream": "true or false",
     "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
     "return_token_ids": "true or false",

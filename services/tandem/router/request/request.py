@@ -14,7 +14,7 @@ from typing import Literal
 from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
 from tandem.kv_budget import KvBudget, check_budget
-from tandem.retention import NO_RETENTION, Retention
+from tandem.retention import NO_RETENTION, PRIORITY_MAX, Retention
 from tandem.router.placement.hint import PlacementHint
 from tandem.router.request.allowed import (
     BAD_WORD_CHARACTERS_MAX,
@@ -340,14 +340,16 @@ class ClientRequest:
 
     @property
     def wishes(self) -> Retention:
-        """The wishes for its KV, as a worker gets them. A prompt is likely to return if it is to
-        be kept, has a session or tools, or goes on from an earlier answer."""
+        """The wishes for its KV, as a worker gets them: its priority is at most that of its key. A
+        prompt is likely to return if it is to be kept, has a session or tools, or goes on from an
+        earlier answer."""
         asked, chat = self.retention, self.prompt
         returns = asked.returns or asked.pin_s > 0 or self.is_of_session
         if isinstance(chat, Conversation) and not returns:
             has_answer = any(message.role == "assistant" for message in chat.messages)
             returns = has_answer or bool(chat.callable_tools)
-        return Retention(returns, asked.pin_s, self.limits.weight)
+        priority = min(asked.priority, self.limits.max_kv_priority or PRIORITY_MAX)
+        return Retention(returns, asked.pin_s, self.limits.weight, priority=priority)
 
     @property
     def kind(self) -> Literal["chat", "completion", "embedding"]:

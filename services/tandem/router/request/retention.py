@@ -2,13 +2,14 @@
 
 prompt_cache_key, a session's header     the prompt is likely to return
 prompt_cache_retention, a cache's mark   its blocks are pinned for some time after its end
+kv_priority                              what tiers evict first, with the policy `priority`
 an answer with tool calls                they are pinned while the tool runs (keeper.py)
 """
 
 from collections.abc import Callable, Sequence
 
 from tandem.errors import BadRequest
-from tandem.retention import Retention
+from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, Retention
 from tandem.router.request.allowed import KEY_CHARACTERS_MAX, refusal
 
 # OpenAI's retentions: KV stays for 5 minutes of inactivity at least, or for a day. Some of its
@@ -19,13 +20,19 @@ SESSION_HEADERS = ("x-session-id", "x-correlation-id")
 _SESSION_CHARACTERS_MAX = 256
 
 
-def asked_retention(retention: str | None, key: str | None) -> Retention:
-    """Returns what OpenAI's fields ask for. Raises BadRequest for values that are not allowed."""
+def asked_retention(
+    retention: str | None, key: str | None, priority: int = PRIORITY_DEFAULT
+) -> Retention:
+    """Returns what OpenAI's fields and `kv_priority` ask for. Raises BadRequest for values that are
+    not allowed."""
     if retention is not None and retention not in RETENTIONS_S:
         raise refusal("prompt_cache_retention", retention)
     if key is not None and len(key) > KEY_CHARACTERS_MAX:
         raise refusal("prompt_cache_key", why=f"one of {len(key)}")
-    return Retention(bool(key), RETENTIONS_S[retention] if retention is not None else 0.0)
+    if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+        raise refusal("kv_priority", priority)
+    pin_s = RETENTIONS_S[retention] if retention is not None else 0.0
+    return Retention(bool(key), pin_s, priority=priority)
 
 
 def is_of_session(sent: Callable[[str], Sequence[str]]) -> bool:

@@ -9,10 +9,11 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tandem.retention import Retention
+from tandem.retention import PRIORITY_DEFAULT
 from tandem.router.api.openai.fields import UnusedFields
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.requests import parse_chat, validate
@@ -282,15 +283,15 @@ class CountTokensBody(Strict):
     output_config: OutputConfig | None = Field(None, description=_ALLOWED["output_config"])
     cache_control: CacheControl | None = Field(None, description=_ALLOWED["cache_control"])
 
-    def retention(self) -> Retention:
-        """Returns the longest time that a mark asks for."""
+    def pin_s(self) -> float:
+        """Returns the longest time that a mark asks for, in seconds."""
         blocks = [block for message in self.messages for block in message.content]
         parts = [
             part for part in (*self.system, *self.tools, *blocks) if isinstance(part, _Markable)
         ]
         marks = [mark for part in parts for mark in part.marks()]
         marks += [] if self.cache_control is None else [self.cache_control]
-        return Retention(pin_s=max((TTLS_S[mark.ttl] for mark in marks), default=0.0))
+        return max((TTLS_S[mark.ttl] for mark in marks), default=0.0)
 
     def pinned(self) -> Self | None:
         """Returns a request that begins as this one and ends with the last mark; None without a
@@ -333,10 +334,11 @@ class MessagesBody(CountTokensBody):
     temperature: float = Field(1.0, description=ALLOWED["temperature"])
     top_p: float = Field(1.0, description=ALLOWED["top_p"])
     top_k: int = Field(0, description=ALLOWED["top_k"])
+    kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the body of a chat that asks for the same answer."""
-        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority")
         return {
             **super().to_chat(),
             **{name: getattr(self, name) for name in same},
@@ -361,7 +363,8 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     thinking = body.thinking.wanted() if body.thinking is not None else None
     assert isinstance(request.prompt, Conversation)
     chat = replace(request.prompt, thinking=thinking)
-    marked = replace(request, prompt=chat, retention=body.retention())
+    retention = msgspec.structs.replace(request.retention, pin_s=body.pin_s())
+    marked = replace(request, prompt=chat, retention=retention)
     if (pinned := body.pinned()) is not None:
         begins = parse_chat(pinned.to_chat(), request_id).requests[0].prompt
         messages = begins.messages if isinstance(begins, Conversation) else ()

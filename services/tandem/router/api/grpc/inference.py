@@ -24,6 +24,7 @@ from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, RequestNotFound, TandemError
 from tandem.grammars.text import StructuredOutput
 from tandem.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
+from tandem.retention import PRIORITY_DEFAULT
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of, visible_tenant
 from tandem.router.api.grpc.access import CallGuard
 from tandem.router.api.grpc.chat import parse_chat
@@ -240,7 +241,9 @@ def parse_request(body: bytes) -> ClientRequest:
         use_beam_search=message.use_beam_search,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
         retention=asked_retention(
-            message.prompt_cache_retention or None, message.prompt_cache_key or None
+            message.prompt_cache_retention or None,
+            message.prompt_cache_key or None,
+            message.kv_priority if message.HasField("kv_priority") else PRIORITY_DEFAULT,
         ),
         kv_budget=_kv_budget(message.kv_budget) if message.HasField("kv_budget") else None,
     )

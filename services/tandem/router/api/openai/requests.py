@@ -24,12 +24,12 @@ from tandem.grammars.text import StructuredOutput
 from tandem.router.api.openai.fields import drop_unknown, strip_unused
 from tandem.router.api.openai.kv_budget import BudgetField
 from tandem.router.api.openai.parsed import ParsedRequest
+from tandem.router.api.openai.retention import RetentionFields
 from tandem.router.api.openai.structured import StreamOptions, Strict, StructuredFields
 from tandem.router.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import ClientRequest, Prompt, Sampling
-from tandem.router.request.retention import asked_retention
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
@@ -120,7 +120,7 @@ class ChatMessage(BaseModel):
         )
 
 
-class _Body(StructuredFields, BudgetField):
+class _Body(StructuredFields, BudgetField, RetentionFields):
     """Fields that completions and chat completions share."""
 
     model: str = Field("", description=ALLOWED["model"])
@@ -147,8 +147,6 @@ class _Body(StructuredFields, BudgetField):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
     return_tokens_as_token_ids: bool = False
-    prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
-    prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])
     echo: bool = False
     add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
     n: int = Field(1, description=ALLOWED["n"])
@@ -187,7 +185,7 @@ class _Body(StructuredFields, BudgetField):
             best_of=self.num_made(),
             use_beam_search=self.use_beam_search,
             length_penalty=self.length_penalty,
-            retention=asked_retention(self.prompt_cache_retention, self.prompt_cache_key),
+            retention=self.retention(),
             kv_budget=self.budget(),
             request_id=request_id,
         )

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from tandem.errors import BadRequest
+from tandem.retention import PRIORITY_DEFAULT
 from tandem.router.api.openai.fields import UnusedFields
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.requests import parse_chat
@@ -29,7 +30,7 @@ NAMES = {
 }
 _LOGPROBS = "message.output_text.logprobs"
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
-_CACHE = ("prompt_cache_key", "prompt_cache_retention")
+_CACHE = ("prompt_cache_key", "prompt_cache_retention", "kv_priority")
 # Fields that an answer has as they were sent.
 _TOLD = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
@@ -162,6 +163,7 @@ class ResponsesBody(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])
     prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
+    kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
     user: str | None = None
 
     def to_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens", "structured_output", "n", "best_of", "use_beam_search", "length_penalty", "prompt_cache_retention", "prompt_cache_key", "kv_budget")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens", "structured_output", "n", "best_of", "use_beam_search", "length_penalty", "prompt_cache_retention", "prompt_cache_key", "kv_priority", "kv_budget")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class GenerateRequest(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_RETENTION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    KV_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
@@ -144,8 +145,9 @@ class GenerateRequest(_message.Message):
     length_penalty: float
     prompt_cache_retention: str
     prompt_cache_key: str
+    kv_priority: int
     kv_budget: KvBudget
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: bool = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: bool = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., prompt_cache_retention: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., kv_budget: _Optional[_Union[KvBudget, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: bool = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: bool = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., prompt_cache_retention: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., kv_priority: _Optional[int] = ..., kv_budget: _Optional[_Union[KvBudget, _Mapping]] = ...) -> None: ...
 
 class KvBudget(_message.Message):
     __slots__ = ("policy", "tokens", "sinks")

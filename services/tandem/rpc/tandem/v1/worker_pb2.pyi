@@ -90,16 +90,18 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., added_at: _Optional[float] = ...) -> None: ...
 
 class Retention(_message.Message):
-    __slots__ = ("returns", "pin_s", "weight", "num_tokens")
+    __slots__ = ("returns", "pin_s", "weight", "num_tokens", "priority")
     RETURNS_FIELD_NUMBER: _ClassVar[int]
     PIN_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     returns: bool
     pin_s: float
     weight: int
     num_tokens: int
-    def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ..., num_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SequenceInput(_message.Message):
     __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget")
