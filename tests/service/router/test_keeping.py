@@ -87,8 +87,11 @@ async def test_a_wrong_session_is_refused(router: RunningRouter) -> None:
 
 
 async def test_a_retention_pins_the_prompt_and_the_answer(router: RunningRouter) -> None:
-    given, request_id = await ask(router, "It rains. " * 9, prompt_cache_retention="24h")
+    given, request_id = await ask(
+        router, "It rains. " * 9, prompt_cache_retention="24h", kv_priority=80
+    )
     assert (given.retention.returns, given.retention.pin_s) == (True, 86_400)
+    assert given.retention.priority == 80
     asked = await kept(router)
     num_tokens = len(given.token_ids) + len(router.tokenizer.encode("It rains. " * 9)) + 1
     assert len(asked.block_hashes) == (num_tokens - 1) // 16 > len(given.token_ids) // 16
@@ -138,7 +141,9 @@ async def test_grpc_has_the_same_wishes(router: RunningRouter) -> None:
     for worker in router.workers:
         worker.submitted.clear()
     router.script(saying([5, EOS], finish_reason="stop"))
-    request = inference_pb2.GenerateRequest(text="Hello!", prompt_cache_retention="in_memory")
+    request = inference_pb2.GenerateRequest(
+        text="Hello!", prompt_cache_retention="in_memory", kv_priority=0
+    )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
         stub = InferenceStub(channel)
         _ = [each async for each in stub.Generate(request, timeout=20)]
@@ -147,5 +152,6 @@ async def test_grpc_has_the_same_wishes(router: RunningRouter) -> None:
         _ = [each async for each in stub.Generate(plain, timeout=20, metadata=session)]
     pinned, of_session = [s.input.retention for w in router.workers for s in w.submitted]
     assert sorted([pinned.pin_s, of_session.pin_s]) == [0, 300]
+    assert sorted([pinned.priority, of_session.priority]) == [0, 35]
     assert pinned.returns
     assert of_session.returns

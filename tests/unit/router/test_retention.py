@@ -19,7 +19,7 @@ from tandem.router.request.delta import Usage
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.retention import is_of_session
 from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.security.limits import Limits
+from tandem.security.limits import NO_LIMITS, Limits, changed
 
 USER = {"role": "user", "content": "Hello!"}
 MARK = {"type": "ephemeral"}
@@ -207,6 +207,12 @@ def test_a_key_bounds_the_priority(allowed: int, asked: int, given: int) -> None
     limits = Limits(max_kv_priority=allowed)
     request = ClientRequest("x", retention=Retention(priority=asked), limits=limits)
     assert request.wishes == Retention(priority=given)
+
+
+@pytest.mark.parametrize("allowed", [-1, 101])
+def test_a_key_has_no_bound_that_no_priority_reaches(allowed: int) -> None:
+    with pytest.raises(BadRequest, match="max_kv_priority"):
+        changed(NO_LIMITS, {"max_kv_priority": allowed})
 
 
 def test_chats_that_return_are_those_with_tools_or_an_answer() -> None:
