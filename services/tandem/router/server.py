@@ -56,6 +56,7 @@ from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.pool_watch import PoolWatch
 from tandem.rpc.certificates import CertificateFiles
 from tandem.security.access import Access, is_loopback
 from tandem.security.audit_trail import AuditTrail
@@ -80,7 +81,8 @@ class Router:
         self._redis: Client = connect(config.cluster.redis_url)
         self._tls = _public_certificate(config)
         self._metrics = Metrics(make_gen_ai_metrics(_SERVICE, config.router_id))
-        self.view = ClusterView(config.cluster, self._redis, config.tls_dir)
+        watch = PoolWatch(config.autoscale.cold_start_s)
+        self.view = ClusterView(config.cluster, self._redis, config.tls_dir, pool_watch=watch)
         self._metrics.registry.register(WorkerGauges(self.view))
         self._index = RedisIndex(self._redis, config.cluster.cluster_id)
         index_metrics = IndexMetrics(self._metrics.registry)
@@ -214,6 +216,8 @@ class Router:
         }
         if self._config.autoscale.mode != "off":
             work.add(asyncio.create_task(self.autoscale.run(), name="autoscale"))
+        if self._config.scale_objects:
+            work.add(asyncio.create_task(self._control.sizes.watch(), name="sizes"))
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -17,6 +17,7 @@ from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.scaling.autoscale import AutoscaleGauges
 from tandem.router.workers.control_watch import ControlWatch
+from tandem.router.workers.pool_watch import PoolWatch
 from tandem.store.registry import Load
 from tandem.worker.metrics.adapters import adapter_metrics
 from tandem.worker.metrics.index import index_metrics
@@ -59,6 +60,7 @@ def collected() -> set[str]:
         decisions=(),
         problems=SimpleNamespace(rows=[], num_starts={}),
         control=ControlWatch(),
+        pool_watch=PoolWatch(),
     )
     index = IndexMetrics(CollectorRegistry())
     index.stats = TreeStats(num_entries=0, num_bytes=0, num_swept=0, workers={})

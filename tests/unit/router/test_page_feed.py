@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.autoscaler.policy import Decision
 from tandem.cancellation import cancel
 from tandem.errors import QueueFull
 from tandem.router.api.admin import page_feed
 from tandem.router.api.admin.page_feed import Viewer
 from tandem.router.api.admin.snapshot import WORKER_COLUMNS
+from tandem.router.metrics.router import WorkerGauges
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord
 from tandem.router.workers.events import Event
@@ -213,3 +215,41 @@ async def test_the_events_are_json_on_one_line() -> None:
     event = page_feed.sse.event({"text": "a\nb"}, "full")
     assert event == b'event: full\ndata: {"text":"a\\nb"}\n\n'
     assert msgspec.json.decode(event.split(b"data: ")[1]) == {"text": "a\nb"}
+
+
+async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
+    fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, ...]] = []
+    monkeypatch.setattr(fed.view.events, "add", lambda *what, once: told.append(what))
+    fed.put("decode-0")
+    watch = fed.view.pool_watch
+    watch.grace_s, watch.owned = 0.0, {"decode": {"wanted": 2, "running": 2}}
+    for _ in range(2):
+        fed.view._noted_at = 0.0
+        fed.view._note_problems()
+    text = "the decode pool has 1 of 2 workers ready (`kubectl get pods` says why)"
+    assert told == [("problem", "decode pool", text)]
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        head = (await next_of(viewer))[1]["head"]
+        assert (head["headline"], head["is_well"]) == (f"T{text[1:]}.", False)
+        assert head["pools"]["decode"] == {"wanted": 2, "running": 2, "ready": 1}
+    metrics = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in WorkerGauges(fed.view).collect()
+        for sample in family.samples
+    }
+    assert metrics["tandem_pool_size", "decode"] == 2
+    assert metrics["tandem_pool_workers_ready", "decode"] == 1
+
+
+async def test_the_autoscalers_mode_and_reasons_are_told(fed: SimulatedRouter) -> None:
+    fed.view.decisions = [Decision("decode", 1, 3, 3, "queue", "3 workers are wanted")]
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        head = (await next_of(viewer))[1]["head"]
+    assert head["autoscale"] == {
+        "mode": "off",
+        "decisions": [{"pool": "decode", "size": 3, "why": "3 workers are wanted"}],
+    }

@@ -8,7 +8,14 @@ import msgspec
 import pytest
 
 from tandem.router.workers.loading import LoadingNow, LoadingWorkers
-from tandem.router.workers.rows import Gone, Seen, WorkerRow, headline, worker_rows
+from tandem.router.workers.rows import (
+    Gone,
+    Seen,
+    WorkerRow,
+    headline,
+    problems_of,
+    worker_rows,
+)
 from tandem.router.workers.troubles import clock_of_router
 from tandem.store.registry import KvCompatibility, Loading, WorkerRecord
 
@@ -40,6 +47,12 @@ def rows(
 ) -> list[WorkerRow]:
     lost = {g.record.worker_id: g for g in gone}
     return worker_rows(seen, lost, pools or {}, NOW)
+
+
+def sentence(
+    found: list[WorkerRow], pools: dict[str, Any], *, reason: str = "", redis: str = "ok"
+) -> str:
+    return headline(problems_of(found, pools, reason=reason, redis=redis), pools)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +202,7 @@ def test_a_host_that_is_silent_is_named_once() -> None:
         Seen(with_(name, address="10.0.0.9:1"), silent_s=5) for name in ("decode-1", "prefill-1")
     ]
     found = rows(Seen(record()), *away)
-    told = headline(found, POOLS, reason="", redis="ok")
+    told = sentence(found, POOLS)
     assert told == (
         "Host h (10.0.0.9) is silent, gone or cut off, with all its workers: decode-1, prefill-1."
     )
@@ -210,7 +223,7 @@ def test_a_notice_counts_while_it_changes() -> None:
     assert loading.note({}, now=65.0) == []
 
 
-POOLS = {"prefill": {"ready": 2}, "decode": {"ready": 1}}
+POOLS: dict[str, Any] = {"prefill": {"ready": 2}, "decode": {"ready": 1}}
 
 
 def test_the_headline_names_what_is_wrong_the_worst_first() -> None:
@@ -219,25 +232,25 @@ def test_the_headline_names_what_is_wrong_the_worst_first() -> None:
         Seen(record("decode-1"), stuck_s=5),
         Seen(record("prefill-0"), is_compatible=False),
     )
-    told = headline(found, POOLS, reason="no decode worker is ready", redis="ok")
+    told = sentence(found, POOLS, reason="no decode worker is ready")
     assert told == (
         "No decode worker is ready; decode-0 is silent: it has written nothing for 12 s; and 2 "
         "more."
     )
-    assert headline(found[:1], POOLS, reason="", redis="lost").startswith("Redis does not answer")
+    assert sentence(found[:1], POOLS, redis="lost").startswith("Redis does not answer")
 
 
 def test_the_headline_of_a_cluster_that_is_well_says_so() -> None:
     left = Gone(record("decode-1"), NOW, has_left=True)
     found = rows(Seen(record()), Seen(record("prefill-0", "draining")), gone=(left,))
-    told = headline(found, POOLS, reason="", redis="ok")
+    told = sentence(found, POOLS)
     assert told == "All is well: workers that are ready: 2 prefill, 1 decode."
 
 
 def test_the_headline_counts_processes_that_no_row_explains() -> None:
     pools: dict[str, dict[str, Any]] = {"decode": {"wanted": 3, "running": 1, "ready": 1}}
-    told = headline(rows(Seen(record())), pools, reason="", redis="ok")
+    told = sentence(rows(Seen(record())), pools)
     assert told == "The decode pool has 1 of 3 wanted processes."
     pools["decode"]["waits_why"] = "no GPU is free"
-    told = headline(rows(Seen(record())), pools, reason="", redis="ok")
+    told = sentence(rows(Seen(record())), pools)
     assert told == "The decode pool has 1 of 3 wanted processes: no GPU is free."

@@ -200,6 +200,13 @@ class WorkerGauges(Collector):
         usable = Counted(w.role for w in workers if w.usable)
         roles = [((role,), usable[role]) for role in get_args(Role)]  # also of an empty pool
         yield gauges("tandem_workers_usable", "Workers that may be placed on", ["role"], roles)
+        pools = self._view.pool_watch
+        sizes = [((name,), float(size)) for name, size in pools.sizes.items()]
+        text = "Processes of the pool that the owner of its size wants"
+        yield gauges("tandem_pool_size", text, ["pool"], sizes)
+        ready = [((name,), float(number)) for name, number in pools.ready.items()]
+        text = "Workers of the pool that are ready, also those that are lent to the other pool"
+        yield gauges("tandem_pool_workers_ready", text, ["pool"], ready)
         problems = self._view.problems
         ill = [((r.worker_id, r.pool, r.problem), 1.0) for r in problems.rows if r.problem]
         labels = ["worker", "pool", "problem"]

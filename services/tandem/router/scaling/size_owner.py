@@ -8,6 +8,7 @@ nobody                  an HPA, KEDA or a person reads what is wanted, and acts 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,13 +19,16 @@ from tandem.config.router import RouterConfig
 from tandem.errors import NotNow, TandemError
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import ask_sizes, pool_states, told_pools
+from tandem.router.workers.pools import ask_sizes, told_pools
 from tandem.security.audit_trail import AuditTrail, Caller
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
 
+log = logging.getLogger(__name__)
+
 _KUBERNETES_KEPT_S = 2.0
+_KUBERNETES_WATCH_S = 10.0
 _CONTROLLER_TELLS_S = 3.0
 _BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who waits for an answer
 
@@ -37,7 +41,6 @@ class SizeOwner:
         self._cluster_id = config.cluster.cluster_id
         self._view = view
         self._kubernetes: KubernetesScale | None = None
-        self._owned: dict[str, dict[str, int]] = {}  # as Kubernetes told last
         self._read_at = -math.inf
         if config.scale_objects:
             # Imported late: it brings an HTTP client that no router needs elsewhere.
@@ -55,16 +58,29 @@ class SizeOwner:
     async def pools(self) -> dict[str, dict[str, Any]]:
         """Returns the state of each pool: what its owner wants and runs, and what has registered.
         Kubernetes' part is as old as `_KUBERNETES_KEPT_S`, and left out while it does not tell."""
-        now = asyncio.get_running_loop().time()
-        if self._kubernetes is not None and now - self._read_at > _KUBERNETES_KEPT_S:
-            self._read_at, self._owned = now, {}
-            with suppress(TandemError, TimeoutError):
-                async with asyncio.timeout(_BEFORE_DEADLINE_S):
-                    self._owned = await self._kubernetes.pools()
+        if asyncio.get_running_loop().time() - self._read_at > _KUBERNETES_KEPT_S:
+            await self._read_kubernetes()
         records = [worker.record for worker in self._view.known()]
-        states = pool_states(records, self._view.pools_json)
-        owned = self._owned.items()
-        return {**states, **{pool: {**states.get(pool, {}), **told} for pool, told in owned}}
+        return self._view.pool_watch.states(records, self._view.pools_json)
+
+    async def watch(self) -> None:
+        """Reads what Kubernetes wants and runs until it is cancelled, for metrics and for the
+        problems that the view notes."""
+        while True:
+            try:
+                await self._read_kubernetes()
+            except Exception:
+                log.exception("the sizes of the pools cannot be read; requests are served")
+            await asyncio.sleep(_KUBERNETES_WATCH_S)
+
+    async def _read_kubernetes(self) -> None:
+        if self._kubernetes is None:
+            return
+        self._read_at, owned = asyncio.get_running_loop().time(), dict[str, dict[str, int]]()
+        with suppress(TandemError, TimeoutError):
+            async with asyncio.timeout(_BEFORE_DEADLINE_S):
+                owned = await self._kubernetes.pools()
+        self._view.pool_watch.owned = owned
 
     async def set_sizes(self, sizes: Mapping[str, int], *, who: Caller) -> None:
         """Requests the sizes and logs who did; poll the pool state for completion. Raises NotNow if

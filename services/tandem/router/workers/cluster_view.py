@@ -28,7 +28,8 @@ from tandem.router.workers.control_watch import ControlWatch
 from tandem.router.workers.events import EventLog
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.loading import LoadingNow, LoadingWorkers
-from tandem.router.workers.pools import pool_states, read_control
+from tandem.router.workers.pool_watch import PoolWatch
+from tandem.router.workers.pools import read_control
 from tandem.router.workers.problem_watch import ProblemWatch
 from tandem.router.workers.rows import Gone, Seen, worker_rows
 from tandem.router.workers.troubles import clock_of_router
@@ -56,6 +57,7 @@ class ClusterView:
     model_fingerprint: str = ""  # empty until the model is loaded: then nothing is compatible
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as the pool controller wrote it
+    pool_watch: PoolWatch = field(default_factory=PoolWatch)
     decisions: list[Decision] = field(default_factory=list)  # of the autoscaler, the last ones
     calls: PeerCalls = field(init=False)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
@@ -160,9 +162,8 @@ class ClusterView:
         return self._loading.now(time.monotonic(), self.cluster.record_ttl_s)
 
     def cluster_problems(self) -> dict[str, str]:
-        """Returns a phrase for each part of the cluster that is not well, workers and Redis left
-        out."""
-        found = self.control.problems
+        """Returns a phrase for each part that is not well; workers and Redis are left out."""
+        found = self.control.problems | self.pool_watch.problems
         ahead_s = clock_of_router([w.clock_ahead_s for w in self._workers.values()])
         if ahead_s:
             way = "behind" if ahead_s > 0 else "ahead of"
@@ -173,8 +174,9 @@ class ClusterView:
         if (now := time.monotonic()) - self._noted_at < _NOTE_INTERVAL_S:
             return
         self._noted_at = now
-        pools = pool_states([w.record for w in self._workers.values()], self.pools_json)
+        pools = self.pool_watch.states([w.record for w in self._workers.values()], self.pools_json)
         rows = worker_rows(self.seen(), self.gone, pools, time.time(), self.loading)
+        self.pool_watch.note(pools, rows, now)
         self.problems.note(rows, pools, self.cluster_problems())
 
     def client(self, worker_id: str) -> WorkerClient | None:

@@ -114,26 +114,32 @@ def worker_rows(
     return sorted(rows, key=lambda row: (row.pool, row.worker_id))
 
 
-def headline(
+def problems_of(
     rows: Iterable[WorkerRow],
     pools: Mapping[str, Mapping[str, Any]],
     *,
     reason: str,
     redis: str,
-    control: Iterable[str] = (),
-) -> str:
-    """Returns one sentence that says what is wrong, the worst first. `reason` says why requests
-    cannot be served; it is empty if they can. `control` is what is wrong with Ray's part."""
+    cluster: Iterable[str] = (),
+) -> list[str]:
+    """Returns a phrase for each thing that is wrong, the worst first. `reason` says why requests
+    cannot be served; it is empty if they can. `cluster` is what is wrong with Ray's part, a pool's
+    pods or a clock."""
     problems = [reason] if reason else []
     if redis == "lost":
         problems.append("Redis does not answer: the last known workers serve on, sizes stand")
-    problems += control
+    problems += cluster
     problems += _row_problems(list(rows))
     for pool, state in pools.items():
         wanted, running = state.get("wanted"), state.get("running", state.get("registered", 0))
         if wanted is not None and running < wanted and not problems:
             why = f": {state['waits_why']}" if "waits_why" in state else ""
             problems.append(f"the {pool} pool has {running} of {wanted} wanted processes{why}")
+    return problems
+
+
+def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns one sentence that says what is wrong, from the result of `problems_of`."""
     if not problems:
         ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p != "router")
         return f"All is well: workers that are ready: {ready}."

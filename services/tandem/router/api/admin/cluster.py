@@ -22,7 +22,7 @@ from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.router.workers.rows import headline, worker_rows
+from tandem.router.workers.rows import headline, problems_of, worker_rows
 
 # Fields of a worker's record, and of its KV compatibility, that are told as they are.
 _TOLD = ("worker_id", "role", "state", "transports", "memory_free_bytes", "memory_total_bytes")
@@ -106,9 +106,9 @@ def cluster_state(
     reason = generator.not_ready_reason()
     rows = worker_rows(view.seen(), view.gone, pools, time.time(), view.loading)
     wrong = view.cluster_problems().values()
-    told = headline(rows, pools, reason=reason, redis=view.redis_state, control=wrong)
+    problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     return {
-        "headline": told,
+        "headline": headline(problems, pools),
         "cluster_id": config.cluster.cluster_id,
         "model": generator.served_name,
         "max_model_len": generator.max_model_len,

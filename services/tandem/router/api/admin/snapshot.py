@@ -22,7 +22,7 @@ from tandem.router.request.log import RequestRecord
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.events import Event
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.router.workers.rows import WorkerRow, headline, worker_rows
+from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_rows
 
 REQUESTS_MAX = 50
 EVENTS_MAX = 50
@@ -56,13 +56,11 @@ def take_snapshot(
 ) -> Snapshot:
     """Returns the state as of `now`, in seconds since the epoch."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
-    reason, wrong = generator.not_ready_reason(), view.cluster_problems()
-    told = headline(rows, pools, reason=reason, redis=view.redis_state, control=wrong.values())
+    reason, wrong = generator.not_ready_reason(), view.cluster_problems().values()
+    problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     head = {
-        "headline": told,
-        "is_well": not (reason or wrong)
-        and view.redis_state == "ok"
-        and all(r.is_well for r in rows),
+        "headline": headline(problems, pools),
+        "is_well": not problems and view.redis_state == "ok",
         "router_id": config.router_id,
         "num_routers": pools.get("router", {}).get("running", 1),
         "version": metadata.version("tandem-llm"),
@@ -78,7 +76,10 @@ def take_snapshot(
             "scheme": "https" if config.tls.tls_cert else "http",
         },
         "pools": {name: _pool(state) for name, state in pools.items()},
-        "autoscale": [f"{d.role} to {d.to}: {d.line}" for d in view.decisions[-3:]],
+        "autoscale": {
+            "mode": config.autoscale.mode,
+            "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
+        },
     }
     known = {worker.record.worker_id: worker for worker in view.known()}
     return Snapshot(

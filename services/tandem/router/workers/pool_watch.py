@@ -1,0 +1,69 @@
+"""Sizes that the owners of the pools want, and pools on Kubernetes whose workers do not come. Pure.
+
+    as many workers are ready as are wanted   well
+    a missing worker has a row                well: the row says that it loads, or what is wrong
+    a missing worker has no row               after `grace_s` a problem, until all are ready
+
+The last line is a pod that waits for a node or for its image: no process of it can tell anything. A
+pool of a pool controller is left out, because its agents tell why a process does not run.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tandem.router.workers.pools import pool_states
+from tandem.router.workers.rows import WorkerRow
+from tandem.store.registry import WorkerRecord
+
+_GONE = {"stopped", "lost", "failed"}  # rows of processes that have ended
+
+
+class PoolWatch:
+    """`note` takes in the pools; `problems` are phrases for the sentence of what is wrong."""
+
+    def __init__(self, grace_s: float = 90.0) -> None:
+        """`grace_s` is the time from asking for a worker to its first sign."""
+        self.grace_s = grace_s
+        self.owned: dict[str, dict[str, int]] = {}  # as Kubernetes told; empty while it does not
+        self.sizes: dict[str, int] = {}  # of each pool, as its owner told last
+        self.ready: dict[str, int] = {}  # workers of each pool
+        self._short_since: dict[str, float] = {}  # monotonic seconds
+        self._now = 0.0
+
+    def states(
+        self, records: Iterable[WorkerRecord], pools_json: bytes | None
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the state of each pool: what its owner wants and runs, and what has
+        registered."""
+        states = pool_states(records, pools_json)
+        owned = {pool: {**states.get(pool, {}), **told} for pool, told in self.owned.items()}
+        return {**states, **owned}
+
+    def note(
+        self, pools: Mapping[str, Mapping[str, Any]], rows: Iterable[WorkerRow], now: float
+    ) -> None:
+        """Takes in the states and the rows as of `now`, in monotonic seconds."""
+        self._now = now
+        known = Counter(row.pool for row in rows if row.state not in _GONE)
+        self.sizes |= {name: s["wanted"] for name, s in pools.items() if "wanted" in s}
+        self.ready = {name: s["ready"] for name, s in pools.items() if name != "router"}
+        for name, ready in self.ready.items():
+            size = 0 if "agents" in pools[name] else self.sizes.get(name, 0)
+            if ready < size and (known[name] < size or self._is_told(name)):
+                self._short_since.setdefault(name, now)
+            else:
+                self._short_since.pop(name, None)
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """A phrase for each pool whose workers do not come."""
+        return {
+            f"{name} pool": f"the {name} pool has {self.ready[name]} of {self.sizes[name]} workers "
+            "ready (`kubectl get pods` says why)"
+            for name in self._short_since
+            if self._is_told(name)
+        }
+
+    def _is_told(self, name: str) -> bool:
+        return self._now - self._short_since.get(name, self._now) > self.grace_s
