@@ -37,6 +37,29 @@ DRAWN = """async () => {
   return drawn.size;
 }"""
 
+# Draws two workers that are ready, one of them in trouble; returns the colors by place.
+COLORS = """async () => {
+  const {take} = await import("./page/feed.js"), {showPicture} = await import("./page/picture.js");
+  const drawn = [], canvas = CanvasRenderingContext2D.prototype, stroke = canvas.strokeRect;
+  canvas.strokeRect = function (x, y) { drawn.push({x, y, style: this.strokeStyle}); };
+  const row = note => ["decode", "ready", 50, note];
+  const workers = {"decode-0": row(""), "decode-1": row("its disk is full")};
+  const worker_columns = ["role", "state", "kv_used_percent", "note"];
+  take("full", {workers, worker_columns, sample_columns: [], step_s: 5, now: 0});
+  for (let rest = showPicture(); rest; rest = rest());
+  canvas.strokeRect = stroke;
+  return drawn.sort((a, b) => a.x - b.x || a.y - b.y).map(each => each.style);
+}"""
+# Shows a decision of the autoscaler; returns the line.
+AUTOSCALE = """async () => {
+  const {state} = await import("./page/feed.js"), {showPools} = await import("./page/workers.js");
+  const why = "decode 1 -> 3 for its queue: wanted 3 of 1..8; load 0.10";
+  state.head.autoscale = {mode: "dry-run", decisions: [{pool: "decode", size: 3, why}]};
+  showPools();
+  const line = document.getElementById("autoscale");
+  return line.hidden ? "" : line.textContent;
+}"""
+
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -93,6 +116,16 @@ def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
 
 def test_each_worker_is_drawn_though_no_pass_ends(page: Any) -> None:
     assert page.evaluate(DRAWN) == 1001  # the router, too
+
+
+def test_a_worker_that_is_ready_and_in_trouble_is_not_green(page: Any) -> None:
+    assert page.evaluate(COLORS) == ["#1769c2", "#176b3a", "#b3261e"]  # the router's is the first
+
+
+def test_the_autoscalers_mode_target_and_reason_are_under_the_pools(page: Any) -> None:
+    assert page.is_hidden("#autoscale"), "it is off"
+    told = "Autoscaler (dry-run): decode 1 -> 3 for its queue: wanted 3 of 1..8"
+    assert page.evaluate(AUTOSCALE) == told
 
 
 def test_a_drain_is_asked_about_and_its_refusal_is_told_with_the_keyboard_alone(page: Any) -> None:

@@ -2,10 +2,10 @@
 
 import {byId, color} from "./dom.js";
 import {ordered, state} from "./feed.js";
+import {isIll} from "./workers.js";
 
 const BOXES_MAX = 12; // of a pool; more are drawn as small cells
 const FLIGHT_MS = 1400, PARTICLES_MAX = 300;
-const GOOD = new Set(["ready", "draining"]);
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const FLOWS_MAX = 40; // that one event launches
 const DRAWN_AT_ONCE = 200; // workers; the rest in a task of its own
@@ -53,7 +53,8 @@ function layout(columns, width) {
 function tone(worker) {
   if (!worker) return colors.pull;
   if (worker.state === "draining" || worker.state === "loading" || worker.state === "starting") return colors.warn;
-  return GOOD.has(worker.state) ? colors.good : worker.state === "stopped" ? colors.muted : colors.bad;
+  if (isIll(worker)) return colors.bad; // a worker that is ready may be in trouble
+  return worker.state === "stopped" ? colors.muted : colors.good;
 }
 
 function told(worker) {
@@ -63,8 +64,8 @@ function told(worker) {
 }
 
 function drawWorker(id, worker, at) {
-  const used = worker ? worker.kv_used_percent / 100 : 0;
-  const key = `${worker?.state} ${at.isSmall ? Math.round(8 * used) : `${worker?.kv_used_percent} ${told(worker)}`}`;
+  const used = worker ? worker.kv_used_percent / 100 : 0, ill = Boolean(worker && isIll(worker));
+  const key = `${worker?.state} ${ill} ${at.isSmall ? Math.round(8 * used) : `${worker?.kv_used_percent} ${told(worker)}`}`;
   if (drawn.tones.get(id) === key) return; // it looks as before
   drawn.tones.set(id, key);
   context.clearRect(at.x - 2, at.y - 2, at.w + 4, at.h + 4);
@@ -75,7 +76,7 @@ function drawWorker(id, worker, at) {
   context.fillRect(at.x, at.y, at.isSmall ? at.w : at.w * used, at.h);
   context.globalAlpha = 1;
   context.strokeStyle = tone(worker);
-  context.lineWidth = worker && !GOOD.has(worker.state) ? 2.5 : 1;
+  context.lineWidth = ill ? 2.5 : 1;
   context.strokeRect(at.x, at.y, at.w, at.h);
   if (at.isSmall) return;
   context.fillStyle = colors.text;
@@ -174,7 +175,7 @@ function frame(now) {
 function describe() {
   const count = new Map();
   for (const worker of state.workers.values()) {
-    const key = `${worker.role} ${worker.state}`;
+    const key = `${worker.role} ${worker.state}${worker.state === "ready" && isIll(worker) ? " in trouble" : ""}`;
     count.set(key, (count.get(key) ?? 0) + 1);
   }
   const sum = kind => last.filter(flow => flow[0] === kind).reduce((total, flow) => total + flow[3], 0);

@@ -10,7 +10,7 @@ const rows = [];
 let first = 0;
 
 const NOTED = new Set(["ready", "stopped"]); // a note is what is wrong
-const isIll = worker => !WELL.has(worker.state) || (NOTED.has(worker.state) && worker.note);
+export const isIll = worker => !WELL.has(worker.state) || (NOTED.has(worker.state) && worker.note);
 
 function found() {
   const words = byId("worker-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -106,6 +106,16 @@ export function showPools() {
     const ready = name === "router" ? "" : `, ${pool.ready} ready`;
     setText(form.lastChild, `${pool.running ?? 0} of ${pool.wanted ?? "?"} run${ready}`);
   }
+  showAutoscale();
+}
+
+// The autoscaler's last sizes and the reasons; the figures that they came from are the line's title.
+function showAutoscale() {
+  const {mode, decisions} = state.head.autoscale, line = byId("autoscale");
+  const short = decisions.map(each => each.why.split(";")[0]).join("; ");
+  line.hidden = mode === "off";
+  setText(line, `Autoscaler (${mode}): ${short || "it has decided nothing yet"}`);
+  line.title = decisions.map(each => each.why).join("\n");
 }
 
 async function scale(event, name, size) {
