@@ -11,8 +11,9 @@ import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
+from jsonschema import Draft202012Validator
 
-from tests.harness.chart import CHART, find, render
+from tests.harness.chart import CHART, component_of, find, render
 from tests.harness.monitoring import ALERTS, DASHBOARDS, alerts, dashboard, panels
 from tests.harness.prometheus import program
 
@@ -98,6 +99,30 @@ def test_the_chart_ships_both_on_request() -> None:
     assert {name: json.loads(text) for name, text in held["data"].items()} == {
         path.name: dashboard(path) for path in DASHBOARDS
     }
+
+
+@pytest.mark.parametrize("gateway", [False, True])
+def test_vllms_names_are_a_job_of_their_own_at_what_serves_requests(gateway: bool) -> None:
+    monitoring = {"serviceMonitors": True, "interval": "30s"}
+    values = {"monitoring": monitoring, "gateway": {"enabled": gateway}}
+    tls = {"router": {"tls": {"secretName": "public"}}}
+    before = [o for o in render(values | tls) if o["kind"] == "ServiceMonitor"]
+    assert "vllm" not in str(before)
+    monitoring["vllmNames"] = True
+    objects = [o for o in render(values | tls) if o["kind"] == "ServiceMonitor"]
+    schema = json.loads((RULE_TESTS.parent / "custom_resources/servicemonitor.json").read_text())
+    for made in objects:
+        Draft202012Validator(schema).validate(made)
+        (was,) = (o for o in before if o["metadata"] == made["metadata"])
+        endpoints = made["spec"]["endpoints"]
+        serves = component_of(made) == "router-admin"
+        if serves or (gateway and component_of(made) == "decode"):
+            *endpoints, named = endpoints
+            assert named.pop("params") == {"names": ["vllm"]}
+            job = {"targetLabel": "job", "replacement": "demo-tandem-as-vllm"}
+            assert named.pop("relabelings") == [job]
+            assert named == endpoints[-1]  # the same port, key and certificate
+        assert endpoints == was["spec"]["endpoints"]
 
 
 def test_tracing_and_json_logs_reach_every_process() -> None:
