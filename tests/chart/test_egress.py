@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from helm_python import HelmError
 
-from tests.harness.chart import NAMESPACE, Object, component_of, pod_templates, render
+from tests.harness.chart import (
+    NAMESPACE,
+    WITH_RAYS_HEAD,
+    Object,
+    component_of,
+    pod_templates,
+    render,
+)
 
 ANY: list[Object] = [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
 API_SERVER: list[Object] = [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
@@ -75,7 +82,6 @@ def test_routers_reach_workers_redis_dns_and_the_api_server_alone() -> None:
     assert all(reached(objects, "router", pool) == {"grpc"} for pool in POOLS)
     assert reached(objects, "router", "redis") == {"redis"}
     assert reached(objects, "router", "router") == {"http", "admin"}
-    assert reached(objects, "router", "ray-head") == set()
     assert blocks(objects, "router") == [("*", 53), ("*", 53), ("10.0.0.1/32", "*")]
 
 
@@ -85,7 +91,6 @@ def test_workers_reach_one_another_redis_and_dns_alone(component: str) -> None:
     assert all(reached(objects, component, pool) == {"*"} for pool in POOLS)
     assert reached(objects, component, "redis") == {"redis"}
     assert reached(objects, component, "router") == set()
-    assert reached(objects, component, "ray-head") == set()
     assert blocks(objects, component) == [("*", 53), ("*", 53)]
 
 
@@ -100,6 +105,11 @@ def test_ports_of_rules_exist_in_the_pods_that_they_name() -> None:
                 for port in made.get("ports", [])
             }
             assert reached(objects, component, target) <= ports | {"*"}
+
+
+@pytest.mark.parametrize("component", ["router", *POOLS])
+def test_nobody_reaches_a_head_that_runs_no_workers(component: str) -> None:
+    assert reached(render(with_egress(WITH_RAYS_HEAD)), component, "ray-head") == set()
 
 
 def test_workers_of_a_ray_cluster_reach_its_head() -> None:

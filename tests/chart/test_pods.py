@@ -12,6 +12,7 @@ from tandem.config import router
 from tests.harness.chart import (
     EXAMPLES,
     NAMESPACE,
+    WITH_RAYS_HEAD,
     Object,
     component_of,
     container,
@@ -21,8 +22,10 @@ from tests.harness.chart import (
     values_of,
 )
 
-ALL = [{}, *map(values_of, EXAMPLES)]
-by_example = pytest.mark.parametrize("values", ALL, ids=["defaults", *(e.stem for e in EXAMPLES)])
+ALL = [{}, WITH_RAYS_HEAD, *map(values_of, EXAMPLES)]
+by_example = pytest.mark.parametrize(
+    "values", ALL, ids=["defaults", "head", *(e.stem for e in EXAMPLES)]
+)
 H100 = next(values_of(e) for e in EXAMPLES if e.stem == "h100-rdma")
 ENDS = ("test", "keep-sizes")  # components whose pods do one thing, and listen nowhere
 OUTSIDER: Object = {"namespace": "elsewhere", "labels": {"app": "anything"}}
@@ -127,7 +130,11 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
                     "existingSecrets": {"router": "mine", "worker": "mine", "redis": "mine"}
                 }
             },
-            "ray": {"token": existing, "authority": {"existingSecret": "mine"}},
+            "ray": {
+                **WITH_RAYS_HEAD["ray"],
+                "token": existing,
+                "authority": {"existingSecret": "mine"},
+            },
         }
     )
     assert not [o for o in objects if o["kind"] == "Secret"]

@@ -19,11 +19,19 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.launch.pod_certificate import make_pod_certificate
 from tandem.errors import ConfigError
-from tests.harness.chart import EXAMPLES, Object, container, pod_templates, render, values_of
+from tests.harness.chart import (
+    EXAMPLES,
+    WITH_RAYS_HEAD,
+    Object,
+    container,
+    pod_templates,
+    render,
+    values_of,
+)
 
 KUBERAY = {e.stem: values_of(e) for e in EXAMPLES if "kuberay" in e.stem}
-ALL = [{}, *KUBERAY.values()]
-by_values = pytest.mark.parametrize("values", ALL, ids=["defaults", *KUBERAY])
+ALL = [WITH_RAYS_HEAD, *KUBERAY.values()]
+by_values = pytest.mark.parametrize("values", ALL, ids=["head", *KUBERAY])
 FOLDER = "/etc/tandem/ray"
 
 
@@ -47,7 +55,7 @@ def tls_of(made: Object) -> dict[str, str]:
 def test_whoever_has_rays_token_sends_it_encrypted(values: dict[str, Any]) -> None:
     objects = render(values)
     found = ray_containers(objects)
-    assert len(found) == (3 if values else 1)
+    assert len(found) == (3 if "rayCluster" in values else 1)
     authorities = set()
     for pod, made in found:
         told = tls_of(made)
@@ -89,9 +97,9 @@ def test_without_internal_tls_there_is_none(values: dict[str, Any]) -> None:
 
 
 def test_no_pod_without_ray_has_the_authority() -> None:
-    text = str([pod for name, pod in pod_templates(render()) if name != "ray-head"])
-    assert "ray-authority" not in text
-    assert "ray-authority" not in str(render({"ray": {"head": {"enabled": False}}}))
+    pods = pod_templates(render(WITH_RAYS_HEAD))
+    assert "ray-authority" not in str([pod for name, pod in pods if name != "ray-head"])
+    assert "ray-authority" not in str(render()), "there is no head by default"
 
 
 def greeted(folder: Path, name: str) -> str:
@@ -175,5 +183,5 @@ def test_the_init_container_ends_with_one_line_and_status_2(tmp_path: Path) -> N
 
 
 def test_the_head_starts_no_client_server() -> None:
-    made = container(render(), "ray-head")
+    made = container(render(WITH_RAYS_HEAD), "ray-head")
     assert made["command"][:4] == ["python", "-m", "tandem.cluster.ray.start_command", "start"]

@@ -17,7 +17,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.harness.chart import EXAMPLES, command_line, container, render, values_of
+from tests.harness.chart import (
+    EXAMPLES,
+    WITH_RAYS_HEAD,
+    command_line,
+    container,
+    render,
+    values_of,
+)
 from tests.harness.cluster import free_port, wait_for
 from tests.harness.pods import LocalPods
 
@@ -33,7 +40,7 @@ def pods() -> Iterator[LocalPods]:
     laptop = next(values_of(e) for e in EXAMPLES if e.stem == "laptop")
     # Everything by a prefill worker, so that blocks travel.
     laptop["decode"] = {"options": {"prefillAt": "remote", "localPrefillMaxTokens": 0}}
-    started = LocalPods(render(laptop), CACHE)
+    started = LocalPods(render(laptop | WITH_RAYS_HEAD), CACHE)
     try:
         started.start("redis", name="redis")
         started.start("redis", name="tls")

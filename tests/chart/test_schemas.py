@@ -18,7 +18,16 @@ import pytest
 from helm_python.chart import lint
 from jsonschema import Draft202012Validator
 
-from tests.harness.chart import CHART, EXAMPLES, notes, pod_templates, render, values_of
+from tests.harness.chart import (
+    CHART,
+    EXAMPLES,
+    WITH_RAYS_HEAD,
+    component_of,
+    notes,
+    pod_templates,
+    render,
+    values_of,
+)
 
 # It would read some megabytes of schemas for each object.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
@@ -68,6 +77,14 @@ def test_is_valid(example: Path | None, version: str) -> None:
         template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": component}}
         template["template"] = {k: pod[k] for k in ("metadata", "spec")}
         kubernetes_validate.validate(template, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rays_head_is_valid(version: str) -> None:
+    found = [o for o in render(WITH_RAYS_HEAD) if component_of(o) == "ray-head"]
+    assert {o["kind"] for o in found} == {"Deployment", "Service", "NetworkPolicy"}
+    for made in found:
+        check(made, version)
 
 
 @pytest.mark.parametrize("example", ALL, ids=name_of)

@@ -18,7 +18,15 @@ import yaml
 from helm_python import Config, HelmError
 
 from tandem.router.scaling.keep_sizes import MANAGER
-from tests.harness.chart import CHART, NAMESPACE, RELEASE, Object, component_of, render
+from tests.harness.chart import (
+    CHART,
+    NAMESPACE,
+    RELEASE,
+    WITH_RAYS_HEAD,
+    Object,
+    component_of,
+    render,
+)
 from tests.harness.helm_server import HelmServer
 
 OBJECTS = {
@@ -269,7 +277,7 @@ def test_the_chart_before_is_upgraded_and_its_pods_stay_selected(release_before:
     values are those that `--reset-then-reuse-values` gives."""
     server = release_before.server
     before, objects = selectors(server), dict(server.objects)
-    release_before.upgrade({"decode": {"replicas": 2}, "logLevel": "DEBUG"})
+    release_before.upgrade({"decode": {"replicas": 2}, "logLevel": "DEBUG", **WITH_RAYS_HEAD})
     after = selectors(server)
     assert {path: after[path] for path in before} == before
     assert len(before) > 8
@@ -282,6 +290,15 @@ def test_the_chart_before_is_upgraded_and_its_pods_stay_selected(release_before:
     assert "DEBUG" in str(pool["spec"]["template"])
 
 
+def test_rays_head_of_the_chart_before_goes_with_the_new_defaults(release_before: Release) -> None:
+    def heads() -> list[str]:
+        return [path for path in release_before.server.objects if "ray" in path]
+
+    assert any(path.endswith("deployments/demo-tandem-ray") for path in heads())
+    release_before.upgrade({"decode": {"replicas": 2}})
+    assert heads() == []
+
+
 def test_sizes_of_the_chart_before_are_kept_if_somebody_set_them(release_before: Release) -> None:
     assert "tandem.dev/replicas" not in str(release_before.server.objects)
     release_before.scale("decode", 0)
@@ -291,11 +308,12 @@ def test_sizes_of_the_chart_before_are_kept_if_somebody_set_them(release_before:
 
 
 def test_reused_values_of_an_older_chart_upgrade_with_the_hook(tmp_path: Path) -> None:
-    """Helm takes no default of the new chart with `--reuse-values`."""
+    """Helm takes no default of the new chart with `--reuse-values`, so Ray's head stays, too."""
     older = tmp_path / "tandem"
     shutil.copytree(CHART, older)
     values = yaml.safe_load((older / "values.yaml").read_text())
     del values["upgradeHook"], values["ray"]["authority"]
+    values["ray"]["head"]["enabled"] = True
     (older / "values.yaml").write_text(yaml.safe_dump(values))
     with installed(older) as release:
         release.scale("decode", 5)
@@ -304,12 +322,14 @@ def test_reused_values_of_an_older_chart_upgrade_with_the_hook(tmp_path: Path) -
         )
         assert release.server.jobs == ["Complete"]
         assert release.size("decode") == 5
-        assert any(path.endswith("-ray-authority") for path in release.server.objects)
+        for name in ("deployments/demo-tandem-ray", "secrets/demo-tandem-ray-authority"):
+            assert any(path.endswith(name) for path in release.server.objects), name
 
 
 def test_values_that_an_older_chart_does_not_have_are_the_defaults() -> None:
-    older = render({"upgradeHook": None, "ray": {"authority": None}})
-    with_defaults = [o for o in render() if o["kind"] != "Secret"]  # which are generated
+    head = WITH_RAYS_HEAD["ray"]
+    older = render({"upgradeHook": None, "ray": {**head, "authority": None}})
+    with_defaults = [o for o in render(WITH_RAYS_HEAD) if o["kind"] != "Secret"]  # generated
     assert [o for o in older if o["kind"] != "Secret"] == with_defaults
     off = render({"upgradeHook": {"enabled": False, "resources": None}})
     assert "keep-sizes" not in str(off)

@@ -16,6 +16,7 @@ from helm_python import Chart
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
 EXAMPLES = sorted((CHART.parent / "examples").glob("*.yaml"))
 RELEASE, NAMESPACE = "demo", "serving"
+WITH_RAYS_HEAD: dict[str, Any] = {"ray": {"head": {"enabled": True}}}
 
 Object = dict[str, Any]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
