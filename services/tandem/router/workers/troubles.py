@@ -25,7 +25,7 @@ def trouble_of(
         way = "ahead" if clock_ahead_s > 0 else "behind"
         return "clock", f"its clock is {abs(clock_ahead_s):.0f} s {way} of this router's"
     free, total = record.disk_free_bytes, record.disk_total_bytes
-    if free < min(_DISK_FULL_SHARE * total, _DISK_FULL_BYTES):
+    if is_disk_full(free, total):
         room = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
         return "disk", f"the disk of logs or of copies of blocks is full: {room}"
     if record.unreachable and not blames_peers(record):
@@ -37,6 +37,11 @@ def trouble_of(
         cut = ". Is the link between them cut?" if _NO_ANSWER.search(why) else ""
         return "unreachable", f"{first}{_others(more)} cannot read blocks from it: {why}{cut}"
     return "", ""
+
+
+def is_disk_full(free_bytes: int, total_bytes: int) -> bool:
+    """Returns whether a disk has less room than a worker's logs and copies of blocks need."""
+    return free_bytes < min(_DISK_FULL_SHARE * total_bytes, _DISK_FULL_BYTES)
 
 
 def blames_peers(record: WorkerRecord) -> bool:
