@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helm_python import Config, HelmError
+from helm_python import HelmError
 
 from tandem.router.scaling.keep_sizes import MANAGER
 from tests.harness.chart import (
@@ -27,20 +25,11 @@ from tests.harness.chart import (
     component_of,
     render,
 )
+from tests.harness.helm_release import NO_KEYS, OBJECTS, Release, installed
 from tests.harness.helm_server import HelmServer
-
-OBJECTS = {
-    name: f"/apis/apps/v1/namespaces/{NAMESPACE}/{resource}/{RELEASE}-tandem-{name}"
-    for name, resource in (
-        ("prefill", "statefulsets"),
-        ("decode", "statefulsets"),
-        ("router", "deployments"),
-    )
-}
 
 # As `helm package` made it, of commit a4502884: no release is older.
 BEFORE = Path(__file__).parents[1] / "data" / "charts" / "tandem-0.1.0.tgz"
-NO_KEYS = {"tls": {"internal": {"enabled": False}}}  # making them takes seconds
 NO_HOOK = {"upgradeHook": {"enabled": False}}
 # Values with which a pool's size has another owner than the chart.
 OWNERS: dict[str, dict[str, Any]] = {
@@ -56,34 +45,6 @@ OWNERS: dict[str, dict[str, Any]] = {
         "router": {"options": {"autoscale": "dry-run"}},
     },
 }
-
-
-@dataclass
-class Release:
-    """The chart, installed."""
-
-    server: HelmServer
-    helm: Config
-
-    def upgrade(self, values: dict[str, Any]) -> None:
-        self.helm.upgrade(CHART, RELEASE, NO_KEYS | values, namespace=NAMESPACE, timeout=60)
-
-    def scale(self, name: str, replicas: int) -> None:
-        self.server.scale(OBJECTS[name], replicas)
-
-    def size(self, name: str) -> int:
-        return int(self.server.objects[OBJECTS[name]]["spec"]["replicas"])
-
-
-@contextmanager
-def installed(chart: Path) -> Iterator[Release]:
-    with HelmServer() as server:
-        address = f"http://127.0.0.1:{server.port}"
-        helm = Config(kube_apiserver=address, namespace=NAMESPACE, storage_driver="memory")
-        values = NO_KEYS | {"decode": {"replicas": 2}}
-        helm.install(chart, RELEASE, values, namespace=NAMESPACE)
-        yield Release(server, helm)
-        helm.close()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ sizes depend on, of which `spec.replicas` is the only field that it looks at:
 - who changes a scale owns the field alone, and who applies the present value to it shares it.
 
 It also refuses changes of fields that nobody may change (422). A Job is over as soon as it is made:
-the server runs the program that keeps sizes itself, with what the Job's Role allows.
+the server runs its program itself, with what the Job's Role allows.
 
 https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import json
 import re
 import threading
@@ -29,7 +30,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import yaml
 
-from tandem.router.scaling.keep_sizes import MANAGER, keep_sizes, read_objects
+from tandem.router.scaling.keep_sizes import MANAGER, SURGE
 
 Object = dict[str, Any]
 _KINDS = {
@@ -95,15 +96,15 @@ class HelmServer:
         self.owners[path] = {_SCALER}
         self._mark(path)
 
-    def apply_scale(self, path: str, scale: Object) -> int:
-        """Applies a scale by force as `tandem-size`, and returns the status of the answer."""
+    def apply_scale(self, path: str, scale: Object, manager: str) -> int:
+        """Applies a scale by force as a manager, and returns the status of the answer."""
         made = self.objects[path]
         if scale["metadata"]["resourceVersion"] != made["metadata"]["resourceVersion"]:
             return 409
         if made["spec"]["replicas"] != scale["spec"]["replicas"]:
             self.owners[path] = set()
         made["spec"]["replicas"] = scale["spec"]["replicas"]
-        self.owners[path].add(MANAGER)
+        self.owners[path].add(manager)
         self._mark(path)
         return 200
 
@@ -111,7 +112,7 @@ class HelmServer:
         """Notes the owners in an object, and its version."""
         self._version += 1
         owned = {"f:spec": {"f:replicas": {}}}
-        by_scale = {MANAGER: "Apply", _SCALER: "Update"}
+        by_scale = {MANAGER: "Apply", SURGE: "Apply", _SCALER: "Update"}
         owners = self.owners.get(path, set())
         managers: list[Object] = [{"manager": _HELM, "operation": "Apply", "fieldsV1": {}}]
         if _HELM in owners:
@@ -151,7 +152,7 @@ class HelmServer:
         (container,) = pod["containers"]
         ended = "Complete"
         try:
-            asyncio.run(self._keep(url, pod["serviceAccountName"], container["args"]))
+            asyncio.run(self._call(url, pod["serviceAccountName"], container))
         except Exception as error:
             self.jobs.append(repr(error))
             ended = "Failed"
@@ -159,10 +160,11 @@ class HelmServer:
             self.jobs.append(ended)
         job["status"] = {"conditions": [{"type": ended, "status": "True"}]}
 
-    async def _keep(self, url: str, account: str, words: list[str]) -> None:
+    async def _call(self, url: str, account: str, container: Object) -> None:
         token = {"Authorization": f"Bearer {account}"}
+        program = importlib.import_module(container["command"][-1])
         async with httpx.AsyncClient(base_url=url, headers=token, trust_env=False) as client:
-            await keep_sizes(client, read_objects(words))
+            await program.run(client, container["args"])
 
     def allows(self, token: str, verb: str, path: str) -> bool:
         """Returns whether the Role that is bound to a service account names a request. Requests
@@ -307,8 +309,9 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             if not server.allows(self.headers.get("Authorization", ""), "patch", url.path):
                 self._send(403, None)
             elif url.path.endswith("/scale"):
-                assert parse_qs(url.query) == {"fieldManager": [MANAGER], "force": ["true"]}
-                self._send(server.apply_scale(url.path.removesuffix("/scale"), applied), applied)
+                query, path = parse_qs(url.query), url.path.removesuffix("/scale")
+                assert query.pop("force") == ["true"]
+                self._send(server.apply_scale(path, applied, *query["fieldManager"]), applied)
             else:
                 self._send(server.apply(url.path, applied), applied)
 

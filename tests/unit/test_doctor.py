@@ -170,7 +170,7 @@ def test_a_disk_is_full_as_it_is_for_routers(
 ) -> None:
     for variable in ("TANDEM_CACHE_DIR", "XDG_STATE_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / "not" / "made"))
-    asked = []
+    asked: list[Path] = []
 
     def usage(folder: Path) -> SimpleNamespace:
         asked.append(folder)

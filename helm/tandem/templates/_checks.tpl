@@ -20,6 +20,10 @@
 {{- fail (printf "router.options.autoscaleDecodeMin is 0, a worker takes %v s to come (autoscaleColdStart), and a request waits %v s for it (holdDeadline): set holdDeadline to more" .autoscaleColdStart .holdDeadline) -}}
 {{- end -}}
 {{- end -}}
+{{- $hook := include "tandem.upgradeHook" .root | fromYaml -}}
+{{- if and $hook.surge (not (include "tandem.surgedPools" .root | fromYamlArray)) -}}
+{{- fail "upgradeHook.surge is true, and the Job may add a worker to no pool (upgradeHook.enabled, rbac.create, sizeOwner, router.options.autoscale, rayCluster.enabled): set surge to false" -}}
+{{- end -}}
 {{- range $pool, $values := dict "prefill" $prefill "decode" $decode -}}
 {{- if and (eq $.root.Values.router.options.autoscale "on") (eq $values.sizeOwner "chart") (not (include "tandem.hasController" $.root)) -}}
 {{- fail (printf "router.options.autoscale is on, and each upgrade would set %s.replicas again: set %s.sizeOwner to other" $pool $pool) -}}

@@ -132,7 +132,7 @@ labels:
 {{- define "tandem.upgradeHook" -}}
 {{- $requests := dict "cpu" "50m" "memory" "96Mi" -}}
 {{- $resources := dict "requests" $requests "limits" (dict "memory" "256Mi") -}}
-{{- $values := dict "enabled" true "resources" $resources -}}
+{{- $values := dict "enabled" true "surge" false "surgeDeadline" 240 "resources" $resources -}}
 {{- range $key, $value := .Values.upgradeHook -}}
 {{- $_ := set $values $key $value -}}
 {{- end -}}
@@ -145,12 +145,28 @@ labels:
 {{- if and $hook.enabled .Values.rbac.create -}}true{{- end -}}
 {{- end -}}
 
+{{/* Pools to which a Job adds a worker for the time of an upgrade, if they have one, as RESOURCE/NAME; a list
+     in YAML. Who sets their size otherwise would take the worker back at once. */}}
+{{- define "tandem.surgedPools" -}}
+{{- $hook := include "tandem.upgradeHook" . | fromYaml -}}
+{{- $found := list -}}
+{{- if and $hook.surge (include "tandem.keepsSizes" .) (not .Values.rayCluster.enabled) (ne .Values.router.options.autoscale "on") -}}
+{{- range $pool := list "prefill" "decode" -}}
+{{- $values := include "tandem.pool" (dict "root" $ "pool" $pool) | fromYaml -}}
+{{- if has $values.sizeOwner (list "chart" "other") -}}
+{{- $found = append $found (printf "statefulsets/%s-%s" (include "tandem.fullname" $) $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
 {{/* The number of replicas of an object: root, kind, component, replicas, sizeOwner. Empty: not stated.
      A size that somebody set by the scale is not stated, if the chart is applied by the server and the Job
      before the upgrade has taken the size over: the field has an owner. Else an upgrade states the size
      that is there, because a field that is left out falls back to 1; only a changed value of `replicas`
      replaces it. A release of a chart that did not note the value keeps a size that somebody set by the
-     scale. The Job has the same rule (services/tandem/router/scaling/keep_sizes.py). */}}
+     scale. Nor is a size of 1 stated to which a Job has added a worker. The Job has the same rule (services/tandem/router/scaling/keep_sizes.py). */}}
 {{- define "tandem.replicas" -}}
 {{- $name := printf "%s-%s" (include "tandem.fullname" .root) .component -}}
 {{- $live := lookup "apps/v1" .kind .root.Release.Namespace $name -}}
@@ -165,10 +181,15 @@ labels:
 {{- $isScaled = true -}}
 {{- end -}}
 {{- end -}}
-{{- if and $live $isScaled $isApplied (include "tandem.keepsSizes" .root) -}}
-{{- else if and $live (or (ne .sizeOwner "chart") (eq $told (toString .replicas)) (and $isScaled (not $told))) -}}
-{{- $live.spec.replicas -}}
+{{- $size := "" -}}
+{{- if and $live (or (ne .sizeOwner "chart") (eq $told (toString .replicas)) (and $isScaled (not $told))) -}}
+{{- $size = toString $live.spec.replicas -}}
 {{- else if eq .sizeOwner "chart" -}}
-{{- .replicas -}}
+{{- $size = toString .replicas -}}
+{{- end -}}
+{{- $surged := include "tandem.surgedPools" .root | fromYamlArray -}}
+{{- $isSurged := and (eq $size "1") (has (printf "statefulsets/%s" $name) $surged) -}}
+{{- if not (and $live (or $isScaled $isSurged) $isApplied (include "tandem.keepsSizes" .root)) -}}
+{{- $size -}}
 {{- end -}}
 {{- end -}}

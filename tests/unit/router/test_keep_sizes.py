@@ -5,15 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from tandem.errors import DeadlineExceeded, ScaleAway
 from tandem.router.scaling import keep_sizes
-from tandem.router.scaling.keep_sizes import TOLD, kept_size, main, read_objects
+from tandem.router.scaling.keep_sizes import (
+    LATE,
+    SURGE,
+    TOLD,
+    kept_size,
+    main,
+    read_objects,
+    run_job,
+)
 
 TEMPLATE = Path(__file__).parents[3] / "helm/tandem/templates/_names.tpl"
 
 
-def live(size: int, *, told: str = "", scaled: bool = False) -> dict[str, Any]:
+def live(
+    size: int, *, told: str = "", scaled: bool = False, surged: bool = False
+) -> dict[str, Any]:
     metadata: dict[str, Any] = {"annotations": {TOLD: told}} if told else {}
     if scaled:
         owned = {"f:spec": {"f:replicas": {}}}
@@ -21,6 +33,8 @@ def live(size: int, *, told: str = "", scaled: bool = False) -> dict[str, Any]:
             {"manager": "helm", "operation": "Apply", "fieldsV1": owned},
             {"manager": "kubectl", "subresource": "scale", "fieldsV1": owned},
         ]
+    if surged:
+        metadata["managedFields"][1]["manager"] = SURGE
     return {"metadata": metadata, "spec": {"replicas": size}}
 
 
@@ -35,6 +49,8 @@ def live(size: int, *, told: str = "", scaled: bool = False) -> dict[str, Any]:
         (live(4), 2, 2),
         (live(4, told="2"), None, 4),
         (live(0, scaled=True), None, 0),
+        (live(2, told="1", scaled=True, surged=True), 1, 1),  # an upgrade that failed added one
+        (live(2, scaled=True, surged=True), None, 1),
     ],
 )
 def test_the_size_after_an_upgrade(there: dict[str, Any], replicas: int | None, size: int) -> None:
@@ -57,4 +73,25 @@ def test_outside_a_pod_it_ends_with_a_reason(
     monkeypatch.setattr("tandem.observability.logs.configure_logging", lambda _: None)
     monkeypatch.setattr(keep_sizes.sys, "argv", ["keep_sizes", "statefulsets/a=1"])
     assert main() == 1
-    assert "the upgrade stops" in caplog.text
+    assert "the upgrade fails" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, 0),
+        (ScaleAway("503"), 1),
+        (httpx.ConnectError("refused"), 1),
+        (DeadlineExceeded("no room"), LATE),
+    ],
+)
+def test_a_job_that_was_late_is_told_apart(
+    error: Exception | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_sizes, "open_client", lambda _: httpx.AsyncClient())
+
+    async def run(_: httpx.AsyncClient, __: object) -> None:
+        if error:
+            raise error
+
+    assert run_job(run) == status

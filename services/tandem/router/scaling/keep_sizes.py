@@ -15,7 +15,8 @@ https://kubernetes.io/docs/reference/using-api/server-side-apply/#transferring-o
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,45 @@ import httpx
 import msgspec
 
 from tandem.config.router import SERVICE_ACCOUNT
-from tandem.errors import ScaleAway, TandemError
+from tandem.errors import DeadlineExceeded, ScaleAway, TandemError
 from tandem.router.scaling.kubernetes import answer_of, open_client
 
 log = logging.getLogger(__name__)
 
 MANAGER = "tandem-size"
+SURGE = "tandem-surge"  # owns a size that is one larger for the time of an upgrade (surge.py)
 TOLD = "tandem.dev/replicas"  # annotation: the value of `replicas` that the chart stated last
 _APPLY = {"Content-Type": "application/apply-patch+yaml"}  # JSON is YAML, too
+LATE = 3  # exit status of a Job that would be late again
 _ATTEMPTS = 10  # an object whose pods start changes often
 
 
 def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
     """Returns the size of an object after the upgrade: the present one, unless the chart's value
     `replicas` has changed. An object of a chart that did not note the value keeps a size that
-    somebody has set by its scale. The chart's template `tandem.replicas` has the same rule."""
-    current = int(live["spec"]["replicas"])
+    somebody has set by its scale. The chart's template `tandem.replicas` has the same rule. A
+    worker that an upgrade before this one added, and that stayed, does not count."""
+    current = int(live["spec"]["replicas"]) - is_surged(live)
     told = live["metadata"].get("annotations", {}).get(TOLD)
     if replicas is None or told == str(replicas):
         return current
-    return current if told is None and _is_scaled(live) else replicas
+    return current if told is None and _scalers(live) else replicas
 
 
-def _is_scaled(live: Mapping[str, Any]) -> bool:
-    return any(
-        entry.get("subresource") == "scale"
-        and "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
+def is_surged(live: Mapping[str, Any]) -> bool:
+    """Returns whether one of an object's replicas is there for an upgrade only. It is no more once
+    somebody has set another size."""
+    return SURGE in _scalers(live)
+
+
+def _scalers(live: Mapping[str, Any]) -> set[str]:
+    """Returns the field managers that own an object's size by its scale."""
+    return {
+        entry["manager"]
         for entry in live["metadata"].get("managedFields", [])
-    )
+        if entry.get("subresource") == "scale"
+        and "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
+    }
 
 
 def read_objects(words: Sequence[str]) -> dict[str, int | None]:
@@ -63,23 +75,43 @@ async def keep_sizes(client: httpx.AsyncClient, objects: Mapping[str, int | None
     """Takes the sizes of these objects over. An object that is not there yet is left out. Raises
     ScaleAway, or httpx.HTTPError if the API server cannot be reached."""
     for owner, replicas in objects.items():
-        for _ in range(_ATTEMPTS):
-            if await _take_over(client, owner, replicas):
-                break
-        else:
-            raise ScaleAway(f"{owner} changed while its size was read, {_ATTEMPTS} times")
+        await set_size(client, owner, partial(kept_size, replicas=replicas), MANAGER)
 
 
-async def _take_over(client: httpx.AsyncClient, owner: str, replicas: int | None) -> bool:
-    """Returns False if the object has changed meanwhile."""
+async def set_size(
+    client: httpx.AsyncClient,
+    owner: str,
+    choose: Callable[[Mapping[str, Any]], int | None],
+    manager: str,
+) -> int | None:
+    """Applies the size that `choose` makes of an object, as the field manager `manager`. Returns
+    it; None if there is no such object, or `choose` leaves it alone. Raises as `keep_sizes`."""
+    for _ in range(_ATTEMPTS):
+        live = await read_object(client, owner)
+        size = None if live is None else choose(live)
+        if live is None or size is None:
+            return None
+        if await _apply(client, owner, live, size, manager):
+            log.info("%s: %d replicas", owner, size)
+            return size
+    raise ScaleAway(f"{owner} changed while its size was read, {_ATTEMPTS} times")
+
+
+async def read_object(client: httpx.AsyncClient, owner: str) -> dict[str, Any] | None:
+    """Returns an object, or None if it is not there. Raises as `keep_sizes` does."""
     reply = await client.get(owner)
     if reply.status_code == 404:
         log.info("%s: not there yet", owner)
-        return True
+        return None
     if reply.status_code != 200:
         raise ScaleAway(answer_of(reply, owner))
-    live = msgspec.json.decode(reply.content, type=dict[str, Any])
-    size = kept_size(live, replicas)
+    return msgspec.json.decode(reply.content, type=dict[str, Any])
+
+
+async def _apply(
+    client: httpx.AsyncClient, owner: str, live: Mapping[str, Any], size: int, manager: str
+) -> bool:
+    """Returns False if the object has changed meanwhile."""
     scale = {
         "apiVersion": "autoscaling/v1",
         "kind": "Scale",
@@ -91,7 +123,7 @@ async def _take_over(client: httpx.AsyncClient, owner: str, replicas: int | None
     }
     reply = await client.patch(
         f"{owner}/scale",
-        params={"fieldManager": MANAGER, "force": "true"},
+        params={"fieldManager": manager, "force": "true"},
         headers=_APPLY,
         content=msgspec.json.encode(scale),
     )
@@ -99,13 +131,31 @@ async def _take_over(client: httpx.AsyncClient, owner: str, replicas: int | None
         return False
     if reply.status_code != 200:
         raise ScaleAway(answer_of(reply, f"{owner}/scale"))
-    log.info("%s: %d replicas", owner, size)
     return True
 
 
-async def _run(objects: Mapping[str, int | None]) -> None:
-    async with open_client(Path(SERVICE_ACCOUNT)) as client:
-        await keep_sizes(client, objects)
+async def run(client: httpx.AsyncClient, words: Sequence[str]) -> None:
+    """Runs the program with its arguments. Raises as `keep_sizes` does."""
+    await keep_sizes(client, read_objects(words))
+
+
+def run_job(run: Callable[[httpx.AsyncClient, Sequence[str]], Awaitable[None]]) -> int:
+    """Runs a Job's program against the API server of its pod. Returns the exit status: 1 stops the
+    upgrade, and another try may help; with LATE (3) none does."""
+
+    async def with_client() -> None:
+        async with open_client(Path(SERVICE_ACCOUNT)) as client:
+            await run(client, sys.argv[1:])
+
+    try:
+        asyncio.run(with_client())
+    except TandemError as error:
+        log.error("the upgrade fails: %s", error.message)
+        return LATE if isinstance(error, DeadlineExceeded) else 1
+    except httpx.HTTPError as error:
+        log.error("the upgrade fails: the Kubernetes API server cannot be reached: %r", error)
+        return 1
+    return 0
 
 
 def main() -> int:
@@ -113,15 +163,7 @@ def main() -> int:
     from tandem.observability.logs import configure_logging
 
     configure_logging("keep-sizes")
-    try:
-        asyncio.run(_run(read_objects(sys.argv[1:])))
-    except TandemError as error:
-        log.error("the upgrade stops: %s", error.message)
-        return 1
-    except httpx.HTTPError as error:
-        log.error("the upgrade stops: the Kubernetes API server cannot be reached: %r", error)
-        return 1
-    return 0
+    return run_job(run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,136 @@
+"""Adds a worker to pools of one for the time of an upgrade of the chart. Two Jobs run this.
+
+    python -m tandem.router.scaling.surge add SECONDS statefulsets/NAME ...    before the upgrade
+    python -m tandem.router.scaling.surge end SECONDS statefulsets/NAME ...    after it
+
+    size 1  --add-->  size 2, which the manager `tandem-surge` owns  --end-->  size 1
+                        '-- somebody sets another size: it is theirs, and stays
+
+The owner of the size is all the state that there is: a Job that is run again goes on, and the next
+upgrade takes back what a failed one left behind (keep_sizes.py).
+
+A StatefulSet replaces its pods in place: first the one of the highest ordinal, which was added, and
+the next one when that is ready. So one of the two is ready at any time.
+
+https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#rolling-updates
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from tandem.errors import DeadlineExceeded, ScaleAway
+from tandem.router.scaling.keep_sizes import (
+    MANAGER,
+    SURGE,
+    is_surged,
+    read_object,
+    run_job,
+    set_size,
+)
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+
+
+async def add(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: float) -> None:
+    """Adds a worker to each of these pools that has one, and waits until it is ready. Raises
+    DeadlineExceeded if one is not, after all are taken back; else as `set_size` does."""
+    for owner in owners:
+        await set_size(client, owner, _one_more, SURGE)
+    if late := await _wait(client, owners, _is_ready, deadline_s):
+        await _take_back(client, owners)
+        raise DeadlineExceeded(
+            f"the worker that was added to {' and '.join(late)} was not ready in {deadline_s:g} s,"
+            " and is taken back: is there room for it?"
+        )
+
+
+async def end(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: float) -> None:
+    """Takes the added workers back when their pools have been replaced. Raises DeadlineExceeded if
+    that takes longer. Their added workers stay then: without them, the controller would replace
+    the only worker that serves."""
+    late = await _wait(client, owners, _is_replaced, deadline_s)
+    await _take_back(client, [owner for owner in owners if owner not in late])
+    if late:
+        raise DeadlineExceeded(
+            f"{' and '.join(late)}: the workers were not replaced in {deadline_s:g} s; the added"
+            " one stays until the next upgrade, or until a size is set"
+        )
+
+
+async def _take_back(client: httpx.AsyncClient, owners: Iterable[str]) -> None:
+    for owner in owners:
+        await set_size(client, owner, _one_less, MANAGER)
+
+
+def _one_more(live: Mapping[str, Any]) -> int | None:
+    return 2 if live["spec"]["replicas"] == 1 or is_surged(live) else None
+
+
+def _one_less(live: Mapping[str, Any]) -> int | None:
+    return int(live["spec"]["replicas"]) - 1 if is_surged(live) else None
+
+
+def _is_ready(live: Mapping[str, Any]) -> bool:
+    status = live.get("status", {})
+    is_seen = status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
+    return bool(is_seen and status.get("readyReplicas", 0) >= live["spec"]["replicas"])
+
+
+def _is_replaced(live: Mapping[str, Any]) -> bool:
+    """The controller sets the present revision when all pods have the new one and are ready."""
+    status = live.get("status", {})
+    return _is_ready(live) and status.get("currentRevision") == status.get("updateRevision")
+
+
+async def _wait(
+    client: httpx.AsyncClient,
+    owners: Sequence[str],
+    done: Callable[[Mapping[str, Any]], bool],
+    deadline_s: float,
+) -> list[str]:
+    """Returns the pools with an added worker for which `done` does not hold at the deadline. An API
+    server that is away for a while is asked again."""
+    give_up_at = time.monotonic() + deadline_s
+    left = list(owners)
+    while left := [owner for owner in left if not await _holds(client, owner, done)]:
+        if time.monotonic() > give_up_at:
+            break
+        await asyncio.sleep(_POLL_S)
+    return left
+
+
+async def _holds(
+    client: httpx.AsyncClient, owner: str, done: Callable[[Mapping[str, Any]], bool]
+) -> bool:
+    try:
+        live = await read_object(client, owner)
+    except (ScaleAway, httpx.HTTPError) as error:
+        log.warning("%s: asked again: %r", owner, error)
+        return False
+    return live is None or not is_surged(live) or done(live)
+
+
+async def run(client: httpx.AsyncClient, words: Sequence[str]) -> None:
+    """Runs the program with its arguments. Raises as `add` and `end` do."""
+    step, deadline_s, *owners = words
+    await {"add": add, "end": end}[step](client, owners, float(deadline_s))
+
+
+def main() -> int:
+    """Returns the exit status, which is `run_job`'s."""
+    from tandem.observability.logs import configure_logging
+
+    configure_logging("surge")
+    return run_job(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
