@@ -147,9 +147,9 @@ def worker_main() -> None:
 def up_main() -> int:
     import msgspec
 
-    from tandem.commands import up
     from tandem.cluster.launch import launcher, options
     from tandem.cluster.pools import ClusterSpec
+    from tandem.commands import up
     from tandem.config.autoscale import AutoscaleConfig
 
     make_spec = options.make_spec
