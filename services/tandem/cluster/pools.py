@@ -18,7 +18,8 @@ This module knows no Ray, no process and no clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
 from types import MappingProxyType
 from typing import Literal
 
@@ -174,6 +175,13 @@ def plan(
         ):
             add.append(_next_member(spec, pool, [*members, *add], *found))
     return add, drain
+
+
+def in_turn(added: Iterable[Member]) -> list[Member]:
+    """Returns added members in the order in which their agents are made: pool by pool in turns,
+    and decode before prefill. Ray starts agents one by one, and a decode worker alone can serve."""
+    turns = {pool: count() for pool in POOLS}
+    return sorted(added, key=lambda m: (next(turns[m.pool]), m.pool == "prefill"))
 
 
 def node_bundles(

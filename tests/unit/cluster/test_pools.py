@@ -10,6 +10,7 @@ from tandem.cluster.pools import (
     Host,
     Member,
     PoolCommand,
+    in_turn,
     lose,
     plan,
     revive,
@@ -46,6 +47,13 @@ def test_an_empty_cluster_gets_every_process_and_each_engine_a_core() -> None:
 def test_the_plan_is_stable() -> None:
     add, _ = plan(make_spec(), WANTED, [])
     assert plan(make_spec(), WANTED, add) == ([], [])
+
+
+def test_agents_are_made_in_turns_a_decode_worker_first() -> None:
+    add, _ = plan(make_spec(), {"prefill": 2, "decode": 3, "router": 1}, [])
+    made = [m.member_id for m in in_turn(add)]
+    first = ["router-0", "decode-0", "prefill-0"]
+    assert made == [*first, "decode-1", "prefill-1", "decode-2"]
 
 
 def test_more_engines_than_cores_share_them_evenly() -> None:
