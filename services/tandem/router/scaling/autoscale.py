@@ -34,7 +34,7 @@ from tandem.store.script import Script
 log = logging.getLogger(__name__)
 
 _Told = tuple[float, int, Demand]  # by a router: when (Unix seconds), requests held, counters
-_WAKE_POLL_S = 0.5  # between two looks for requests that wait for an empty pool
+_WAKE_POLL_S = 0.2  # between two looks for requests that wait for an empty pool
 _LEASE_INTERVALS = 3  # that a router may miss before another one decides
 _GONE_AFTER_S = 600.0  # a router's counters that are older are dropped
 
