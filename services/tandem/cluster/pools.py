@@ -170,6 +170,7 @@ def plan(
             drain += leave(there, -missing)
         elif (
             missing == 0
+            and pool in spec.pools
             and not spec.on_nodes
             and (found := _host_to_move_to(spec, pool, members, hosts, measured)) is not None
         ):
