@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,22 +65,35 @@ class Write:
 
 
 def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
-    """Writes targets of one lane and KV group. Each ends, also if another one raises."""
-    num_ended = 0
+    """Writes targets of one lane and KV group. Each ends, also if another one raises: those that
+    are begun end when nothing reads their blocks any more, and no others are begun then."""
+    num_begun = 0
     try:
         for first in range(0, len(writes), channel.num_at_once):
             some = writes[first : first + channel.num_at_once]
             copies = [write.begin_out(target, channel) for write, target in some]
-            ends = [
-                write.begin(target, end_copy())
-                for (write, target), end_copy in zip(some, copies, strict=True)
-            ]
-            for end in ends:
-                num_ended += 1
-                end()
+            ends: list[Callable[[], None]] = []
+            try:
+                for (write, target), end_copy in zip(some, copies, strict=True):
+                    ends.append(write.begin(target, end_copy()))
+                    num_begun += 1
+            finally:
+                _call_all(ends)
     finally:
-        for write, target in writes[num_ended:]:
+        for write, target in writes[num_begun:]:
             write.on_end(write, target)
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Makes all calls, also if some raise. Raises the first error then."""
+    errors: list[BaseException] = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:  # a panic of obstore is no Exception
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class Part(NamedTuple):

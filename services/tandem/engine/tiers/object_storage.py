@@ -58,8 +58,8 @@ class ObjectStorage(Storage):
         self._seal = seal
         about = f"{identity} {seal.name}".encode()
         self._folder = f"1-{blake2b(about, digest_size=16).hexdigest()}"
-        self._writers = ThreadPoolExecutor(_AT_ONCE, "store-put")
-        self._readers = ThreadPoolExecutor(_AT_ONCE, "store-get")
+        self._writers = _start_threads("store-put")
+        self._readers = _start_threads("store-get")
         self._health = _Health()
         self._suffix = ""
         try:
@@ -179,6 +179,9 @@ class ObjectStorage(Storage):
         except (errors.BaseError, OSError) as error:
             self._health.fail(error)
             raise OSError(_first_line(error)) from error
+        except BaseException as error:  # not one of obstore's errors, or a panic in it
+            self._health.fail(error)
+            raise
         self._health.succeed()
         return answer
 
@@ -214,7 +217,7 @@ class _Health:
             self._has_failed = self._is_tried = False
             self._lock.notify_all()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         with self._lock:
             if not self._has_failed or self._is_tried:  # not for others that were under way
                 pause_s = self._backoff.next_s()
@@ -229,10 +232,19 @@ class _Health:
         return not self._is_tried and time.monotonic() >= self._ready_at
 
 
+def _start_threads(name: str) -> ThreadPoolExecutor:
+    """Returns a pool whose threads all run. A `submit` that cannot start a thread raises, and the
+    call stays queued: nobody would know when a write has read its block."""
+    threads = ThreadPoolExecutor(_AT_ONCE, name)
+    all_run = threading.Barrier(_AT_ONCE, timeout=REQUEST_S)
+    list(threads.map(lambda _: all_run.wait(), range(_AT_ONCE)))
+    return threads
+
+
 def _checksum(block_hash: bytes, sealed: Bytes) -> bytes:
     seed = int.from_bytes(block_hash[:8], "little")
     return xxhash.xxh3_64_digest(np.ascontiguousarray(sealed).data, seed)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
