@@ -124,6 +124,7 @@ class Tier:
             for storage, group in zip(storages, layout.groups, strict=True)
         ]
         self.rate = LoadRate()  # of blocks of all groups together
+        self.paused_until = 0.0  # no write begins before, by the clock of all tiers
         self.num_written = 0
         self.num_loaded = 0
         self.num_write_failures = 0

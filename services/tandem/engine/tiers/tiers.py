@@ -38,7 +38,7 @@ from tandem.perf_model.soonest import Reach, load_seconds
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
-_PAUSE_S = 1.0  # after a write that failed: the disk may be full
+_PAUSE_S = 1.0  # of a tier, after a write that failed: the disk may be full
 _WRITES_MAX = 64  # of a KV group, in flight
 _CLOSE_S = 3.0  # for what is not written when the engine ends
 
@@ -97,7 +97,6 @@ class Tiers:
         self._has_settled = False  # in the last turn that did something
         self.clock = time.monotonic
         self.turn_s = TURN_S
-        self._paused_until = 0.0
         self._progress_at = dict.fromkeys(lanes, 0.0)  # of loads, as far as results were taken
         self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._sources.depth)
 
@@ -289,11 +288,12 @@ class Tiers:
         return any(group.writes for group in self._groups)
 
     def _wants_writes(self) -> bool:
-        return (
-            bool(self.tiers)
-            and any(group.wants_writes for group in self._groups)
-            and self.clock() >= self._paused_until
-        )
+        return any(group.wants_writes for group in self._groups) and bool(self._writable)
+
+    @property
+    def _writable(self) -> list[Tier]:
+        now = self.clock()
+        return [tier for tier in self.tiers if now >= tier.paused_until]
 
     def _mark(self) -> Event:
         return self._groups[0].blocks.mark()
@@ -320,7 +320,7 @@ class Tiers:
         block_id = group.pool.next_unwritten
         assert block_id is not None
         entry = Entry(*group.pool.names_of(block_id))
-        found = (tier.groups[group.number].target(entry) for tier in self.tiers)
+        found = (tier.groups[group.number].target(entry) for tier in self._writable)
         targets = [target for target in found if target is not None]
         if not targets:  # a tier has it, or none has its parent or a slot
             is_whole = self._is_held(group.number, entry.block_hash)
@@ -341,7 +341,7 @@ class Tiers:
         tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
             # But one that is not ready takes no writes meanwhile.
-            self._paused_until = self.clock() + _PAUSE_S
+            tier.paused_until = self.clock() + _PAUSE_S
         target.is_settled = True
         if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):
             return
