@@ -217,7 +217,7 @@ def test_another_model_clears_a_folder_that_nobody_uses(tmp_path: Path) -> None:
     assert tier(other).blocks_held == 0
     assert run(other, prompt(0)).token_ids["0"] == continuation(prompt(0), 5)
     other.close()
-    assert [p.name for p in tmp_path.iterdir()] == ["0"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "lock"]
 
 
 def test_two_workers_have_a_folder_each(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_two_workers_have_a_folder_each(tmp_path: Path) -> None:
     run(two, prompt(2))
     one.close()
     two.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "lock"]
     one, two = disk(tmp_path), disk(tmp_path)
     assert run(one, prompt(1)).ends["0"].num_cached_tokens == 24
     assert run(two, prompt(2)).ends["0"].num_cached_tokens == 24
