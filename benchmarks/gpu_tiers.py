@@ -55,17 +55,16 @@ class HostTier:
             for slot in range(self._num_blocks)
         ]
         load = Load(
-            "",
-            "tier",
-            0,
-            parts,
-            {},
-            {0: len(parts)},
-            [self._in],
-            self._blocks.mark(),
-            lambda _: None,
-            time.perf_counter,
-            0.0,
+            sequence_id="",
+            parts=parts,
+            tables={},
+            share=1.0,
+            num_spared=0,
+            channels=[[self._in]],
+            after=self._blocks.mark(),
+            clock=time.perf_counter,
+            on_end=lambda _: None,
+            go_on=lambda *_: None,
         )
         load()
         if load.num_read != len(parts):

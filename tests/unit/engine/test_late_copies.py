@@ -176,10 +176,11 @@ def test_a_load_that_ends_early_has_made_the_copies_that_it_began(fails: bool) -
         tables={},
         share=1.0,
         num_spared=0,
-        channels=[blocks.open_channel()],
+        channels=[[blocks.open_channel()]],
         after=blocks.mark(),
         clock=time.monotonic,
         on_end=lambda _: ends.append(rows[:, 0].tolist()),
+        go_on=lambda *_: pytest.fail("there is one tier"),
     )
     load()
     assert ends == [[0, 0, 3, 4]]

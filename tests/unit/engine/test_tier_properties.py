@@ -95,9 +95,10 @@ class Machine(EngineMachine):
         return self.threads[name]
 
     @precondition(lambda self: any(thread.jobs for thread in self.threads.values()))
-    @rule(name=st.sampled_from(["tier-writes", "tier-loads"]), num_jobs=st.sampled_from([1, 2, 99]))
-    def run_jobs(self, name: str, num_jobs: int) -> None:
-        self.threads[name].run(num_jobs)
+    @rule(number=st.integers(0, 3), num_jobs=st.sampled_from([1, 2, 99]))
+    def run_jobs(self, number: int, num_jobs: int) -> None:
+        threads = list(self.threads.values())
+        threads[number % len(threads)].run(num_jobs)
 
     @rule(seconds=st.sampled_from([STALL_S / 2, STALL_S * 2]))
     def pass_time(self, seconds: float) -> None:

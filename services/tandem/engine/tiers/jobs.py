@@ -12,6 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tandem.engine.tiers.device_blocks import Channel, Event
@@ -65,7 +66,7 @@ class Write:
 
 
 def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
-    """Writes targets of one lane and KV group. Each ends, also if another one raises: those that
+    """Writes targets of one tier and KV group. Each ends, also if another one raises: those that
     are begun end when nothing reads their blocks any more, and no others are begun then."""
     num_begun = 0
     try:
@@ -118,18 +119,22 @@ class Load:
 
         [ taken by the engine | not read yet | being read, or on the way | in place ]
                       num_taken                                     num_parts - num_read
+
+    Each tier has a thread for reads. A load goes from the thread of one to that of the next, so a
+    tier that hangs keeps no thread from another one's loads.
     """
 
     sequence_id: str
-    parts: list[Part]  # the fastest tier's first, and those of a tier in the chain's order
+    parts: list[Part]  # tier by tier, the fastest one first; of a tier in the chain's order
     tables: dict[tuple[int, int], list[int]]  # by tier, group: slots that are referenced meanwhile
     share: float  # bytes of a part, on average, in those of a block of all groups
     num_spared: int  # first parts that the engine is expected to compute
 
-    channels: Sequence[Channel]  # of each group
+    channels: Sequence[Sequence[Channel]]  # of each group, by tier
     after: Event  # the engine's work on the blocks before they were handed out
     clock: Callable[[], float]  # in seconds
     on_end: Callable[[Load], object]
+    go_on: Callable[[int, Load], object]  # in the thread of this tier
 
     # Set by itself, its thread and the engine.
     num_taken: int = field(default=0, init=False)
@@ -138,7 +143,8 @@ class Load:
     failed: Part | None = field(default=None, init=False)
     is_given_up: bool = field(default=False, init=False)  # its sequence is gone: it reads no more
     ends: dict[int, int] = field(init=False)  # by tier: the number of parts up to its last one
-    submitted_at: float = field(init=False)
+    tier: int = field(init=False)  # in whose thread it is
+    submitted_at: float = field(init=False)  # to that thread
     progress_at: float = field(default=0.0, init=False)
     seconds: dict[int, float] = field(default_factory=dict, init=False)  # by tier
     _on_the_way: deque[Event] = field(default_factory=deque, init=False)  # copies, last parts first
@@ -146,12 +152,8 @@ class Load:
 
     def __post_init__(self) -> None:
         self.ends = {part.tier: number for number, part in enumerate(self.parts, 1)}
+        self.tier = self.parts[-1].tier
         self.submitted_at = self.clock()
-
-    @property
-    def lane(self) -> str:
-        """The lane whose thread reads it: that of the slowest tier."""
-        return self.parts[-1].storage.lane
 
     @property
     def first_block(self) -> int:
@@ -159,19 +161,12 @@ class Load:
         return self.parts[0].chain_index
 
     def __call__(self) -> None:
-        begun: deque[Callable[[Bytes], None]] = deque()
-        num_ahead = 0  # last parts whose reads were begun
+        """Reads the parts of its tier. Then it goes on with those of the next tier, or ends."""
+        tier: int | None = None
         try:
-            while (part := self._begin()) is not None:
-                wanted = len(self.parts) - max(self.num_spared, self.num_taken)
-                wanted = max(self.num_begun, min(wanted, self.num_begun + _AHEAD))
-                for ahead in range(num_ahead, wanted):
-                    begun.append(self.parts[-1 - ahead].begin_read())
-                num_ahead = max(num_ahead, wanted)
-                if not self._read(part, begun.popleft()):
-                    return
+            tier = self._read_tier()
         finally:
-            self._end()
+            self._end(tier)
 
     @property
     def num_free(self) -> int:
@@ -217,9 +212,26 @@ class Load:
     def parts_read(self) -> list[Part]:
         return self.parts[len(self.parts) - self.num_read :]
 
-    def _begin(self) -> Part | None:
+    def _read_tier(self) -> int | None:
+        """Returns the tier of the parts that are left to read, if there are any."""
+        first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
+        begun: deque[Callable[[Bytes], None]] = deque()
+        num_ahead = self.num_begun  # last parts whose reads were begun
+        while (part := self._begin(first)) is not None:
+            wanted = len(self.parts) - max(self.num_spared, self.num_taken, first)
+            wanted = max(self.num_begun, min(wanted, self.num_begun + _AHEAD))
+            for ahead in range(num_ahead, wanted):
+                begun.append(self.parts[-1 - ahead].begin_read())
+            num_ahead = max(num_ahead, wanted)
+            if not self._read(part, begun.popleft()):
+                return None
+        is_left = self.num_free > self.num_taken and not self.is_given_up
+        return self.parts[self.num_free - 1].tier if is_left else None
+
+    def _begin(self, first: int) -> Part | None:
+        """Returns the next part to read, if that is not before the part at `first`."""
         with self._lock:
-            if self.is_given_up or self.num_free <= self.num_taken:
+            if self.is_given_up or self.num_free <= max(self.num_taken, first):
                 return None
             self.num_begun += 1
             return self.parts[-self.num_begun]
@@ -227,7 +239,7 @@ class Load:
     def _read(self, part: Part, end_read: Callable[[Bytes], None]) -> bool:
         started = self.clock()
         try:
-            channel = self.channels[part.group]
+            channel = self.channels[part.group][part.tier]
             data = channel.buffer(part.block_id, part.storage.memory(part.slot))
             end_read(data)
         except (OSError, BadBlock) as error:
@@ -250,15 +262,17 @@ class Load:
             self.num_read += 1
             self.progress_at = self.clock()
 
-    def _end(self) -> None:
-        started = self.clock()
+    def _end(self, next_tier: int | None) -> None:
+        """Waits for the copies that were begun. Then it ends, or goes on."""
+        started, then = self.clock(), self.on_end
         try:
             if self._on_the_way:
-                tier = self.parts[-1 - self.num_read].tier
                 self._follow(0)
-                self._spend(tier, started)
+                self._spend(self.tier, started)
+            if next_tier is not None:
+                then = partial(self.go_on, next_tier)
         finally:
-            self.on_end(self)
+            then(self)
 
     def _spend(self, tier: int, started: float) -> None:
         self.seconds[tier] = self.seconds.get(tier, 0.0) + self.clock() - started

@@ -45,7 +45,6 @@ _CHECKSUM_BYTES = 8
 
 class ObjectStorage(Storage):
     name = "store"
-    lane = "store"
     num_slots = REMEMBERED
 
     def __init__(self, client: Any, *, place: str, identity: str, seal: Seal) -> None:

@@ -50,22 +50,22 @@ class Sources:
         return found
 
     def find_parts(
-        self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock]
+        self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock], tiers: Sequence[Tier]
     ) -> tuple[list[Part], Tables]:
         """Returns where blocks of a chain come from, the fastest tier's first, and the slots that
-        are referenced now. Each of them is in a tier."""
+        are referenced now. Each of them is in a tier; others than `tiers` give what these lack."""
         parts: list[Part] = []
         tables: Tables = {}
-        for number in range(len(self._layout.groups)):
-            rest = [block for block in wanted if block.group == number]
-            for tier in self._tiers:
-                here, rest = self._divide(tier, number, block_hashes, rest)
+        numbers = range(len(self._layout.groups))
+        rest = [[block for block in wanted if block.group == number] for number in numbers]
+        for tier in sorted(self._tiers, key=lambda tier: tier not in tiers):
+            for number in numbers:
+                here, rest[number] = self._divide(tier, number, block_hashes, rest[number])
                 if here:
                     table = self._hold(tier, number, block_hashes, here)
                     tables[tier.number, number] = table
                     parts += _parts(tier, number, block_hashes, here, table[-len(here) :])
-            assert not rest, "no tier has these blocks"
-        parts.sort(key=lambda part: part.tier)
+        assert not any(rest), "no tier has these blocks"
         return parts, tables
 
     def _divide(
@@ -106,10 +106,8 @@ class Sources:
         assert held is not None
         return held.block_table
 
-    def depth(self, block_hashes: Sequence[bytes], among: Sequence[Tier] | None = None) -> int:
-        """Returns how many first blocks of a chain come from the pools or from tiers, by default
-        from any that is ready."""
-        tiers = [tier for tier in self._tiers if tier.is_ready] if among is None else among
+    def depth(self, block_hashes: Sequence[bytes], tiers: Sequence[Tier]) -> int:
+        """Returns how many first blocks of a chain come from the pools or from these tiers."""
         has_full = self._layout.groups[0].window is None
         depth = self.known_depth(block_hashes, tiers) if has_full else len(block_hashes)
         return self._layout.deepest_hit(

@@ -29,7 +29,6 @@ class Storage(Protocol):
     name: str  # of the tier, in metrics
     num_slots: int
     num_torn: int = 0  # slots whose block was not known any more when the storage was opened
-    lane: str = "tier"  # storages of one lane share a thread for writes and another for loads
 
     @property
     def is_ready(self) -> bool:

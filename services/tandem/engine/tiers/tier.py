@@ -133,7 +133,7 @@ class Tier:
 
     @property
     def storage(self) -> Storage:
-        """The storage of the first KV group, which has the name and the lane of all."""
+        """The storage of the first KV group, which has the name of all."""
         return self.groups[0].storage
 
     @property

@@ -4,7 +4,7 @@
     sequence       WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
 
 The engine's thread decides and keeps the books, in `turn` and when a load ends. Two threads move
-the bytes, one each way, and two others those of a store, which may be slow. A write starts at the
+the bytes of each tier, one each way, so a tier that hangs holds up no other. A write starts at the
 root of a chain and goes on to its leaf, and a tier evicts leaves first, so each tier holds whole
 prefixes. A load that fails or stands still costs the time to compute its blocks. It changes no
 token.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
@@ -26,10 +25,11 @@ from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.tiers.device_blocks import Channel, DeviceBlocks, Event
+from tandem.engine.tiers.device_blocks import DeviceBlocks, Event
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.jobs import Load, Target, Write, write_all
 from tandem.engine.tiers.lookups import Lookups
+from tandem.engine.tiers.pool_group import PoolGroup
 from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier
@@ -39,28 +39,7 @@ from tandem.perf_model.soonest import Reach, load_seconds
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
 _PAUSE_S = 1.0  # of a tier, after a write that failed: the disk may be full
-_WRITES_MAX = 64  # of a KV group, in flight
 _CLOSE_S = 3.0  # for what is not written when the engine ends
-
-
-@dataclass(slots=True)
-class _Group:
-    """The pool of one KV group, and how threads reach its blocks."""
-
-    number: int
-    pool: BlockPool
-    blocks: DeviceBlocks
-    channels_out: dict[str, Channel]  # of the writers, by lane
-    channels_in: dict[str, Channel]  # of the readers
-    writes: dict[int, Write] = field(default_factory=dict)  # in flight, by the device's block
-    writes_max: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
-
-    @property
-    def wants_writes(self) -> bool:
-        return len(self.writes) < self.writes_max and self.pool.next_unwritten is not None
 
 
 class Tiers:
@@ -74,16 +53,15 @@ class Tiers:
     ) -> None:
         """`blocks` are those of the pools of the layout's groups; the fastest tier comes first."""
         self.tiers = tiers
-        lanes = dict.fromkeys(tier.storage.lane for tier in tiers)
-        self._writers = {lane: start_thread(f"{lane}-writes") for lane in lanes}
-        self._readers = {lane: start_thread(f"{lane}-loads") for lane in lanes}
+        self._writers = [start_thread(f"{tier.storage.name}-writes") for tier in tiers]
+        self._readers = [start_thread(f"{tier.storage.name}-loads") for tier in tiers]
         self._groups = [
-            _Group(
+            PoolGroup(
                 number,
                 pool,
                 of_group,
-                {lane: of_group.open_channel() for lane in lanes},
-                {lane: of_group.open_channel() for lane in lanes},
+                [of_group.open_channel() for _ in tiers],
+                [of_group.open_channel() for _ in tiers],
             )
             for number, (pool, of_group) in enumerate(zip(pools, blocks, strict=True))
         ]
@@ -97,8 +75,8 @@ class Tiers:
         self._has_settled = False  # in the last turn that did something
         self.clock = time.monotonic
         self.turn_s = TURN_S
-        self._progress_at = dict.fromkeys(lanes, 0.0)  # of loads, as far as results were taken
-        self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._sources.depth)
+        self._progress_at = [0.0] * len(tiers)  # of loads that ended there, or went on elsewhere
+        self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._depth)
 
     @property
     def has_news(self) -> bool:
@@ -150,10 +128,7 @@ class Tiers:
     def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[Reach]:
         """Returns how many first blocks of a chain come from each tier, or from those before it,
         and the measured price of one after `held`; 0 before a load was measured."""
-        # A thread whose load stands still would come to no other one.
-        stalled = {load.lane for load in self._given_up if self._is_stalled(load)}
-        usable = [tier for tier in self.tiers if tier.storage.lane not in stalled]
-        return self._sources.reach(block_hashes, held, usable)
+        return self._sources.reach(block_hashes, held, self._readable)
 
     def known_depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain the group without a window has anywhere."""
@@ -177,21 +152,21 @@ class Tiers:
         The engine is expected to compute the first `num_spared` of them meanwhile (`take`), if they
         are of one group.
         """
-        parts, tables = self._sources.find_parts(block_hashes, wanted)
-        lane = parts[-1].storage.lane
+        parts, tables = self._sources.find_parts(block_hashes, wanted, self._readable)
         load = Load(
             sequence_id=sequence_id,
             parts=parts,
             tables=tables,
             share=sum(self._sources.shares[part.group] for part in parts) / len(parts),
             num_spared=num_spared,
-            channels=[group.channels_in[lane] for group in self._groups],
+            channels=[group.channels_in for group in self._groups],
             after=self._mark(),
             clock=self.clock,
             on_end=self._ended.put,
+            go_on=self._go_on,
         )
         self._loads[sequence_id] = load
-        self._readers[lane].submit(load)
+        self._readers[load.tier].submit(load)
 
     def reach_of(self, load: Load) -> list[Reach]:
         """Returns where the blocks of a load come from."""
@@ -205,7 +180,7 @@ class Tiers:
         ended = []
         while not self._ended.empty():
             load = self._ended.get_nowait()
-            self._progress_at[load.lane] = self.clock()
+            self._progress_at[load.tier] = self.clock()
             for (tier, group), table in load.tables.items():
                 self.tiers[tier].groups[group].pool.release(table)
             self._observe(load)
@@ -242,7 +217,7 @@ class Tiers:
         for tier in self.tiers:
             for group in tier.groups:
                 group.pool.drop_cached()
-                self._writers[tier.storage.lane].submit(group.storage.forget)
+                self._writers[tier.number].submit(group.storage.forget)
         self._follow_evictions()
 
     @property
@@ -274,9 +249,9 @@ class Tiers:
         while self.clock() < until and (self._wants_writes() or self._is_writing):
             self.turn()
             time.sleep(1e-3)
-        for writer in self._writers.values():
+        for writer in self._writers:
             writer.close(max(0.0, until - self.clock()))
-        for reader in self._readers.values():
+        for reader in self._readers:
             reader.close(0.0)
         self.lookups.close()
         for tier in self.tiers:
@@ -295,28 +270,44 @@ class Tiers:
         now = self.clock()
         return [tier for tier in self.tiers if now >= tier.paused_until]
 
+    @property
+    def _readable(self) -> list[Tier]:
+        """The tiers that are ready, but those whose load stands still: their thread would come to
+        no other one."""
+        stalled = {load.tier for load in self._given_up if self._is_stalled(load)}
+        return [tier for tier in self.tiers if tier.is_ready and tier.number not in stalled]
+
+    def _depth(self, block_hashes: Sequence[bytes]) -> int:
+        return self._sources.depth(block_hashes, self._readable)
+
+    def _go_on(self, tier: int, load: Load) -> None:
+        """Lets a load go on in the thread of a tier; called in the thread that it leaves."""
+        load.submitted_at = self._progress_at[load.tier] = self.clock()
+        load.progress_at, load.tier = 0.0, tier
+        self._readers[tier].submit(load)
+
     def _mark(self) -> Event:
         return self._groups[0].blocks.mark()
 
     def _start_writes(self, until: float) -> None:
-        """Starts to write blocks that have no copy, of the groups in turn, in one job for each lane
+        """Starts to write blocks that have no copy, of the groups in turn, in one job for each tier
         and group."""
-        writes: defaultdict[tuple[str, int], list[tuple[Write, Target]]] = defaultdict(list)
+        writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
         after = self._mark()  # they are full by then
         groups = deque(group for group in self._groups if group.wants_writes)
         while groups:  # at least one block, however late it is
             group = groups.popleft()
             for write, target in self._start_write(group, after):
-                writes[target.storage.lane, group.number].append((write, target))
+                writes[target.tier, group.number].append((write, target))
             if time.perf_counter() >= until:
                 break
             if group.wants_writes:
                 groups.append(group)
-        for (lane, number), of_lane in writes.items():
-            channel = self._groups[number].channels_out[lane]
-            self._writers[lane].submit(partial(write_all, of_lane, channel))
+        for (tier, number), of_tier in writes.items():
+            channel = self._groups[number].channels_out[tier]
+            self._writers[tier].submit(partial(write_all, of_tier, channel))
 
-    def _start_write(self, group: _Group, after: Event) -> list[tuple[Write, Target]]:
+    def _start_write(self, group: PoolGroup, after: Event) -> list[tuple[Write, Target]]:
         block_id = group.pool.next_unwritten
         assert block_id is not None
         entry = Entry(*group.pool.names_of(block_id))
@@ -373,8 +364,8 @@ class Tiers:
 
     def _is_stalled(self, load: Load) -> bool:
         in_flight: Iterable[Load] = (*self._loads.values(), *self._given_up)
-        of_lane = (each.progress_at for each in in_flight if each.lane == load.lane)
-        last = max(*of_lane, self._progress_at[load.lane], load.submitted_at)
+        of_tier = (each.progress_at for each in in_flight if each.tier == load.tier)
+        last = max(*of_tier, self._progress_at[load.tier], load.submitted_at)
         return self.clock() - last > STALL_S
 
     def check_integrity(self) -> None:

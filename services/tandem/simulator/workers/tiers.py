@@ -1,10 +1,11 @@
 """The tiers below a simulated worker's KV pool: the engine's own books and policies, no bytes.
 
     prefilled, loaded or pulled  --use, write-->  in each tier whose policy takes it
-    its turn comes  --plan: a load is the soonest-->  loading  --the lane is done-->  in the pool
+    its turn comes  --plan: a load is the soonest-->  loading  --all is read-->  in the pool
 
 Slots, policies and measured rates are those of `engine/tiers`. A write takes no time, and a load as
-long as the true rates say, after the loads that its lane has before it. It knows no tasks.
+long as the true rates say. It reads tier by tier, the slowest one first, and in each of them after
+the loads before it. It knows no tasks.
 """
 
 from collections import Counter
@@ -59,7 +60,7 @@ class WorkerTiers:
         self._sources = Sources(layout, [], self._tiers)
         self._in_store = in_store
         self._store = next((tier for tier in self._tiers if tier.storage.name == STORE), None)
-        self._free_s = dict.fromkeys((tier.storage.lane for tier in self._tiers), 0.0)
+        self._free_s = [0.0] * len(self._tiers)
 
     @property
     def names(self) -> list[str]:
@@ -102,12 +103,12 @@ class WorkerTiers:
     def begin_load(self, block_hashes: Sequence[bytes], choice: Choice, now_s: float) -> Load:
         """Begins to load what was chosen."""
         wanted = [UnfilledBlock(0, index, 0) for index in range(choice.first, choice.end)]
-        parts, tables = self._sources.find_parts(block_hashes, wanted)
+        parts, tables = self._sources.find_parts(block_hashes, wanted, self._tiers)
         num_blocks = Counter(part.tier for part in parts)
         seconds = {tier: count * self._block_s[tier] for tier, count in num_blocks.items()}
-        lane = parts[-1].storage.lane
-        ends_s = max(now_s, self._free_s[lane]) + sum(seconds.values())
-        self._free_s[lane] = ends_s
+        ends_s = now_s
+        for tier in reversed(seconds):
+            self._free_s[tier] = ends_s = max(ends_s, self._free_s[tier]) + seconds[tier]
         return Load(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
 
     def end_load(self, load: Load) -> dict[str, int]:
@@ -126,7 +127,7 @@ class WorkerTiers:
 
     def queue_s(self, now_s: float) -> float:
         """Returns the seconds until the loads under way have ended."""
-        return max(0.0, max(self._free_s.values()) - now_s)
+        return max(0.0, max(self._free_s) - now_s)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
         """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
@@ -150,7 +151,7 @@ class WorkerTiers:
     def restart(self) -> None:
         """The worker ended, with all loads given up, and starts again. Its disk has what it had,
         host memory has nothing, and nothing is known of the store."""
-        self._free_s = dict.fromkeys(self._free_s, 0.0)
+        self._free_s = [0.0] * len(self._tiers)
         for tier in self._tiers:
             if tier.storage.name != "disk":
                 tier.pool.drop_cached()
@@ -202,7 +203,6 @@ class _Slots(Storage):
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name
         self.num_slots = num_slots
-        self.lane = STORE if name == STORE else "tier"
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
         """Does nothing."""
