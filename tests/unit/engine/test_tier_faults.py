@@ -131,6 +131,31 @@ def test_a_full_disk_keeps_no_block_from_another_tier(is_first: bool) -> None:
     assert 0 < num_failures < NUM_BLOCKS  # it was left alone since the first one
 
 
+def test_a_disk_whose_writes_hang_keeps_no_block_from_another_tier() -> None:
+    rig = Rig(Shelf("host"), Shelf("disk"))
+    disk = rig.threads.pop("disk-writes")
+    assert isinstance(disk, HeldThread)
+    rig.fill(0, NUM_BLOCKS)
+    rig.turn()
+    num_hung = rig.tiers.tiers[0].num_written
+    assert 0 < num_hung <= NUM_BLOCKS // 8
+    rig.now += 2 * STALL_S
+    rig.turn()
+    assert rig.depths() == [NUM_BLOCKS, 0]
+    assert rig.pool.num_copied == NUM_BLOCKS - num_hung  # it may still read the others
+    rig.tiers.check_integrity()
+    rig.threads["disk-writes"] = disk
+    rig.turn()
+    assert rig.depths() == [NUM_BLOCKS, num_hung]
+    assert rig.pool.num_copied == NUM_BLOCKS
+    assert not rig.tiers.is_busy
+    rig.tiers.reset()
+    rig.pool.drop_cached()
+    rig.fill(0, 4)
+    rig.turn()
+    assert rig.depths() == [4, 4]  # it gets blocks again
+
+
 def test_a_load_goes_through_the_threads_of_its_tiers() -> None:
     rig = Rig(*map(Shelf, ("host", "disk", "store")))
     shelve(rig, 3, 5, 8)

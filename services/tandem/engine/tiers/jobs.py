@@ -45,6 +45,11 @@ class Write:
     on_end: Callable[[Write, Target], object]
     group: int = 0  # of the block
 
+    @property
+    def awaits(self) -> set[int]:
+        """The tiers whose ends the engine has not taken."""
+        return {target.tier for target in self.targets if not target.is_settled}
+
     def begin_out(self, target: Target, channel: Channel) -> Callable[[], Bytes]:
         """Begins to copy the block to the host, for one target; what is returned ends that."""
         return channel.begin_out(self.block_id, self.after, target.storage.memory(target.table[-1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from tandem.engine.cache.block_pool import BlockPool
@@ -26,6 +27,12 @@ class PoolGroup:
     def __post_init__(self) -> None:
         self.writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
 
-    @property
-    def wants_writes(self) -> bool:
-        return len(self.writes) < self.writes_max and self.pool.next_unwritten is not None
+    def wants_writes(self, hung: Set[int]) -> bool:
+        """Returns whether a further write may begin; those that only wait for tiers that hang keep
+        none from it."""
+        if self.pool.next_unwritten is None:
+            return False
+        num_writes = len(self.writes)
+        if hung:
+            num_writes = sum(not write.awaits <= hung for write in self.writes.values())
+        return num_writes < self.writes_max

@@ -36,7 +36,7 @@ from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks, TierLoad
 from tandem.perf_model.soonest import Reach, load_seconds
 
-STALL_S = 2.0  # a load that gets no block for so long is given up
+STALL_S = 2.0  # a load that gets no block for so long is given up; or no write ends
 TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
 _PAUSE_S = 1.0  # of a tier, after a write that failed: the disk may be full
 _CLOSE_S = 3.0  # for what is not written when the engine ends
@@ -73,6 +73,8 @@ class Tiers:
         self._given_up: list[Load] = []  # in flight, without a sequence
         self._generation = 0
         self._has_settled = False  # in the last turn that did something
+        self._written_at = 0.0  # a write ended, or began
+        self._hung: set[int] = set()  # tiers whose writes stand still
         self.clock = time.monotonic
         self.turn_s = TURN_S
         self._progress_at = [0.0] * len(tiers)  # of loads that ended there, or went on elsewhere
@@ -109,6 +111,7 @@ class Tiers:
         if self.lookups.has_ended:
             self.lookups.turn(until)
             self._follow_evictions()
+        self._find_hung()
         wants_writes = self._wants_writes()
         if not self._written.empty() and not (wants_writes and self._has_settled):
             self._has_settled = True
@@ -160,7 +163,7 @@ class Tiers:
             share=sum(self._sources.shares[part.group] for part in parts) / len(parts),
             num_spared=num_spared,
             channels=[group.channels_in for group in self._groups],
-            after=self._mark(),
+            after=self._groups[0].blocks.mark(),
             clock=self.clock,
             on_end=self._ended.put,
             go_on=self._go_on,
@@ -263,12 +266,20 @@ class Tiers:
         return any(group.writes for group in self._groups)
 
     def _wants_writes(self) -> bool:
-        return any(group.wants_writes for group in self._groups) and bool(self._writable)
+        return any(g.wants_writes(self._hung) for g in self._groups) and bool(self._writable)
 
     @property
     def _writable(self) -> list[Tier]:
-        now = self.clock()
-        return [tier for tier in self.tiers if now >= tier.paused_until]
+        now, hung = self.clock(), self._hung
+        return [t for t in self.tiers if now >= t.paused_until and t.number not in hung]
+
+    def _find_hung(self) -> None:
+        """Finds tiers whose writes stand still. They get no more until one of them ends."""
+        if not (self._is_writing and self._written.empty()):
+            self._written_at = self.clock()
+        elif self.clock() - self._written_at > STALL_S:
+            for group in self._groups:
+                self._hung.update(*(write.awaits for write in group.writes.values()))
 
     @property
     def _readable(self) -> list[Tier]:
@@ -286,22 +297,20 @@ class Tiers:
         load.progress_at, load.tier = 0.0, tier
         self._readers[tier].submit(load)
 
-    def _mark(self) -> Event:
-        return self._groups[0].blocks.mark()
-
     def _start_writes(self, until: float) -> None:
         """Starts to write blocks that have no copy, of the groups in turn, in one job for each tier
         and group."""
         writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
-        after = self._mark()  # they are full by then
-        groups = deque(group for group in self._groups if group.wants_writes)
+        after = self._groups[0].blocks.mark()  # they are full by then
+        self._written_at = self.clock()
+        groups = deque(group for group in self._groups if group.wants_writes(self._hung))
         while groups:  # at least one block, however late it is
             group = groups.popleft()
             for write, target in self._start_write(group, after):
                 writes[target.tier, group.number].append((write, target))
             if time.perf_counter() >= until:
                 break
-            if group.wants_writes:
+            if group.wants_writes(self._hung):
                 groups.append(group)
         for (tier, number), of_tier in writes.items():
             channel = self._groups[number].channels_out[tier]
@@ -334,6 +343,7 @@ class Tiers:
             # But one that is not ready takes no writes meanwhile.
             tier.paused_until = self.clock() + _PAUSE_S
         target.is_settled = True
+        self._hung.discard(target.tier)
         if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):
             return
         del group.writes[write.block_id]
