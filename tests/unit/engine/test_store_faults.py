@@ -10,6 +10,7 @@ import pytest
 
 from tandem.engine.tiers import object_storage
 from tandem.engine.tiers.device_blocks import DONE, BlocksInPlace
+from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.tiers.jobs import Target, Write, write_all
 from tandem.engine.tiers.object_storage import ObjectStorage
 from tandem.engine.tiers.seal import Plain
@@ -134,3 +135,17 @@ def test_a_store_is_tried_again_after_an_error_that_nobody_knows(
     assert pool.storage.is_ready
     assert pool.storage.look_up(HASHES, 0) == 0
     pool.storage.close()
+
+
+def test_a_thread_outlives_a_panic(caplog: pytest.LogCaptureFixture) -> None:
+    """A panic in obstore is no Exception."""
+    done, thread = threading.Event(), IoThread("store-writes")
+
+    def panics() -> None:
+        raise BaseException("PanicException")
+
+    thread.submit(panics)
+    thread.submit(done.set)
+    assert done.wait(10)
+    thread.close(10.0)
+    assert "a job of store-writes failed" in caplog.text

@@ -44,6 +44,6 @@ class IoThread:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # a bug of ours: the thread goes on, and what waits has a deadline
+            except BaseException:  # a bug, or a panic in obstore: what waits has a deadline
                 log.exception("a job of %s failed", threading.current_thread().name)
             self._on_job_end()
