@@ -1,4 +1,4 @@
-"""How many GPUs a host has, which one a worker gets, and what its process sees."""
+"""A host has a number of GPUs, a worker gets one of them, and its process sees no other."""
 
 from __future__ import annotations
 
