@@ -299,7 +299,7 @@ class Engine:
                 loaded.append(sequence)
             elif sequence.mode is Mode.PREFILL_ONLY:
                 self._pending.final_blocks(sequence)
-        for name in self._tiers.find_stalled():
+        for name in self._scheduler.loads.find_slow(self._scheduler.loading):
             self._scheduler.compute_instead(self._sequences[name], self._tiers.give_up(name))
         return loaded
 

@@ -29,6 +29,11 @@ from tandem.perf_model.soonest import (
 )
 from tandem.perf_model.step_time import StepTimeModel
 
+# A load is given up for computing if so many seconds of it are left, and it takes so many times as
+# long as was expected: it may have been chosen because computing would delay other sequences.
+_PATIENCE_S = 2.0
+_LATE = 4.0
+
 
 class Loads:
     def __init__(
@@ -136,6 +141,9 @@ class Loads:
             self._kv.unfilled(sequence.tables, end),
             num_spared=sequence.loading.num_spared,
         )
+        load = self._tiers.find_load(sequence.sequence_id)
+        seconds = load_seconds(self._tiers.reach_of(load), load.first_block, load.blocks.stop)
+        load.expected_part_s = seconds / len(load.parts)
 
     def use(self, sequence: Sequence) -> None:
         """Tells the tiers which blocks a sequence has stored or reused since the last call."""
@@ -178,6 +186,32 @@ class Loads:
             return load_seconds(reach, block, load.blocks.start)
 
         return (min(end, meeting_block(compute_s, load_s, at, load.blocks.start)) - at) * size
+
+    def find_slow(self, loading: Iterable[Sequence]) -> list[str]:
+        """Returns the LOADING sequences whose loads stand still, or have become so slow that to
+        compute all of their blocks is sooner."""
+        slow = self._tiers.find_stalled()
+        return slow + [
+            each.sequence_id
+            for each in loading
+            if each.sequence_id not in slow and self._is_slow(each)
+        ]
+
+    def _is_slow(self, sequence: Sequence) -> bool:
+        load, rate = self._tiers.find_load(sequence.sequence_id), self._step_time.prefill_rate
+        left_s = load.part_s * (load.num_free - max(load.num_taken, load.num_spared))
+        is_late = left_s > _PATIENCE_S and load.part_s > _LATE * load.expected_part_s
+        if not is_late or rate is None:
+            return False
+        start, size = sequence.num_stored_blocks, sequence.block_size
+        num_tokens = (sequence.loading.end - start) * size
+        return left_s > UNSURE * rate.seconds(num_tokens, start * size, self._max_tokens)
+
+    def has_work(self, loading: Iterable[Sequence]) -> bool:
+        """Returns whether a LOADING sequence computes, or ends its load."""
+        loading = list(loading)
+        computes = any(self.find_chunk(each, self._max_tokens) for each in loading)
+        return computes or bool(self.find_slow(loading))
 
     def take_chunk(self, sequence: Sequence, num_tokens: int) -> int:
         """Takes the next blocks of a LOADING sequence from its load, to compute them instead.

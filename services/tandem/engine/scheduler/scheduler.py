@@ -125,7 +125,7 @@ class Scheduler:
                 queue.remove(sequence)
 
     def has_work(self) -> bool:
-        if self.running or any(self.loads.find_chunk(s, self._max_tokens) for s in self.loading):
+        if self.running or self.loads.has_work(self.loading):
             return True
         oldest = self._next_waiting()
         return oldest is not None and self._admission(oldest, Schedule()) is not None

@@ -152,6 +152,9 @@ class Load:
     submitted_at: float = field(init=False)  # to that thread
     progress_at: float = field(default=0.0, init=False)
     seconds: dict[int, float] = field(default_factory=dict, init=False)  # by tier
+    expected_part_s: float = field(default=0.0, init=False)  # by the rates when it was chosen
+    # When its tier's reads began, and how many parts were in place; None: they have not.
+    _since: tuple[float, int] | None = field(default=None, init=False)
     _on_the_way: deque[Event] = field(default_factory=deque, init=False)  # copies, last parts first
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -197,6 +200,14 @@ class Load:
         return range(end - self.num_read, end)
 
     @property
+    def part_s(self) -> float:
+        """Seconds for a part of its tier, as they came so far; 0.0 before its thread has begun."""
+        if (since := self._since) is None:
+            return 0.0
+        began_at, num_before = since
+        return (self.clock() - began_at) / max(1, self.num_read - num_before)
+
+    @property
     def first_expected(self) -> int:
         """Index in its chain of the first block that is expected to be read."""
         return self.first_block + max(self.num_spared, self.num_taken)
@@ -220,6 +231,7 @@ class Load:
     def _read_tier(self) -> int | None:
         """Returns the tier of the parts that are left to read, if there are any."""
         first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
+        self._since = self.clock(), self.num_read
         begun: deque[Callable[[Bytes], None]] = deque()
         num_ahead = self.num_begun  # last parts whose reads were begun
         while (part := self._begin(first)) is not None:
@@ -275,7 +287,7 @@ class Load:
                 self._follow(0)
                 self._spend(self.tier, started)
             if next_tier is not None:
-                then = partial(self.go_on, next_tier)
+                self._since, then = None, partial(self.go_on, next_tier)
         finally:
             then(self)
 
