@@ -180,10 +180,13 @@ async def test_decode_workers_prefill_at_once_when_both_prefill_workers_are_lost
         ]
         for process in stopped:
             process.suspend()
+        began = time.monotonic()
         try:
             answers = await complete_all(cluster, prompts, max_tokens=4)
-            num_asked = count_asked()
+            num_asked, found_at = count_asked(), time.monotonic()
             again = await complete_all(cluster, prompts[:1], max_tokens=4)
+            took = f"{found_at - began:.1f} s, the next one {time.monotonic() - found_at:.1f} s"
+            print(f"requests took {took}")
             assert count_asked() == num_asked, "the next request waited, too"
         finally:
             for process in stopped:

@@ -52,6 +52,7 @@ async def test_its_drain_ends_though_requests_go_on(start_cluster: StartCluster)
             await asyncio.gather(*asking)
             words = leaving.log.read_text()
             assert "drained in" in words
+            print(next(line for line in words.splitlines() if "drained in" in line))
             assert "drain deadline" not in words
             answer = await complete(client, prompts[1])
             assert answer.token_ids == expected[1]
