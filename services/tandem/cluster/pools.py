@@ -18,8 +18,7 @@ This module knows no Ray, no process and no clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -34,10 +33,10 @@ from tandem.cluster.nearness import (
     told_far,
 )
 from tandem.config.cluster import Pool
-from tandem.pool_sizes import POOLS
 
 Leave = Literal["leaves", "drains"]  # a host's members are replaced; they are also drained
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
+_IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -152,37 +151,35 @@ def plan(
     wanted while no host fits. Members on a `leaving` host are replaced. They stay until the host's
     state is "drains". A member moves to a host that has two fewer of its pool; the pool is larger
     by one until the new member runs. `measured` affects only the hosts of members, not their
-    number.
+    number. Pools take turns, in which decode comes before prefill: Ray starts agents one by one,
+    hosts may have too few GPUs, and a decode worker alone can serve.
     """
     hosts = [spec.host] if hosts is None else hosts
     hosts = [host for host in hosts if host.host_id not in leaving]
     add: list[Member] = []
     drain = [m for m in members if not m.leaves and leaving.get(m.host) == "drains"]
-    for pool in POOLS:
-        there = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
-        missing = wanted.get(pool, 0) - len(there)
-        for _ in range(missing):
-            if (found := _host_for(spec, pool, [*members, *add], hosts, measured)) is None:
-                break
-            add.append(_next_member(spec, pool, [*members, *add], *found))
-        if missing < 0:
+    there = {
+        pool: [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
+        for pool in _IN_TURN
+    }
+    missing = {pool: wanted.get(pool, 0) - len(found) for pool, found in there.items()}
+    for number in range(max(missing.values())):
+        for pool in [pool for pool, num_missing in missing.items() if number < num_missing]:
+            found = _host_for(spec, pool, [*members, *add], hosts, measured)
+            if found is not None:
+                add.append(_next_member(spec, pool, [*members, *add], *found))
+    for pool in _IN_TURN:
+        if missing[pool] < 0:
             leave = _surplus_on_nodes if spec.on_nodes else _surplus
-            drain += leave(there, -missing)
+            drain += leave(there[pool], -missing[pool])
         elif (
-            missing == 0
+            missing[pool] == 0
             and pool in spec.pools
             and not spec.on_nodes
-            and (found := _host_to_move_to(spec, pool, members, hosts, measured)) is not None
+            and (found := _host_to_move_to(spec, pool, [*members, *add], hosts, measured))
         ):
             add.append(_next_member(spec, pool, [*members, *add], *found))
     return add, drain
-
-
-def in_turn(added: Iterable[Member]) -> list[Member]:
-    """Returns added members in the order in which their agents are made: pool by pool in turns,
-    and decode before prefill. Ray starts agents one by one, and a decode worker alone can serve."""
-    turns = {pool: count() for pool in POOLS}
-    return sorted(added, key=lambda m: (next(turns[m.pool]), m.pool == "prefill"))
 
 
 def node_bundles(
@@ -278,7 +275,7 @@ def _host_to_move_to(
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
     """Returns the host to which a member should move in a pool that has its size but is not spread
-    evenly."""
+    evenly. A member on a GPU moves only to a GPU that no other one uses."""
     there = [m for m in members if m.pool == pool and m.state != "lost"]
     if any(m.state != "running" for m in there):
         return None
@@ -286,7 +283,8 @@ def _host_to_move_to(
     by_host = Counter(m.host for m in there)
     if found is None or max(by_host.values(), default=0) < by_host[found[0].host_id] + 2:
         return None
-    return found
+    gpus = {} if spec.pools[pool].device == "cpu" else _least_used_gpus([found[0]], members)
+    return None if any(uses for uses, _ in gpus.values()) else found
 
 
 def _host_for(

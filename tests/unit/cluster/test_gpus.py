@@ -108,7 +108,7 @@ def test_workers_that_may_share_take_free_gpus_first() -> None:
     add, _ = plan(make_spec("auto", None, num_gpus=3), TWO, [])
     assert [m.gpu for m in add] == [None, 0, 1, 2, 0]
     add, _ = plan(make_spec("cuda", 2, num_gpus=1), TWO, [])
-    assert [m.member_id for m in add] == ["router-0", "prefill-0", "prefill-1"]
+    assert [m.member_id for m in add] == ["router-0", "decode-0", "prefill-0"]
     assert [m.gpu for m in add] == [None, 0, 0]
 
 
@@ -134,20 +134,20 @@ def test_a_worker_goes_to_a_host_with_a_free_gpu_and_waits_for_one() -> None:
     add, _ = plan(spec, TWO, [], there)
     assert on(add) == [
         ("router-0", "a", None),
-        ("prefill-0", "b", 0),
-        ("prefill-1", "a", 0),
-        ("decode-0", "b", 1),
+        ("decode-0", "b", 0),
+        ("prefill-0", "a", 0),
+        ("decode-1", "b", 1),
     ]
     assert plan(spec, TWO, running(add), there) == ([], [])
     why = "no GPU is free (3 in all, --workers-per-gpu 1)"
     waits = gpu_waits(spec, TWO, running(add), there)
-    assert waits == {"decode": why}
-    decode = describe(TWO, add, waits=waits)["decode"]
-    assert isinstance(decode, dict)
-    assert (decode["waits_why"], decode["agents"][0]["gpu"]) == (why, 1)
+    assert waits == {"prefill": why}
+    prefill = describe(TWO, add, waits=waits)["prefill"]
+    assert isinstance(prefill, dict)
+    assert (prefill["waits_why"], prefill["agents"][0]["gpu"]) == (why, 0)
     joined = [*there, *hosts(d=1)]
     more, _ = plan(spec, TWO, running(add), joined)
-    assert on(more) == [("decode-1", "d", 0)]
+    assert on(more) == [("prefill-1", "d", 0)]
     assert gpu_waits(spec, TWO, [*add, *more], joined) == {}
 
 
@@ -175,6 +175,16 @@ def test_a_worker_moves_to_a_free_gpu_of_a_host_that_joined() -> None:
     members, _ = plan(spec, wanted, [], hosts(a=1))
     add, _ = plan(spec, wanted, running(members), hosts(a=1, b=1))
     assert on(add) == [("decode-2", "b", 0)]
+
+
+def test_no_worker_moves_from_a_gpu_of_its_own_to_one_that_is_shared() -> None:
+    spec = make_spec("auto", None, host="a")
+    wanted: dict[Pool, int] = {"decode": 3, "prefill": 1}
+    decode, _ = plan(spec, DECODE[3], [], hosts(a=3))
+    prefill, _ = plan(spec, {"prefill": 1, "decode": 0}, [], hosts(b=1))
+    members = running([*decode, *(msgspec.structs.replace(m, ordinal=9) for m in prefill)])
+    assert {(m.host, m.gpu) for m in members} == {("a", 0), ("a", 1), ("a", 2), ("b", 0)}
+    assert plan(spec, wanted, members, hosts(a=3, b=1)) == ([], [])
 
 
 def test_a_host_that_is_back_finds_its_gpu_taken_by_its_own_worker() -> None:

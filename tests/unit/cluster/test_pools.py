@@ -10,7 +10,6 @@ from tandem.cluster.pools import (
     Host,
     Member,
     PoolCommand,
-    in_turn,
     lose,
     plan,
     revive,
@@ -38,8 +37,8 @@ def test_an_empty_cluster_gets_every_process_and_each_engine_a_core() -> None:
     add, drain = plan(make_spec(), WANTED, [])
     assert [(m.member_id, m.core) for m in add] == [
         ("router-0", None),
-        ("prefill-0", 0),
-        ("decode-0", 1),
+        ("decode-0", 0),
+        ("prefill-0", 1),
     ]
     assert drain == []
 
@@ -49,11 +48,10 @@ def test_the_plan_is_stable() -> None:
     assert plan(make_spec(), WANTED, add) == ([], [])
 
 
-def test_agents_are_made_in_turns_a_decode_worker_first() -> None:
+def test_pools_take_turns_a_decode_worker_first() -> None:
     add, _ = plan(make_spec(), {"prefill": 2, "decode": 3, "router": 1}, [])
-    made = [m.member_id for m in in_turn(add)]
     first = ["router-0", "decode-0", "prefill-0"]
-    assert made == [*first, "decode-1", "prefill-1", "decode-2"]
+    assert [m.member_id for m in add] == [*first, "decode-1", "prefill-1", "decode-2"]
 
 
 def test_more_engines_than_cores_share_them_evenly() -> None:
@@ -145,16 +143,16 @@ def test_members_go_where_the_fewest_of_their_pool_are() -> None:
     add, _ = plan(spread(), wanted, [], [A, B])
     assert places(add) == [
         ("router-0", "a"),
-        ("router-1", "b"),
+        ("decode-0", "b"),
         ("prefill-0", "a"),
+        ("router-1", "b"),
+        ("decode-1", "a"),
         ("prefill-1", "b"),
-        ("decode-0", "a"),
-        ("decode-1", "b"),
         ("decode-2", "a"),
     ]
-    assert [m.has_ports for m in add] == [True, True, *[False] * 5]
+    assert [m.member_id for m in add if m.has_ports] == ["router-0", "router-1"]
     # Cores are those of each host.
-    assert [m.core for m in add[2:]] == [0, 0, 1, 1, 0]
+    assert [m.core for m in add if m.pool != "router"] == [0, 0, 1, 1, 0]
 
 
 def test_a_router_waits_for_a_host_without_one() -> None:

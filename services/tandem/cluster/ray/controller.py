@@ -32,7 +32,6 @@ from tandem.cluster.pools import (
     Leave,
     Member,
     MemberState,
-    in_turn,
     lose,
     node_bundles,
     plan,
@@ -161,7 +160,7 @@ class PoolController:
             log.info("draining %s", member.member_id)
             if member.agent_name in self._agents:
                 self._agents[member.agent_name].drain.remote()
-        for member in in_turn((*back, *add)):
+        for member in (*back, *add):
             log.info("adding %s %s %s", member.member_id, member.host, member.placed_why)
             self._attach(member)
         if self._spec.requests_nodes:
