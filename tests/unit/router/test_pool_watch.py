@@ -48,6 +48,9 @@ def test_a_pool_with_agents_and_one_of_an_unknown_size_are_left_out() -> None:
     for second in (1.0, 2.0):
         watch.note(pools(1, agents=[]), [READY], second)
         assert watch.problems == {}
+    for second in (3.0, 4.0):  # Redis has lost what the controller wrote
+        watch.note({"prefill": {"ready": 0}, "decode": {"ready": 1}}, [READY], second)
+        assert watch.problems == {}
     watch = PoolWatch(grace_s=0)
     for second in (1.0, 2.0):
         watch.note({"prefill": {"ready": 0}, "decode": {"ready": 1}}, [READY], second)

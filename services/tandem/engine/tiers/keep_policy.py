@@ -71,7 +71,7 @@ class HighestPriorities(LeastRecentlyUsed):
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """Raises the blocks to this priority."""
+        """Raises the blocks to this priority. Those not remembered get it as it is."""
         priorities = self._priorities
         for block_hash in block_hashes:
             priorities[block_hash] = max(priority, priorities.get(block_hash, PRIORITY_MIN))

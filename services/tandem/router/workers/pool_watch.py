@@ -28,6 +28,7 @@ class PoolWatch:
         self.owned: dict[str, dict[str, int]] = {}  # as Kubernetes told; empty while it does not
         self.sizes: dict[str, int] = {}  # of each pool, as its owner told last
         self.ready: dict[str, int] = {}  # workers of each pool
+        self._have_agents: set[str] = set()
         self._short_since: dict[str, float] = {}  # monotonic seconds
         self._now = 0.0
 
@@ -49,7 +50,9 @@ class PoolWatch:
         self.sizes |= {name: s["wanted"] for name, s in pools.items() if "wanted" in s}
         self.ready = {name: s["ready"] for name, s in pools.items() if name != "router"}
         for name, ready in self.ready.items():
-            size = 0 if "agents" in pools[name] else self.sizes.get(name, 0)
+            if "agents" in pools[name]:
+                self._have_agents.add(name)  # also while Redis has lost what the controller wrote
+            size = 0 if name in self._have_agents else self.sizes.get(name, 0)
             if ready < size and (known[name] < size or self._is_told(name)):
                 self._short_since.setdefault(name, now)
             else:

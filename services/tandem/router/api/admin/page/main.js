@@ -56,9 +56,9 @@ function work() {
   isWorking = Boolean(part) && !document.hidden;
   if (!isWorking) return;
   parts.delete(name);
+  setTimeout(work); // also if this part fails
   const rest = part();
   if (typeof rest === "function") parts.set(name, rest);
-  setTimeout(work);
 }
 
 function show(changed, flows) {

@@ -111,7 +111,7 @@ export function showPools() {
 
 // The autoscaler's last sizes and the reasons; the figures that they came from are the line's title.
 function showAutoscale() {
-  const {mode, decisions} = state.head.autoscale, line = byId("autoscale");
+  const {mode = "off", decisions = []} = state.head.autoscale, line = byId("autoscale");
   const short = decisions.map(each => each.why.split(";")[0]).join("; ");
   line.hidden = mode === "off";
   setText(line, `Autoscaler (${mode}): ${short || "it has decided nothing yet"}`);
