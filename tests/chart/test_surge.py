@@ -75,6 +75,25 @@ def test_without_room_helm_stops_and_the_worker_is_taken_back(
     assert "DEBUG" not in str(server.objects[DECODE]["spec"]["template"])
 
 
+def test_an_upgrade_mends_a_pool_whose_only_worker_is_not_ready(
+    release: Release, server: StatefulSetServer
+) -> None:
+    server.pods[DECODE][0].num_looks = 10**9
+    release.upgrade(NEW | {"upgradeHook": {"surge": True, "surgeDeadline": 30}})
+    server.settle(DECODE)
+    assert "DEBUG" in server.pods[DECODE][0].revision
+    assert SURGE not in server.owners[DECODE]
+    assert [release.size(name) for name in OBJECTS] == [1, 1, 2]
+
+
+def test_a_rollout_that_is_stuck_is_not_waited_for() -> None:
+    """A worker that is added gets its revision, too, which may never be ready."""
+    live = {"metadata": {}, "spec": {"replicas": 2}, "status": {"readyReplicas": 1}}
+    assert not surge._is_added(live)
+    live["status"] |= {"currentRevision": "a", "updateRevision": "b"}
+    assert surge._is_added(live)
+
+
 def test_a_size_that_somebody_sets_during_an_upgrade_stays(
     release: Release, server: StatefulSetServer
 ) -> None:

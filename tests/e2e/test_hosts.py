@@ -38,6 +38,7 @@ if reason := why_not():
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CHATS = int(os.environ.get("HOSTS_CHATS", "1000"))
+NUM_CLIENTS = os.environ.get("HOSTS_CLIENTS", "4")  # each sends its next chat when one has ended
 WANTED = {"router": 2, "prefill": 2, "decode": 3}
 TOKEN = "a token of this test alone"
 START_DEADLINE_S = 180.0
@@ -217,7 +218,7 @@ def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_pat
     command = [sys.executable, "-m", "tests.harness.host_chats"]
     addresses = ",".join(machine.address for machine in hosts.machines)
     client_place = hosts.network.hosts[3]
-    client = subprocess.Popen([*client_place.prefix, *command, addresses, "4", str(book)])
+    client = subprocess.Popen([*client_place.prefix, *command, addresses, NUM_CLIENTS, str(book)])
     whole_s: dict[str, float] = {}
     try:
         eventually(lambda: len(_read(book)) > 3 * len(PROMPTS), 120, "the first chats")

@@ -3,7 +3,6 @@
 import os
 import resource
 import shutil
-import tempfile
 from pathlib import Path
 
 from tandem.cluster.launch.run_logs import runs_folder
@@ -102,7 +101,9 @@ def run_disk(host: Host) -> Finding:
     """Looks at the folders of a run: its own and that of the logs."""
     cost = "logs are cut short, and routers name workers of this host as in trouble"
     remedy = "free space, or name another disk (TMPDIR, XDG_STATE_HOME)"
-    return _disk("run disk", (Path(tempfile.gettempdir()), runs_folder()), cost, remedy)
+    # tempfile would try to write into each candidate, and fail where all are full.
+    temporary = Path(host.environment.get("TMPDIR", "/tmp"))
+    return _disk("run disk", (temporary, runs_folder()), cost, remedy)
 
 
 def _disk(name: str, folders: tuple[Path, ...], cost: str, remedy: str) -> Finding:

@@ -69,6 +69,17 @@ def set_compute_s(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(StepTimeModel, "prefill_rate", rate)
 
 
+def test_a_late_beginning_is_no_slow_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part takes as long as a disk or a store may need to answer."""
+    set_compute_s(monkeypatch, READ_S / 100)
+    monkeypatch.setattr("tandem.engine.scheduler.loads.choose_soonest", choose_load)
+    naps = [READ_S]
+    monkeypatch.setattr(time, "sleep", lambda _, sleep=time.sleep: naps and sleep(naps.pop()))
+    outcome = answer(engine, "late", PROMPT)
+    assert outcome.ends["late"].cached == CachedTokens(host=24)
+    engine.close()
+
+
 def test_it_is_computed_if_that_is_sooner(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     set_compute_s(monkeypatch, READ_S)
     outcome = answer(engine, "slow", PROMPT, PROMPT)  # the second one waits for the load, too

@@ -29,8 +29,9 @@ from tandem.perf_model.soonest import (
 )
 from tandem.perf_model.step_time import StepTimeModel
 
-# A load is given up for computing if so many seconds of it are left, and it takes so many times as
-# long as was expected: it may have been chosen because computing would delay other sequences.
+# A load is given up for computing if a tier has read it for so many seconds, as many are left, and
+# it takes so many times as long as was expected. Without the last condition it would be given up
+# where it was chosen because computing delays other sequences.
 _PATIENCE_S = 2.0
 _LATE = 4.0
 
@@ -142,8 +143,8 @@ class Loads:
             num_spared=sequence.loading.num_spared,
         )
         load = self._tiers.find_load(sequence.sequence_id)
-        seconds = load_seconds(self._tiers.reach_of(load), load.first_block, load.blocks.stop)
-        load.expected_part_s = seconds / len(load.parts)
+        reach = self._tiers.reach_of(load)
+        load.expected_s = {tier: r.block_s for tier, r in zip(load.ends, reach, strict=True)}
 
     def use(self, sequence: Sequence) -> None:
         """Tells the tiers which blocks a sequence has stored or reused since the last call."""
@@ -199,10 +200,10 @@ class Loads:
 
     def _is_slow(self, sequence: Sequence) -> bool:
         load, rate = self._tiers.find_load(sequence.sequence_id), self._step_time.prefill_rate
-        left_s = load.part_s * (load.num_free - max(load.num_taken, load.num_spared))
-        is_late = left_s > _PATIENCE_S and load.part_s > _LATE * load.expected_part_s
-        if not is_late or rate is None:
-            return False
+        read_s, part_s, num_left = load.pace
+        left_s, is_late = part_s * num_left, part_s > _LATE * load.expected_s[load.tier]
+        if rate is None or not is_late or min(read_s, left_s) <= _PATIENCE_S:
+            return False  # a tier's first part may take long, and says little of the others
         start, size = sequence.num_stored_blocks, sequence.block_size
         num_tokens = (sequence.loading.end - start) * size
         return left_s > UNSURE * rate.seconds(num_tokens, start * size, self._max_tokens)

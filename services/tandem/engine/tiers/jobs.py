@@ -152,9 +152,10 @@ class Load:
     submitted_at: float = field(init=False)  # to that thread
     progress_at: float = field(default=0.0, init=False)
     seconds: dict[int, float] = field(default_factory=dict, init=False)  # by tier
-    expected_part_s: float = field(default=0.0, init=False)  # by the rates when it was chosen
-    # When its tier's reads began, and how many parts were in place; None: they have not.
-    _since: tuple[float, int] | None = field(default=None, init=False)
+    expected_s: dict[int, float] = field(default_factory=dict, init=False)  # of a part, by tier
+    # When its tier's reads began, how many parts were in place, and the tier's first part; None:
+    # they have not begun.
+    _since: tuple[float, int, int] | None = field(default=None, init=False)
     _on_the_way: deque[Event] = field(default_factory=deque, init=False)  # copies, last parts first
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -200,12 +201,15 @@ class Load:
         return range(end - self.num_read, end)
 
     @property
-    def part_s(self) -> float:
-        """Seconds for a part of its tier, as they came so far; 0.0 before its thread has begun."""
+    def pace(self) -> tuple[float, float, int]:
+        """Returns how long the tier in whose thread it is has read, in seconds, how long it takes
+        for a part, and how many of its parts are left; zeros before it has begun."""
         if (since := self._since) is None:
-            return 0.0
-        began_at, num_before = since
-        return (self.clock() - began_at) / max(1, self.num_read - num_before)
+            return 0.0, 0.0, 0
+        began_at, num_before, first = since
+        read_s = self.clock() - began_at
+        num_left = self.num_free - max(self.num_taken, self.num_spared, first)
+        return read_s, read_s / max(1, self.num_read - num_before), max(0, num_left)
 
     @property
     def first_expected(self) -> int:
@@ -231,7 +235,7 @@ class Load:
     def _read_tier(self) -> int | None:
         """Returns the tier of the parts that are left to read, if there are any."""
         first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
-        self._since = self.clock(), self.num_read
+        self._since = self.clock(), self.num_read, first
         begun: deque[Callable[[Bytes], None]] = deque()
         num_ahead = self.num_begun  # last parts whose reads were begun
         while (part := self._begin(first)) is not None:

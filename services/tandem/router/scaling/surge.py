@@ -40,11 +40,13 @@ _POLL_S = 1.0
 
 
 async def add(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: float) -> None:
-    """Adds a worker to each of these pools that has one, and waits until it is ready. Raises
-    DeadlineExceeded if one is not, after all are taken back; else as `set_size` does."""
+    """Adds a worker to each of these pools that has one, and waits until it is ready. A pool whose
+    only worker is not ready gets none: the upgrade may be what mends it, and nothing is lost. Nor
+    does it wait while a rollout is under way, whose revision the added worker has. Raises
+    DeadlineExceeded if one is not ready, after all are taken back; else as `set_size` does."""
     for owner in owners:
         await set_size(client, owner, _one_more, SURGE)
-    if late := await _wait(client, owners, _is_ready, deadline_s):
+    if late := await _wait(client, owners, _is_added, deadline_s):
         await _take_back(client, owners)
         raise DeadlineExceeded(
             f"the worker that was added to {' and '.join(late)} was not ready in {deadline_s:g} s,"
@@ -71,7 +73,8 @@ async def _take_back(client: httpx.AsyncClient, owners: Iterable[str]) -> None:
 
 
 def _one_more(live: Mapping[str, Any]) -> int | None:
-    return 2 if live["spec"]["replicas"] == 1 or is_surged(live) else None
+    is_one = live["spec"]["replicas"] == 1 and live.get("status", {}).get("readyReplicas", 0) > 0
+    return 2 if is_one or is_surged(live) else None
 
 
 def _one_less(live: Mapping[str, Any]) -> int | None:
@@ -82,6 +85,11 @@ def _is_ready(live: Mapping[str, Any]) -> bool:
     status = live.get("status", {})
     is_seen = status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
     return bool(is_seen and status.get("readyReplicas", 0) >= live["spec"]["replicas"])
+
+
+def _is_added(live: Mapping[str, Any]) -> bool:
+    status = live.get("status", {})
+    return _is_ready(live) or status.get("currentRevision") != status.get("updateRevision")
 
 
 def _is_replaced(live: Mapping[str, Any]) -> bool:
