@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -24,7 +26,13 @@ PATIENCE_S = 0.3
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def reads_s() -> list[Iterator[float]]:
+    """One iterator: how long each read of the tier takes."""
+    return [repeat(READ_S)]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, reads_s: list[Iterator[float]]) -> Engine:
     """An engine whose tier has the blocks of `PROMPT`, which the pool has not. Each takes `READ_S`
     to read, of which no rate tells."""
     monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
@@ -36,7 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     read = HostStorage.read
 
     def slow(*about: Any) -> None:
-        time.sleep(READ_S)
+        time.sleep(next(reads_s[0]))
         read(*about)
 
     monkeypatch.setattr(HostStorage, "read", slow)
@@ -69,12 +77,13 @@ def set_compute_s(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(StepTimeModel, "prefill_rate", rate)
 
 
-def test_a_late_beginning_is_no_slow_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_beginning_is_no_slow_load(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, reads_s: list[Iterator[float]]
+) -> None:
     """The first part takes as long as a disk or a store may need to answer."""
     set_compute_s(monkeypatch, READ_S / 100)
     monkeypatch.setattr("tandem.engine.scheduler.loads.choose_soonest", choose_load)
-    naps = [READ_S]
-    monkeypatch.setattr(time, "sleep", lambda _, sleep=time.sleep: naps and sleep(naps.pop()))
+    reads_s[0] = chain([READ_S], repeat(0.0))
     outcome = answer(engine, "late", PROMPT)
     assert outcome.ends["late"].cached == CachedTokens(host=24)
     engine.close()

@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 REMEMBERED = 65_536  # blocks that a worker knows to be there
 _AT_ONCE = 8  # writes, and reads
+_START_S = 60.0  # for the threads: the machine may be busy
 _PAUSE_S, _PAUSE_S_MAX = 1.0, 30.0
 _CHECKSUM_BYTES = 8
 
@@ -233,10 +234,14 @@ class _Health:
 
 def _start_threads(name: str) -> ThreadPoolExecutor:
     """Returns a pool whose threads all run. A `submit` that cannot start a thread raises, and the
-    call stays queued: nobody would know when a write has read its block."""
+    call stays queued: nobody would know when a write has read its block. Raises ConfigError."""
     threads = ThreadPoolExecutor(_AT_ONCE, name)
-    all_run = threading.Barrier(_AT_ONCE, timeout=REQUEST_S)
-    list(threads.map(lambda _: all_run.wait(), range(_AT_ONCE)))
+    all_run = threading.Barrier(_AT_ONCE, timeout=_START_S)
+    try:
+        list(threads.map(lambda _: all_run.wait(), range(_AT_ONCE)))
+    except RuntimeError as error:  # also of a barrier that waited too long
+        all_run.abort()
+        raise ConfigError(f"the threads of the object store do not start: {error!r}") from error
     return threads
 
 
