@@ -33,6 +33,8 @@ def main(
         model=model,
         device="cpu",
         dtype=dtype,  # type: ignore[arg-type]
+        # In 16 bits, as the peers', whichever numbers the weights' products are computed in.
+        kv_dtype="auto" if dtype == "float32" else "bfloat16",
         weights=weights,  # type: ignore[arg-type]
         kernels=kernels,  # type: ignore[arg-type]
         num_threads=int(threads),

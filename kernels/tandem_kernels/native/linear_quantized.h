@@ -10,7 +10,7 @@ namespace tandem::TANDEM_ISA {
 constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 4 : 2;  // of a tile
 constexpr int kTileBytesAtOnce = 256 << 10;  // of inputs, in the second-level cache
 constexpr int kStreamedRows = 3;             // at most, of a tile that fetches units ahead
-constexpr int kUnitsAhead = 6;
+constexpr int kUnitsAhead = 6;               // of AVX-512; AVX2 fetches a kilobyte ahead
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
 
@@ -234,97 +234,97 @@ inline int32_t load_int(const void* from) {
     return bits;
 }
 
-// MR rows of half a group with a vector of the outputs of a panel.
-#if TANDEM_LANES == 8
-template <class F, int MR>
+// MR rows of half a group with NV vectors of the outputs of a panel, from vector v on.
+template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const char* unit, int half,
-                                                    int v, Ints (&sums)[MR]) {
+                                                    int v, Ints (&sums)[NV][MR]) {
+#if TANDEM_LANES == 8
     // AVX2 adds two products of bytes in 16 bits. Those of a whole half fit (31 * 127 * 8 = 31,496),
     // of 6 bits those of half as much, and of 8 bits not even two.
     constexpr int kAtOnce = F::kBits == 8 ? 1 : F::kBits == 6 ? 2 : 4;
+    __m256i words[NV][MR];
+#endif
+#pragma GCC unroll 4
+    for (int n = 0; n < NV; ++n)
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) sums[m] = Ints{};
+        for (int m = 0; m < MR; ++m) sums[n][m] = Ints{};
 #pragma GCC unroll 4
-    for (int first = 0; first < 4; first += kAtOnce) {
-        __m256i words[MR];
+    for (int i = 0; i < 4; ++i) {
+        const int at = half * kHalf + 4 * i;
 #pragma GCC unroll 4
-        for (int i = first; i < first + kAtOnce; ++i) {
-            const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v);
-            const int at = half * kHalf + 4 * i;
+        for (int n = 0; n < NV; ++n) {
+            const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v + n);
+#if TANDEM_LANES == 8
             if constexpr (F::kBits == 8) {
                 const __m256i even = (__m256i)(weights & 0x00ff00ff);
                 const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
 #pragma GCC unroll 16
                 for (int m = 0; m < MR; ++m) {
                     const int16_t* inputs = x[m].words + at;
-                    sums[m] += (Ints)_mm256_madd_epi16(even, _mm256_set1_epi32(load_int(inputs))) +
-                               (Ints)_mm256_madd_epi16(odd, _mm256_set1_epi32(load_int(inputs + 2)));
+                    sums[n][m] +=
+                        (Ints)_mm256_madd_epi16(even, _mm256_set1_epi32(load_int(inputs))) +
+                        (Ints)_mm256_madd_epi16(odd, _mm256_set1_epi32(load_int(inputs + 2)));
                 }
             } else {
 #pragma GCC unroll 16
                 for (int m = 0; m < MR; ++m) {
                     const __m256i two = _mm256_maddubs_epi16(
                         (__m256i)weights, _mm256_set1_epi32(load_int(x[m].numbers + at)));
-                    words[m] = i == first ? two : _mm256_add_epi16(words[m], two);
+                    words[n][m] = i % kAtOnce ? _mm256_add_epi16(words[n][m], two) : two;
+                    if (i % kAtOnce == kAtOnce - 1)
+                        sums[n][m] += (Ints)_mm256_madd_epi16(words[n][m], _mm256_set1_epi16(1));
                 }
             }
-        }
-        if constexpr (F::kBits < 8) {
+#else
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m)
-                sums[m] += (Ints)_mm256_madd_epi16(words[m], _mm256_set1_epi16(1));
+                sums[n][m] = dot4(sums[n][m], weights, load_int(x[m].numbers + at));
+#endif
         }
     }
 }
-#else
-template <class F, int MR>
-inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const char* unit, int half,
-                                                    int v, Ints (&sums)[MR]) {
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) sums[m] = Ints{};
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v);
-#pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m)
-            sums[m] = dot4(sums[m], weights, load_int(x[m].numbers + half * kHalf + 4 * i));
-    }
-}
-#endif
 
-// MR rows of a unit with a vector of the outputs of a panel, added to what is there.
-template <class F, int MR>
+// MR rows of a unit with NV vectors of the outputs of a panel, added to what is there.
+template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void multiply_unit(const InputUnit* x, const char* unit, int v,
-                                                         Floats (&sums)[MR]) {
+                                                         Floats (&sums)[kVectors][MR]) {
     constexpr int kScales = F::kNumScales;
-    const auto of_outputs = [v](const char* from) __attribute__((always_inline)) {
-        return scales_of<F>(from, v);
-    };
 #pragma GCC unroll 4
     for (int part = 0; part < kScales; ++part) {
-        Floats scaled[MR];
+        Floats scaled[NV][MR];
+#pragma GCC unroll 4
+        for (int n = 0; n < NV; ++n)
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m)
-            scaled[m] = F::kHasMins || F::kHasZeros ? Floats{} : Floats{} + x[m].sums[part];
+            for (int m = 0; m < MR; ++m)
+                scaled[n][m] = F::kHasMins || F::kHasZeros ? Floats{} : Floats{} + x[m].sums[part];
 #pragma GCC unroll 4
         for (int half = 4 / kScales * part; half < 4 / kScales * (part + 1); ++half) {
-            Ints ints[MR];
-            dot_half<F, MR>(x, unit, half, v, ints);
+            Ints ints[NV][MR];
+            dot_half<F, MR, NV>(x, unit, half, v, ints);
+#pragma GCC unroll 4
+            for (int n = 0; n < NV; ++n)
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) scaled[m] += to_floats(ints[m]) * all(x[m].scales[half]);
+                for (int m = 0; m < MR; ++m)
+                    scaled[n][m] += to_floats(ints[n][m]) * all(x[m].scales[half]);
         }
-        if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
-            const Floats zeros = of_outputs(unit + F::kZeros + part * kScaleBytes);
+#pragma GCC unroll 4
+        for (int n = 0; n < NV; ++n) {
+            const auto of_outputs = [&](const char* from) __attribute__((always_inline)) {
+                return scales_of<F>(from + part * kScaleBytes, v + n);
+            };
+            if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
+                const Floats zeros = of_outputs(unit + F::kZeros);
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) scaled[m] += zeros * all(x[m].sums[part]);
-        }
-        const Floats scales = of_outputs(unit + F::kScales + part * kScaleBytes);
+                for (int m = 0; m < MR; ++m) scaled[n][m] += zeros * all(x[m].sums[part]);
+            }
+            const Floats scales = of_outputs(unit + F::kScales);
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) sums[m] += scaled[m] * scales;
-        if constexpr (F::kHasMins) {
-            const Floats mins = of_outputs(unit + F::kMins + part * kScaleBytes);
+            for (int m = 0; m < MR; ++m) sums[v + n][m] += scaled[n][m] * scales;
+            if constexpr (F::kHasMins) {
+                const Floats mins = of_outputs(unit + F::kMins);
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) sums[m] += mins * all(x[m].sums[part]);
+                for (int m = 0; m < MR; ++m) sums[v + n][m] += mins * all(x[m].sums[part]);
+            }
         }
     }
 }
@@ -337,13 +337,18 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
         // Few rows read a stream, of which the processor fetches too little by itself: high bits are
         // out of order, and AVX2 takes many instructions for each line.
-        if constexpr ((F::kHighBytes > 0 || TANDEM_LANES == 8) && MR <= kStreamedRows)
+        if constexpr ((F::kHighBytes > 0 || TANDEM_LANES == 8) && MR <= kStreamedRows) {
+            constexpr int kAhead =
+                TANDEM_LANES == 8 ? (1023 + F::kUnitBytes) / F::kUnitBytes : kUnitsAhead;
             for (int line = 0; line < F::kUnitBytes; line += kLine)
-                __builtin_prefetch(unit + kUnitsAhead * F::kUnitBytes + line, 0, 3);
+                __builtin_prefetch(unit + kAhead * F::kUnitBytes + line, 0, 3);
+        }
+        // One row reads its lines in their order. More rows have no registers for two vectors, and a
+        // compiler would keep the inputs for the next one.
+        constexpr int kAtOnce = TANDEM_LANES == 8 && MR == 1 ? kVectors : 1;
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            multiply_unit<F, MR>(x, unit, v, sums[v]);
-            // A compiler would keep the inputs for the next vector, and has no registers for them.
+        for (int v = 0; v < kVectors; v += kAtOnce) {
+            multiply_unit<F, MR, kAtOnce>(x, unit, v, sums);
             if constexpr (kVectors > 1) asm volatile("" : : : "memory");
         }
     }
