@@ -61,8 +61,8 @@ OTHERS, OTHER = 6, 512  # such prompts, and their tokens that come again
 QUESTION = 8  # new tokens at the end of each
 KINDS = ("none", "disk", "host", "infinite")
 NO_CACHE = "no cache"
-BY_VALUE = "host, value"
-ROWS = (*KINDS, BY_VALUE, NO_CACHE)
+BY_VALUE = ("disk, value", "host, value")
+ROWS = (*KINDS, *BY_VALUE, NO_CACHE)
 
 
 @dataclass
@@ -185,9 +185,8 @@ def client_of(kind: str, num_blocks: int, threads: int, measured: Measured) -> I
         more: dict[str, Any] = {
             "disk": {"kv_disk_path": folder, "kv_disk_bytes": TIER_BYTES},
             "host": {"kv_host_bytes": TIER_BYTES},
-            BY_VALUE: {"kv_host_bytes": TIER_BYTES},
-        }.get(kind, {})
-        more["kv_tier_policy"] = "value" if kind == BY_VALUE else "lru"
+        }.get(kind.removesuffix(", value"), {})
+        more["kv_tier_policy"] = "value" if kind in BY_VALUE else "lru"
         config = EngineConfig(
             model="smollm2", device="cpu", num_blocks=num_blocks, num_threads=threads, **more
         )
@@ -275,7 +274,7 @@ def measure_long(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_between(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Two streams, and between their tokens prompts that come from a tier or are in the pool."""
-    found = {kind: Measured() for kind in KINDS if kind != "none"}
+    found = {kind: Measured() for kind in (*KINDS, *BY_VALUE) if kind != "none"}
     for number in range(args.between_rounds):
         for kind in found if number % 2 == 0 else reversed(found):
             rng = Random(3)

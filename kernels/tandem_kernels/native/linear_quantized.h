@@ -7,10 +7,11 @@
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 4 : 2;  // of a tile
+constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 3 : 2;  // of a tile
 constexpr int kTileBytesAtOnce = 256 << 10;  // of inputs, in the second-level cache
 constexpr int kStreamedRows = 3;             // at most, of a tile that fetches units ahead
-constexpr int kUnitsAhead = 6;               // of AVX-512; AVX2 fetches a kilobyte ahead
+constexpr int kUnitsAhead = 6;               // of AVX-512
+constexpr int kBytesAhead = 1152;            // of AVX2
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
 
@@ -39,15 +40,9 @@ inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
 
 // A unit of a row's inputs, as a product reads it: [tile][unit][row of the tile].
 struct InputUnit {
-#if TANDEM_LANES == 8
-    union {
-        int8_t numbers[kUnitInputs];
-        // For weights of 8 bits, as dot_half reads them: of each four numbers the first and the
-        // third, then the others.
-        int16_t words[kUnitInputs];
-    };
-#else
     int8_t numbers[kUnitInputs];
+#if TANDEM_LANES == 8
+    int32_t offsets[kUnitInputs / kHalf];  // of weights of 8 bits, see dot_half
 #endif
     float scales[kUnitInputs / kHalf];
     // Of the rounded inputs that share a scale of weights; times -zero for weights without mins, and
@@ -120,12 +115,7 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
         for (int g = 0; g < 2; ++g) {
             Rounded halves[2] = {};
             const int at = unit * kUnitInputs + g * kGroup;
-#if TANDEM_LANES == 8
-            int8_t narrow[kGroup];
-            int8_t* const numbers = F::kBits == 8 ? narrow : to->numbers + g * kGroup;
-#else
             int8_t* const numbers = to->numbers + g * kGroup;
-#endif
             if (at < in) {
                 const float* group = x + at;
                 float ordered[kGroup];
@@ -138,12 +128,11 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
             } else {
                 std::memset(numbers, 0, kGroup);
             }
-#if TANDEM_LANES == 8
-            if (F::kBits == 8)
-                for (int i = 0; i < kGroup; ++i)
-                    to->words[g * kGroup + (i & ~3) + (i & 1) * 2 + (i >> 1 & 1)] = numbers[i];
-#endif
             const auto [first, second] = halves;
+#if TANDEM_LANES == 8
+            to->offsets[2 * g] = F::kZero * static_cast<int32_t>(first.sum);
+            to->offsets[2 * g + 1] = F::kZero * static_cast<int32_t>(second.sum);
+#endif
             to->scales[2 * g] = first.scale;
             to->scales[2 * g + 1] = second.scale;
             if (F::kNumScales == 4) {
@@ -240,14 +229,20 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
                                                     int v, Ints (&sums)[NV][MR]) {
 #if TANDEM_LANES == 8
     // AVX2 adds two products of bytes in 16 bits. Those of a whole half fit (31 * 127 * 8 = 31,496),
-    // of 6 bits those of half as much, and of 8 bits not even two.
+    // of 6 bits those of half as much. Of 8 bits two fit without the zero (128 * 127 * 2 = 32,512):
+    // weights below it lend their sign to the inputs. The sums of the others come from `offsets`.
     constexpr int kAtOnce = F::kBits == 8 ? 1 : F::kBits == 6 ? 2 : 4;
     __m256i words[NV][MR];
 #endif
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n)
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) sums[n][m] = Ints{};
+        for (int m = 0; m < MR; ++m) {
+            sums[n][m] = Ints{};
+#if TANDEM_LANES == 8
+            if constexpr (F::kBits == 8) sums[n][m] += x[m].offsets[half];
+#endif
+        }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         const int at = half * kHalf + 4 * i;
@@ -255,25 +250,19 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
         for (int n = 0; n < NV; ++n) {
             const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v + n);
 #if TANDEM_LANES == 8
+            __m256i sizes = (__m256i)weights, signs = sizes;
             if constexpr (F::kBits == 8) {
-                const __m256i even = (__m256i)(weights & 0x00ff00ff);
-                const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
+                signs = _mm256_xor_si256(sizes, _mm256_set1_epi8(-128));
+                sizes = _mm256_abs_epi8(signs);
+            }
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) {
-                    const int16_t* inputs = x[m].words + at;
-                    sums[n][m] +=
-                        (Ints)_mm256_madd_epi16(even, _mm256_set1_epi32(load_int(inputs))) +
-                        (Ints)_mm256_madd_epi16(odd, _mm256_set1_epi32(load_int(inputs + 2)));
-                }
-            } else {
-#pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) {
-                    const __m256i two = _mm256_maddubs_epi16(
-                        (__m256i)weights, _mm256_set1_epi32(load_int(x[m].numbers + at)));
-                    words[n][m] = i % kAtOnce ? _mm256_add_epi16(words[n][m], two) : two;
-                    if (i % kAtOnce == kAtOnce - 1)
-                        sums[n][m] += (Ints)_mm256_madd_epi16(words[n][m], _mm256_set1_epi16(1));
-                }
+            for (int m = 0; m < MR; ++m) {
+                __m256i four = _mm256_set1_epi32(load_int(x[m].numbers + at));
+                if constexpr (F::kBits == 8) four = _mm256_sign_epi8(four, signs);
+                const __m256i two = _mm256_maddubs_epi16(sizes, four);
+                words[n][m] = i % kAtOnce ? _mm256_add_epi16(words[n][m], two) : two;
+                if (i % kAtOnce == kAtOnce - 1)
+                    sums[n][m] += (Ints)_mm256_madd_epi16(words[n][m], _mm256_set1_epi16(1));
             }
 #else
 #pragma GCC unroll 16
@@ -338,14 +327,15 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
         // Few rows read a stream, of which the processor fetches too little by itself: high bits are
         // out of order, and AVX2 takes many instructions for each line.
         if constexpr ((F::kHighBytes > 0 || TANDEM_LANES == 8) && MR <= kStreamedRows) {
-            constexpr int kAhead =
-                TANDEM_LANES == 8 ? (1023 + F::kUnitBytes) / F::kUnitBytes : kUnitsAhead;
+            constexpr int kAhead = TANDEM_LANES == 8 ? kBytesAhead : kUnitsAhead * F::kUnitBytes;
             for (int line = 0; line < F::kUnitBytes; line += kLine)
-                __builtin_prefetch(unit + kAhead * F::kUnitBytes + line, 0, 3);
+                __builtin_prefetch(unit + kAhead + line, 0, 3);
         }
-        // One row reads its lines in their order. More rows have no registers for two vectors, and a
-        // compiler would keep the inputs for the next one.
-        constexpr int kAtOnce = TANDEM_LANES == 8 && MR == 1 ? kVectors : 1;
+        // One row reads its lines in their order, and numbers of 8 bits share broadcast inputs. Else
+        // more rows have no registers for two vectors, and a compiler would keep the inputs for the
+        // next one.
+        constexpr int kAtOnce =
+            TANDEM_LANES == 8 && (MR == 1 || F::kBits == 8) ? kVectors : 1;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v += kAtOnce) {
             multiply_unit<F, MR, kAtOnce>(x, unit, v, sums);
