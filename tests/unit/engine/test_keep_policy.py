@@ -87,6 +87,17 @@ def test_a_use_after_the_write_counts() -> None:
     assert evict(pool, 1) == [name(1)]
 
 
+def test_blocks_found_at_the_start_are_worth_two_uses() -> None:
+    pool = SlotPool(3, keep_policy("value", 3, BLOCK_SIZE))
+    assert pool.restore([(slot, Entry(name(slot), b"")) for slot in range(2)]) == 0
+    pool.policy.use([name(0)], keep=False)
+    pool.policy.use([name(2)], keep=True)
+    table = pool.allocate(1)
+    assert table is not None
+    pool.adopt(table[0], Entry(name(2), b""))
+    assert [evict(pool, 1) for _ in range(3)] == [[name(number)] for number in (1, 2, 0)]
+
+
 def prioritized(priorities: list[int | None]) -> SlotPool:
     """A pool into which chains of one block were written, after a use of this priority if one."""
     pool = SlotPool(len(priorities), keep_policy("priority", len(priorities), BLOCK_SIZE))

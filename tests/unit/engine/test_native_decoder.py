@@ -222,7 +222,7 @@ def test_what_cannot_be_native_falls_back_or_is_refused(
     assert "head size 8 is not a multiple of 16" in caplog.text
     with pytest.raises(ConfigError, match="head size 8"):
         ModelRunner(folder, EngineConfig(model="", device="cpu", kernels="native"))
-    with pytest.raises(ConfigError, match="int8 weights need the native kernels"):
+    with pytest.raises(ConfigError, match="weights=int8 needs the native kernels"):
         ModelRunner(folder, EngineConfig(model="", device="cpu", weights="int8"))
     whole, _ = make_tiny_model("llama", tmp_path / "whole")
     native = ModelRunner(whole, EngineConfig(model="", device="cpu", numerics="invariant"))

@@ -25,9 +25,9 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     chosen = fastest if config.kernels == "auto" else config.kernels
     reason = _why_not(chosen, config, device, model)
     if reason and config.kernels != "auto":
-        raise ConfigError(f"there are no {chosen} kernels for this: {reason}")
+        raise ConfigError(f"kernels={chosen} cannot compute this: {reason}")
     if config.weights == "int8" and (reason or chosen != "native"):
-        raise ConfigError(f"int8 weights need the native kernels: {reason or f'not {chosen}'}")
+        raise ConfigError(f"weights=int8 needs the native kernels: {reason or f'not {chosen}'}")
     if reason:
         log.warning("torch computes, several times slower than %s kernels: %s", chosen, reason)
         return "torch"

@@ -268,7 +268,7 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, and torch finds no CUDA device; use cpu")
+        raise ConfigError("device=cuda: torch finds no CUDA device; use device=cpu")
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)

@@ -12,7 +12,7 @@ have the same bytes. Of two that are worth the same the one goes that was used l
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
@@ -35,6 +35,9 @@ class KeepPolicy(Protocol):
         """A sequence of this priority computed these blocks or reuses them; `keep`: they are likely
         to return."""
 
+    def restore(self, block_hashes: Collection[bytes]) -> None:
+        """The tier found these blocks when it started."""
+
     def takes(self, block_hash: bytes) -> bool:
         """Returns whether the tier is to have a copy."""
 
@@ -46,6 +49,9 @@ class LeastRecentlyUsed:
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
+        """Does nothing."""
+
+    def restore(self, block_hashes: Collection[bytes]) -> None:
         """Does nothing."""
 
     def takes(self, block_hash: bytes) -> bool:
@@ -93,6 +99,10 @@ class MostValuable:
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
+
+    def restore(self, block_hashes: Collection[bytes]) -> None:
+        """Counts the uses for which the tier once took them. Nobody knows of later ones."""
+        self._sketch.add([*block_hashes], _KEPT_USES)
 
     def takes(self, block_hash: bytes) -> bool:
         return self._sketch.estimate(block_hash) >= _USES_MIN

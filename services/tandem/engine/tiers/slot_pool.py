@@ -152,6 +152,7 @@ class SlotPool(BlockPool):
         for slot, entry in entries:
             if slots[entry.block_hash] == slot:
                 children[entry.parent_hash].append(entry.block_hash)
+        self.policy.restore(slots)
         reached = [(b"", block_hash) for block_hash in children[b""]]  # from the roots down
         while reached:
             parent_hash, block_hash = reached.pop()
