@@ -60,6 +60,7 @@ class Streams:
         self.prompts = [*prompts, *(prompt[1:] for prompt in prompts)]
         self.expected = [tokens[:NUM_TOKENS] for tokens in greedy]
         self.ids: list[str] = []
+        self.restarted: list[bool] = []  # whose usage has the mark
         self.logprobs: list[list[float]] = []  # of the drawn ones
 
     async def draw(self, client: httpx.AsyncClient) -> None:
@@ -87,6 +88,7 @@ class Streams:
             # A moved sequence computes its KV anew, and in fp32 a last bit may differ.
             assert logprobs_of(events) == pytest.approx(expected, abs=1e-5)
         self.ids = [events[0]["id"] for events in done]
+        self.restarted = ["budget_restarted" in events[-1]["usage"] for events in done]
         for events, prompt, made in zip(done, self.prompts, self.expected, strict=True):
             usage = events[-1]["usage"]
             counts = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
@@ -181,6 +183,7 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
             asked = zip(streams.ids, streams.prompts, strict=True)
             for i, (request_id, prompt) in enumerate(asked):
                 record = (await client.get(f"/v1/requests/{request_id}")).json()
+                assert streams.restarted[i] == (KINDS[i] is BUDGETED and record["moves"] > 0)
                 if record["decode_worker"] == stays:
                     (moved if record["moves"] else stayed).append(len(prompt))
                     if record["moves"] and i < len(NUMBERS) and len(prompt) > 80:

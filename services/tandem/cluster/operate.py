@@ -181,6 +181,8 @@ def _show_record(record: Mapping[str, Any]) -> None:
     if by_tier := usage.get("cached_tokens_by_tier"):
         cached += f" ({', '.join(f'{tier} {num}' for tier, num in by_tier.items())})"
     screen.print(escape(f"placed: {record['placement'] or 'at no worker'}; {cached}"))
+    if usage.get("budget_restarted"):
+        screen.print("its KV budget was restarted: another worker chose anew what it keeps")
     prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'nobody'} itself"
     pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"
     screen.print(

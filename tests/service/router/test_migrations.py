@@ -47,6 +47,7 @@ class Reading:
     def __init__(self, router: RunningRouter, **fields: Any) -> None:
         self.events: list[Any] = []
         self._router = router
+        self._extra = fields.pop("extra_body", {})
         self._fields = fields
         self.task = asyncio.create_task(self._read())
 
@@ -56,7 +57,7 @@ class Reading:
             model="tiny",
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"return_token_ids": True, "ignore_eos": True},
+            extra_body={"return_token_ids": True, "ignore_eos": True, **self._extra},
             **fields,
         )
         async for event in stream:

@@ -7,11 +7,12 @@ from itertools import product
 import pytest
 
 from tandem.block_hash import HASH_VERSION, hash_blocks
-from tandem.kv_budget import KvBudget
+from tandem.kv_budget import HEAVY_HITTERS, SINKS_WINDOW, KvBudget
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.hint import PlacementHint
 from tandem.router.request.job import TRANSITIONS, Job, JobState, PreparedRequest, Progress
 from tandem.router.request.request import ClientRequest
+from tandem.rpc.tandem.v1.worker_pb2 import SequenceUpdate
 from tandem.states import ForbiddenTransition
 from tandem.store.registry import KvCompatibility
 
@@ -50,6 +51,27 @@ def test_a_job_with_a_kv_budget_has_no_hashes() -> None:
     job = Job(PreparedRequest(client, 0, [1] * 9, 16, []), Progress([], Timeline()))
     job.progress.output_token_ids += [1] * 9
     assert job.hashes(COMPATIBILITY) == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "attempts", "is_restarted"),
+    [
+        (KvBudget(256, policy=HEAVY_HITTERS), [0, 0, 1], True),
+        (KvBudget(256, policy=HEAVY_HITTERS), [1, 1, 1], False),  # the first one gave no token
+        (KvBudget(256, policy=SINKS_WINDOW), [0, 0, 1], False),
+        (None, [0, 0, 1], False),
+    ],
+)
+def test_heavy_hitters_are_restarted_where_tokens_of_another_submission_follow(
+    budget: KvBudget | None, attempts: list[int], is_restarted: bool
+) -> None:
+    client = ClientRequest("a prompt", kv_budget=budget)
+    job = Job(PreparedRequest(client, 0, [1] * 9, 16, []), Progress([], Timeline()))
+    for attempt in attempts:
+        cached_tokens = 5 - attempt
+        job.progress.take_source(SequenceUpdate(attempt=attempt, cached_tokens=cached_tokens))
+    assert job.is_budget_restarted == is_restarted
+    assert job.progress.cached_tokens == 5 - attempts[0], "the first token's"
 
 
 def test_a_hint_counts_for_the_first_submission_alone() -> None:

@@ -21,6 +21,7 @@ class Usage:
     # Sums to cached_tokens. None: no worker that served the request has a tier.
     cached_by_tier: CachedTokens | None = None
     storable_tokens: int = 0  # of the prompt: those in full blocks, cached from now on or before
+    is_budget_restarted: bool = False  # of a completion: see docs/kv_budgets.md
 
     @property
     def cached_details(self) -> dict[str, Any]:
@@ -29,6 +30,11 @@ class Usage:
         if self.cached_by_tier is not None:
             details["cached_tokens_by_tier"] = asdict(self.cached_by_tier)
         return details
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Returns what every API's usage says only where it is so."""
+        return {"budget_restarted": True} if self.is_budget_restarted else {}
 
     def __add__(self, other: "Usage") -> "Usage":
         parts = [u.cached_by_tier for u in (self, other) if u.cached_by_tier is not None]
@@ -41,6 +47,7 @@ class Usage:
             self.reasoning_tokens + other.reasoning_tokens,
             sum(parts, CachedTokens(device=untold)) if parts else None,
             self.storable_tokens + other.storable_tokens,
+            self.is_budget_restarted or other.is_budget_restarted,
         )
 
 

@@ -298,8 +298,7 @@ class Dispatcher:
             # After what is read here, `updates` raises the failure of an attempt that has one.
             for update in await attempt.updates():
                 if update.token_ids:
-                    if not (progress.output_token_ids or token_ids):
-                        progress.take_cached(update)
+                    progress.take_source(update)
                     self._note_prefilled(job, update.timings.prefill_worker_id)
                     if routing.promise is not None and routing.num_submissions == 1:
                         self.admission.note_first_token(routing.promise)

@@ -120,11 +120,17 @@ class Progress:
     cached_tokens: int = 0  # of the prompt, where its first token was made
     cached_by_tier: CachedTokens | None = None  # None: no worker that made it has a tier
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
+    attempts: set[int] = field(default_factory=set)  # numbers of those that made its tokens
     num_migrations: int = 0
     num_lost: int = 0  # workers, prefill or decode
 
-    def take_cached(self, update: pb.SequenceUpdate) -> None:
-        """Takes the cached tokens that come with the prompt's first token."""
+    def take_source(self, update: pb.SequenceUpdate) -> None:
+        """Takes whose tokens these are; the first one comes with the prompt's cached tokens."""
+        if not (self.attempts or self.output_token_ids):  # a beam's job begins with tokens
+            self._take_cached(update)
+        self.attempts.add(update.attempt)
+
+    def _take_cached(self, update: pb.SequenceUpdate) -> None:
         self.cached_tokens = update.cached_tokens
         if update.HasField("cached_by_tier"):
             told = update.cached_by_tier
@@ -208,6 +214,14 @@ class Job:
     def worker(self) -> WorkerSnapshot | None:
         """The decode worker that it was submitted to last."""
         return self.routing.routed.placement.decode if self.routing.routed else None
+
+    @property
+    def is_budget_restarted(self) -> bool:
+        """The blocks that its KV budget keeps were chosen again, by sums computed anew: it had
+        tokens, and others came from another submission."""
+        budget = self.request.client.kv_budget
+        keeps_hitters = budget is not None and budget.keeps_hitters
+        return keeps_hitters and len(self.progress.attempts) > 1
 
     @property
     def wanted(self) -> tuple[str, str]:

@@ -100,6 +100,7 @@ class RequestRecord:
             self.num_sent,
             progress.cached_tokens if progress else 0,
             cached_by_tier=progress.cached_by_tier if progress else None,
+            is_budget_restarted=any(job.is_budget_restarted for job in self.jobs),
         )
         return {
             "placement": routed.reason if routed else "",
@@ -113,6 +114,7 @@ class RequestRecord:
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
                 **usage.cached_details,
+                **usage.marks,
             },
             "moves": sum(job.progress.num_migrations for job in self.jobs),
             "workers_lost": sum(job.progress.num_lost for job in self.jobs),

@@ -10,4 +10,5 @@ def usage_message(usage: Usage) -> pb.Usage:
         completion_tokens=usage.completion_tokens,
         reasoning_tokens=usage.reasoning_tokens,
         **usage.cached_details,
+        **usage.marks,
     )

@@ -21,6 +21,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": usage.cached_details,
+        **usage.marks,
     }
     if usage.reasoning_tokens:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}

@@ -136,6 +136,7 @@ class Generation:
                     self._num_reasoning,
                     by_tier,
                     storable,
+                    any(job.is_budget_restarted for job in record.jobs),
                 )
         is_first, choice.is_begun = not choice.is_begun, True
         return Delta(
@@ -148,6 +149,7 @@ class Generation:
                 piece.num_reasoning,
                 by_tier,
                 storable,
+                job.is_budget_restarted,
             ),
             finish_reason=piece.finish_reason,
             prompt_token_ids=prompt_token_ids if is_first else None,
