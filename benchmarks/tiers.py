@@ -150,7 +150,7 @@ class Client:
                     last = now
                     if num_tokens % EVERY == 0:
                         question = _random(Random(num_tokens), QUESTION)
-                        self._add(f"o{num_tokens}", next(others) + question, 1)
+                        self._add(f"o{num_tokens}", next(others) + question, 1, returns=True)
         self.measured.tokens += told.values()
         self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.load().tiers)
 
@@ -274,7 +274,7 @@ def measure_long(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_between(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Two streams, and between their tokens prompts that come from a tier or are in the pool."""
-    found = {kind: Measured() for kind in (*KINDS, *BY_VALUE) if kind != "none"}
+    found = {kind: Measured() for kind in args.kinds if kind not in ("none", NO_CACHE)}
     for number in range(args.between_rounds):
         for kind in found if number % 2 == 0 else reversed(found):
             rng = Random(3)
@@ -284,9 +284,10 @@ def measure_between(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             num_blocks = needed + (OTHERS * OTHER if kind == "infinite" else OTHER) // BLOCK
             with client_of(kind, num_blocks, args.threads, found[kind]) as client:
                 for prompt in chats:
-                    client.ask(prompt)
+                    client.ask(prompt, returns=True)
                 client.stream(streams, cycle(chats))
-    assert all(each.tokens == found["infinite"].tokens for each in found.values())
+    first, *others = found.values()
+    assert all(each.tokens == first.tokens for each in others)
     rows = {}
     for kind, measured in found.items():
         cuts = statistics.quantiles(measured.between_ms, n=100)
@@ -320,7 +321,7 @@ def main() -> None:
     parser.add_argument("--between-rounds", type=int, default=3)
     parser.add_argument("--only", choices=["long", "rows", "between"], nargs="*", help="parts")
     parser.add_argument("--works", choices=[*WORKS], nargs="+", default=[*WORKS], help="of rows")
-    parser.add_argument("--kinds", choices=ROWS, nargs="+", default=ROWS, help="of rows")
+    parser.add_argument("--kinds", choices=ROWS, nargs="+", default=ROWS, help="of rows and of between")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
