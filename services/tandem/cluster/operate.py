@@ -182,7 +182,7 @@ def _show_record(record: Mapping[str, Any]) -> None:
         cached += f" ({', '.join(f'{tier} {num}' for tier, num in by_tier.items())})"
     screen.print(escape(f"placed: {record['placement'] or 'at no worker'}; {cached}"))
     if usage.get("budget_restarted"):
-        screen.print("its KV budget was restarted: another worker chose anew what it keeps")
+        screen.print("its KV budget was restarted: a worker chose anew what it keeps")
     prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'nobody'} itself"
     pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"
     screen.print(
