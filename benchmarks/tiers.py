@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--between-rounds", type=int, default=3)
     parser.add_argument("--only", choices=["long", "rows", "between"], nargs="*", help="parts")
     parser.add_argument("--works", choices=[*WORKS], nargs="+", default=[*WORKS], help="of rows")
-    parser.add_argument("--kinds", choices=ROWS, nargs="+", default=ROWS, help="of rows and of between")
+    parser.add_argument("--kinds", choices=ROWS, nargs="+", default=ROWS, help="of tiers")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
