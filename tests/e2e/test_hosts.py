@@ -4,6 +4,11 @@
 
 The first machine is Ray's head at first; each loss of the head's machine makes another the head,
 with a higher number. Each kind of fault hits a head at least once.
+
+After a fault, the pools are whole when the other hosts alone have all routers and workers. The
+state from before the fault is never taken for that: some of the workers are on the lost host then.
+A fault begins only when no process of the pools starts or ends. So the workers of a machine that
+was cut off or stopped count again after the fault, and the surplus has gone before the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -45,21 +51,20 @@ START_DEADLINE_S = 180.0
 WHOLE_S = 60.0
 PATIENCE_S = 180.0  # on a machine that is busy: what took longer than `WHOLE_S` is said at the end
 FAULT_S = 60.0
-SEEN_S = 20.0
 LEADS_S = 60.0  # until another machine is the head
 PAIRS_S = 60.0
 KINDS = ("kill", "cut", "stop")
-SPREAD_S = 180.0  # until a machine that came back has workers
+SPREAD_S = 180.0  # until a machine that came back has workers, and no process starts or ends
 TANDEM = [sys.executable, "-m", "tandem.cli"]
 
 
-def eventually(condition: Callable[[], Any], deadline_s: float, what: str) -> float:
-    """Waits until `condition` is true, and returns how long that took."""
+def eventually(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
+    """Waits until `condition` is true, and returns its value."""
     began = time.monotonic()
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() - began < deadline_s, f"{what} did not come in {deadline_s} s"
         time.sleep(0.2)
-    return time.monotonic() - began
+    return found
 
 
 @dataclass
@@ -73,6 +78,8 @@ class Hosts:
     ca_sha256: str = ""
     faults: list[tuple[float, float, str, str]] = field(default_factory=list)
     heads: list[tuple[str, Head]] = field(default_factory=list)  # by the fault that made each
+    faulty: Machine | None = None  # had the last fault
+    lost: set[str] = field(default_factory=set)  # ids of the hosts that are lost now
 
     def start(self, model: Path) -> None:
         first = self.machines[0]
@@ -99,26 +106,37 @@ class Hosts:
         machine.run(*TANDEM, "join", other.address, *told)
         eventually(lambda: "joined as" in machine.text(), START_DEADLINE_S, "the machine")
 
-    def state(self) -> dict[str, Any] | None:
-        """Returns the cluster as the first router that answers sees it."""
-        for machine in self.machines:
+    def state(self) -> dict[str, Any]:
+        """Returns the cluster as the first router that answers sees it. The router of the machine
+        that had the last fault is asked last: when it is back, it tells an old state at first."""
+        for machine in sorted(self.machines, key=lambda machine: machine is self.faulty):
             with suppress(httpx.HTTPError, KeyError):
                 got = httpx.get(f"http://{machine.address}:8002/v1/cluster", timeout=2)
                 return dict(got.json())
-        return None
+        return {"pools": {}, "workers": []}
 
-    def is_whole(self) -> bool:
-        """Returns whether the pools have their sizes and their workers serve."""
-        state = self.state()
-        if state is None:
-            return False
-        pools, workers = state["pools"], state["workers"]
-        ready = [
-            w["role"] for w in workers if w["state"] == "ready" and w["connected"] is not False
-        ]
+    def agents(self, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Returns the agents on hosts that are not lost, each with its pool, by their ids."""
+        return {
+            agent["id"]: {**agent, "pool": pool}
+            for pool, told in state["pools"].items()
+            for agent in told.get("agents", ())
+            if agent["host"] not in self.lost
+        }
+
+    def is_whole(self, state: dict[str, Any] | None = None) -> bool:
+        """Returns whether the hosts that are not lost have all processes of the pools, and these
+        workers serve."""
+        state = state or self.state()
+        agents = self.agents(state)
+        running = Counter(a["pool"] for a in agents.values() if a["state"] == "running")
+        ready = Counter(
+            w["role"]
+            for w in state["workers"]
+            if w["worker_id"] in agents and w["state"] == "ready" and w["connected"] is not False
+        )
         return all(
-            pools.get(pool, {}).get("running") == size
-            and (pool == "router" or ready.count(pool) == size)
+            running[pool] == size and (pool == "router" or ready[pool] == size)
             for pool, size in WANTED.items()
         )
 
@@ -135,7 +153,7 @@ class Hosts:
 
     def pairs_across(self) -> dict[tuple[str, str], str]:
         """Returns the transport of each pair of workers on two machines, the reader first."""
-        workers = (self.state() or {}).get("workers", [])
+        workers = self.state()["workers"]
         machines = {w["worker_id"]: w["address"].rpartition(":")[0] for w in workers}
         return {
             (w["worker_id"], peer): transport
@@ -144,16 +162,28 @@ class Hosts:
             if machines.get(peer, "") not in ("", machines[w["worker_id"]])
         }
 
-    def is_used(self, machine: Machine) -> bool:
-        """Returns whether the pools are whole, with workers on this machine."""
-        workers = (self.state() or {}).get("workers", [])
-        return self.is_whole() and any(w["address"].startswith(machine.address) for w in workers)
+    def used_host(self, machine: Machine) -> str:
+        """Returns the id of the machine's host. It is empty unless the pools are whole with workers
+        on this machine, and no process starts or ends."""
+        state = self.state()
+        agents = self.agents(state)
+        if not self.is_whole(state) or any(a["state"] != "running" for a in agents.values()):
+            return ""
+        hosts: dict[str, str] = {
+            w["address"].rpartition(":")[0]: agents[w["worker_id"]]["host"]
+            for w in state["workers"]
+            if w["worker_id"] in agents
+        }
+        return hosts.get(machine.address, "")
 
     def fault(self, kind: str, machine: Machine) -> float:
-        """Lets a fault happen and pass, on a machine that has workers. Returns how long the pools
-        took to be whole."""
-        eventually(lambda: self.is_used(machine), SPREAD_S, f"workers for {machine.address}")
+        """Lets a fault happen and pass, on a machine that has workers. Returns how long the other
+        machines took to have whole pools."""
+        what = f"settled pools with workers for {machine.address}"
+        host = eventually(lambda: self.used_host(machine), SPREAD_S, what)
         before, was_head = self.head(), self.is_head(machine)
+        self.faulty = machine
+        self.lost.add(host)
         began = time.time()
         if kind == "cut":
             self.network.cut(machine.place)
@@ -161,8 +191,6 @@ class Hosts:
             machine.stop()
         else:
             machine.kill()
-        with suppress(AssertionError):  # a machine may have nothing that is missed
-            eventually(lambda: not self.is_whole(), SEEN_S, "the loss")
         if was_head:
             self._check_next_head(kind, before)
         eventually(self.is_whole, PATIENCE_S, f"whole pools ({kind})")
@@ -176,6 +204,8 @@ class Hosts:
             machine.go_on()
         else:
             self.join(machine)
+        if kind != "kill":  # a killed machine has joined as another host
+            self.lost.remove(host)
         eventually(self.is_whole, PATIENCE_S, f"whole pools after {kind}")
         self.faults.append((began, time.time(), machine.address, kind))
         return whole_s
