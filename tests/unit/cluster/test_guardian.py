@@ -93,12 +93,15 @@ def test_the_session_of_whoever_asks_is_never_taken(cluster_ids: tuple[str, str]
     child = subprocess.Popen(
         [sys.executable, "-S", "-c", DEAF],
         env={CLUSTER_ID_VARIABLE: mine},
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
     assert os.getsid(child.pid) == os.getsid(0)
+    assert child.stdout is not None
+    child.stdout.readline()  # the program runs: just before that a process has no environment yet
     assert set(guardian.cluster_processes(mine)) == {child.pid}
     child.kill()
     child.wait()
+    child.stdout.close()
 
 
 def test_one_process_can_be_spared(cluster_ids: tuple[str, str]) -> None:
