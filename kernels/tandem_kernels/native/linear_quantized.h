@@ -229,8 +229,9 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
                                                     int v, Ints (&sums)[NV][MR]) {
 #if TANDEM_LANES == 8
     // AVX2 adds two products of bytes in 16 bits. Those of a whole half fit (31 * 127 * 8 = 31,496),
-    // of 6 bits those of half as much. Of 8 bits two fit without the zero (128 * 127 * 2 = 32,512):
-    // weights below it lend their sign to the inputs. The sums of the others come from `offsets`.
+    // of 6 bits those of half as much. Of 8 bits two fit once the zero is taken off
+    // (128 * 127 * 2 = 32,512): the inputs take the signs of the weights, and are multiplied with
+    // their absolute values. `offsets` puts back what the zero adds.
     constexpr int kAtOnce = F::kBits == 8 ? 1 : F::kBits == 6 ? 2 : 4;
     __m256i words[NV][MR];
 #endif

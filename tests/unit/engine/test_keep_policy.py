@@ -89,7 +89,9 @@ def test_a_use_after_the_write_counts() -> None:
 
 def test_blocks_found_at_the_start_are_worth_two_uses() -> None:
     pool = SlotPool(3, keep_policy("value", 3, BLOCK_SIZE))
-    assert pool.restore([(slot, Entry(name(slot), b"")) for slot in range(2)]) == 0
+    entries = [(slot, Entry(name(slot), b"")) for slot in range(2)]
+    assert pool.restore(entries) == 0
+    pool.policy.restore([entry.block_hash for _, entry in entries])  # of another KV group
     pool.policy.use([name(0)], keep=False)
     pool.policy.use([name(2)], keep=True)
     table = pool.allocate(1)

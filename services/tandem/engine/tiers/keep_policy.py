@@ -101,8 +101,10 @@ class MostValuable:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Counts the uses for which the tier once took them. Nobody knows of later ones."""
-        self._sketch.add([*block_hashes], _KEPT_USES)
+        """Counts the uses for which the tier once took them: nobody knows of later ones. A block
+        that several KV groups have is counted for the first of them."""
+        new = [each for each in block_hashes if not self._sketch.estimate(each)]
+        self._sketch.add(new, _KEPT_USES)
 
     def takes(self, block_hash: bytes) -> bool:
         return self._sketch.estimate(block_hash) >= _USES_MIN
