@@ -57,13 +57,17 @@ def main() -> None:
         "before": before,
         "after": conditions(),
         "model": args.model,
+        "weights": steps.files,
         "dtype": steps.dtype,
+        "kv_dtype": steps.kv_dtype,
+        "instructions": steps.instructions,
         "batch": args.batch,
         "context": args.context,
         "threads": args.threads,
         "rows": rows,
     }
     args.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{before['cpu']}, {steps.instructions}, {steps.dtype}, KV in {steps.kv_dtype}")
     print(table(rows))
 
 
@@ -74,7 +78,11 @@ class Steps:
         folder = resolve(model)
         config = EngineConfig(model="", device="cpu", num_threads=threads)
         self._runner = ModelRunner(folder, config)
+        self.files = [file.name for file in folder.weight_files]
         self.dtype = self._runner.dtype_name  # "+blocks": quantized as in the file
+        self.kv_dtype = self._runner.kv_dtype_name
+        native = self._runner.native
+        self.instructions = native.instructions if native else None  # of the compiled kernels
         each = -(-context // config.block_size)
         self._runner.allocate(batch * each)
         blocks = list(range(batch * each))

@@ -11,11 +11,22 @@ from typing import Any
 
 from tandem_bench.engine import idle_percent
 
+# What decides the speed of products: of fp32, of bf16 and of bytes.
+_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "amx_bf16",
+    "avx_vnni",
+    "avx512_vnni",
+    "amx_int8",
+)
+
 
 def machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text()
     name = next(line for line in text.splitlines() if line.startswith("model name"))
-    flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in text]
+    flags = [flag for flag in _FLAGS if flag in text]
     return {"cpu": name.split(": ")[1], "cores": os.cpu_count(), "flags": flags}
 
 
