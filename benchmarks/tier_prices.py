@@ -143,7 +143,7 @@ def _forced(engine: Engine, way: str) -> Iterator[None]:
     if way == "soonest":
         yield
     elif way == "compute":
-        with patch.object(engine._tiers, "reach", lambda _: []):
+        with patch.object(engine._tiers, "reach", lambda *_: []):
             yield
     else:
         with patch(CHOOSE, _load_all):
