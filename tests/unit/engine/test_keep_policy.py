@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 from random import Random
 
 import numpy as np
 import pytest
 
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.tiers.device_blocks import HostPages
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.keep_policy import HighestPriorities, keep_policy
 from tandem.engine.tiers.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry
-from tandem.engine.tiers.tier import TierGroup
+from tandem.engine.tiers.tier import Tier, TierGroup
+from tandem.perf_model.rates import PrefillRate
+from tandem.perf_model.step_time import StepTimeModel
 from tandem.retention import PRIORITY_DEFAULT, Retention
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.unit.engine.test_tiers import BLOCK_BYTES, prompt, settle
@@ -175,14 +180,108 @@ def test_the_longest_prefix_is_cut_first(policy: str) -> None:
     assert gone[6:] == ([name(1), name(9)] if policy == "prefix" else [name(1), name(0)])
 
 
+def value_tier(num_slots: int, *chains: tuple[int, int]) -> tuple[Tier, SlotPool]:
+    """A tier with chains of so many blocks that were used so many times. Blocks are numbered from 0
+    on, chain after chain."""
+    storage = host_storage(num_slots)
+    layout = KvLayout.of_one(BlockLayout(num_slots, 1, 1, BLOCK_SIZE, 1, "int8"))
+    tier = Tier(0, [storage], keep_policy("value", num_slots, BLOCK_SIZE), layout)
+    first = 0
+    for size, uses in chains:
+        write(tier.groups[0], entries(first, size), uses=uses, at_once=size)
+        first += size
+    return tier, tier.pool
+
+
+FLAT = PrefillRate(token_s=1e-3, token_context_s=0.0)
+STEEP = PrefillRate(token_s=0.0, token_context_s=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rates", "gone"),
+    [
+        ((FLAT,), [3, 2, 1, 0, 4]),  # of blocks that cost the same the least used goes
+        ((STEEP,), [4, 3, 2, 1, 0]),  # the end of the longer chain costs most
+        ((FLAT, STEEP), [4, 3, 2, 1, 0]),
+        ((STEEP, FLAT), [3, 2, 1, 0, 4]),
+    ],
+)
+def test_the_measured_rate_says_what_a_block_costs(
+    rates: tuple[PrefillRate, ...], gone: list[int]
+) -> None:
+    tier, pool = value_tier(5, (4, 3), (1, 4))
+    for rate in rates:
+        tier.take_rate(rate)
+    assert [evict(pool, 1) for _ in gone] == [[name(number)] for number in gone]
+
+
+def test_all_leaves_get_their_new_ranks_after_some_evictions() -> None:
+    """No eviction looks at more than a few of them."""
+    tier, pool = value_tier(120, *((4, 2 + number % 5) for number in range(30)))
+    tier.take_rate(STEEP)
+    evict(pool, 1)
+    tier.take_rate(FLAT)
+    evict(pool, 120 // 8)
+    leaves = [pool._blocks[slot] for slot in pool.leaves()]
+    assert len(leaves) >= 20
+    for leaf in leaves:
+        assert leaf.block_hash is not None
+        assert leaf.worth == pool.policy.worth(leaf.block_hash, 0)
+
+
+def test_a_rate_that_changes_little_changes_no_rank() -> None:
+    policy = keep_policy("value", 100, BLOCK_SIZE)
+    policy.use([name(0)], keep=True)
+    rate = PrefillRate(token_s=1e-3, token_context_s=1e-6)
+    assert not policy.take_rate(rate)  # deep blocks are worth more than by the guess
+    worth = policy.worth(name(0), 300)
+    assert not policy.take_rate(PrefillRate(token_s=1e-3, token_context_s=0.95e-6))
+    assert policy.worth(name(0), 300) == worth
+    assert policy.take_rate(PrefillRate(token_s=1e-3, token_context_s=0.8e-6))
+    assert policy.worth(name(0), 300) < worth
+    assert policy.take_rate(PrefillRate(0.0, 0.0, 0.0))
+    assert policy.worth(name(0), 300) == policy.worth(name(0), 0)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("rate", [FLAT, PrefillRate(), PrefillRate(token_context_s=1e-6)])
+def test_what_a_block_costs_is_what_its_tokens_take(rate: PrefillRate, block_size: int) -> None:
+    policy = keep_policy("value", 100, block_size)
+    policy.use([name(0)], keep=True)
+    policy.take_rate(rate)
+    costs = [rate.seconds(block_size, index * block_size) - rate.step_s for index in range(1, 1000)]
+    worths = [policy.worth(name(0), index) for index in range(1, 1000)]
+    first, last = costs[0], costs[-1]
+    assert math.isclose(2 ** (worths[-1] - worths[0]), last / first, rel_tol=0.05)
+
+
+def test_the_policy_gets_the_rate_that_the_engine_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepTimeModel, "prefill_rate", STEEP)
+    engine, _ = make_engine(num_blocks=16, kv_host_bytes=1 << 15, kv_tier_policy="value")
+    (tier,) = engine._tiers.tiers
+    tier.policy.use([name(0)], keep=True)
+    guessed = tier.policy.worth(name(0), 99) - tier.policy.worth(name(0), 0)
+    engine.add(make_spec("one", prompt(0)))
+    settle(engine, Outcome())
+    measured = tier.policy.worth(name(0), 99) - tier.policy.worth(name(0), 0)
+    assert measured > guessed + 1.0
+    engine.close()
+
+
 def tier_group(policy: str, num_slots: int) -> TierGroup:
     """A tier full of a chain of blocks that were used five times."""
-    pages = HostPages(np.zeros(num_slots, np.uint8), is_reached=True)
-    storage = HostStorage(pages, block_bytes=1)
+    storage = host_storage(num_slots)
     group = TierGroup(0, storage, SlotPool(num_slots, keep_policy(policy, num_slots, BLOCK_SIZE)))
     write(group, entries(0, num_slots), uses=5, at_once=num_slots)
     assert group.pool.num_free == 0
     return group
+
+
+def host_storage(num_slots: int) -> HostStorage:
+    pages = HostPages(np.zeros(num_slots, np.uint8), is_reached=True)
+    return HostStorage(pages, block_bytes=1)
 
 
 def entries(first: int, size: int) -> list[Entry]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tandem.cached_tokens import CachedTokens
 from tandem.config.engine import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.tiers import lookups, make_tiers, object_storage, tiers
+from tandem.engine.tiers import lookups, make_tiers, object_storage, writes
 from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.store_client import read_credentials, split_url
 from tandem.engine.tiers.store_search import search
@@ -233,7 +233,7 @@ def test_a_failing_store_costs_no_answer_and_is_left_alone(
 
 def test_a_store_that_failed_is_tried_again(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_storage, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(tiers, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE_S", 0.0)
     failing = Failing(monkeypatch)
     failing.names = {"put"}
     one = worker()

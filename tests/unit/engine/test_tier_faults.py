@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +31,15 @@ HASHES = [bytes([number]) * 16 for number in range(1, NUM_BLOCKS + 1)]  # of one
 
 
 class Shelf(HostStorage):
-    """A storage in memory, by the name of another one. It may be full, or hang."""
+    """A storage in memory, by the name of another one. It may be full, or hang, and its next reads
+    may fail."""
 
     def __init__(self, name: str) -> None:
         pages = HostPages(np.zeros(NUM_BLOCKS * BLOCK_BYTES, np.uint8), is_reached=False)
         super().__init__(pages, block_bytes=BLOCK_BYTES)
         self.name = name
         self.is_full = False
+        self.errors: list[OSError] = []  # of the next reads
         self.answers = threading.Event()
         self.answers.set()
 
@@ -46,6 +50,9 @@ class Shelf(HostStorage):
 
     def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
         self.answers.wait(WAIT_S)
+        if self.errors:
+            target[:] = 0xFF  # it may hold anything then
+            raise self.errors.pop(0)
         super().read(slot, block_hash, target)
 
 
@@ -154,6 +161,72 @@ def test_a_disk_whose_writes_hang_keeps_no_block_from_another_tier() -> None:
     rig.fill(0, 4)
     rig.turn()
     assert rig.depths() == [4, 4]  # it gets blocks again
+
+
+def test_a_tier_that_works_does_not_hide_one_that_hangs() -> None:
+    rig = Rig(Shelf("host"), Shelf("disk"))
+    disk = rig.threads.pop("disk-writes")
+    assert isinstance(disk, HeldThread)
+    for number in range(4):
+        rig.fill(number, number + 1)
+        rig.turn()
+        rig.now += 0.6 * STALL_S
+    assert rig.depths() == [4, 0]
+    assert len(disk.jobs) == 2  # the others came when it had ended none for longer than `STALL_S`
+    assert rig.pool.num_copied == 2  # it may still read the first ones
+    rig.tiers.check_integrity()
+
+
+def test_a_tier_is_not_taken_to_hang_with_another_one() -> None:
+    """Its first write begins when the other tier has hung for some time."""
+    host, disk = Shelf("host"), Shelf("disk")
+    rig = Rig(host, disk)
+    held = rig.threads.pop("disk-writes")
+    rig.fill(0, 1)
+    rig.turn()
+    rig.now += 0.9 * STALL_S
+    slow = rig.threads.pop("host-writes")
+    rig.fill(1, 2)
+    rig.turn()
+    rig.now += 0.2 * STALL_S
+    rig.fill(2, 3)
+    rig.turn()
+    assert isinstance(slow, HeldThread)
+    assert isinstance(held, HeldThread)
+    assert (len(slow.jobs), len(held.jobs)) == (2, 2)
+    rig.threads |= {"host-writes": slow}
+    rig.turn()
+    assert rig.depths() == [3, 0]
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN, errno.EIO])
+def test_a_read_is_tried_again_after_an_error_that_may_be_over(number: int) -> None:
+    disk = Shelf("disk")
+    rig = Rig(disk)
+    shelve(rig, 8)
+    disk.errors = [OSError(number, os.strerror(number))]
+    load = rig.load("a", 8)
+    rig.turn()
+    assert rig.tiers.take_ended() == [load]
+    assert rig.loaded("a") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (rig.depths(), rig.tiers.tiers[0].num_bad) == ([8], 0)
+
+
+@pytest.mark.parametrize(
+    "numbers", [[errno.EIO, errno.EIO], [errno.EAGAIN, errno.EIO], [errno.EBADF]]
+)
+def test_a_block_that_cannot_be_read_twice_is_bad(numbers: list[int]) -> None:
+    disk = Shelf("disk")
+    rig = Rig(disk)
+    shelve(rig, 8)
+    disk.errors = [OSError(number, os.strerror(number)) for number in numbers]
+    load = rig.load("a", 8)
+    rig.turn()
+    assert rig.tiers.take_ended() == [load]
+    assert not disk.errors
+    assert load.num_read == 0  # the last block was the first to be read
+    assert (rig.depths(), rig.tiers.tiers[0].num_bad) == ([7], 1)
+    rig.tiers.check_integrity()
 
 
 def test_a_load_goes_through_the_threads_of_its_tiers() -> None:

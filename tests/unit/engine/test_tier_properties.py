@@ -104,6 +104,11 @@ class Machine(EngineMachine):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
+    @rule(context_s=st.sampled_from([0.0, 1.0, 1e3]))
+    def measure(self, context_s: float) -> None:
+        """Blocks are worth something else, until the next admission tells the engine's own rate."""
+        self.tiers.take_rate(PrefillRate(step_s=0.5, token_s=1.0, token_context_s=context_s))
+
     @rule(weight=st.sampled_from([1, 3]), index=st.integers(0, 9))
     def keep(self, weight: int, index: int) -> None:
         """Pins a chain for one of two tenants: that of its first block."""

@@ -44,6 +44,7 @@ def _loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads do not depend on how busy the machine is."""
     monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
     monkeypatch.setattr("tandem.engine.tiers.tiers.STALL_S", WAIT_S)
+    monkeypatch.setattr("tandem.engine.tiers.writes.HUNG_S", WAIT_S)
 
 
 def run(engine: Engine, *prompts: list[int], salt: bytes = b"") -> Outcome:

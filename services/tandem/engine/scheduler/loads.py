@@ -53,6 +53,8 @@ class Loads:
         `queued_tokens` prompt tokens are computed before its own. `num_delayed` sequences are
         delayed while it computes.
         """
+        if (rate := self._step_time.prefill_rate) is not None:
+            self._tiers.take_rate(rate)
         if self._kv.has_windows:
             sequence.num_known_blocks = self._tiers.known_depth(sequence.reusable_hashes)
         if not sequence.may_load or admission.is_fork:

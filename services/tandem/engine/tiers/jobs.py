@@ -7,6 +7,7 @@ ends when all copies to the device that it began are done, also if it fails or i
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import Counter, deque
@@ -21,6 +22,9 @@ from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 log = logging.getLogger(__name__)
 
 _AHEAD = 16  # reads of a load that are begun at once
+# Errors of a read that may be over at once: a busy device, or a path to it that was just changed.
+# A second try costs less than to compute the block and all that come before it.
+_PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO})
 
 
 @dataclass(slots=True)
@@ -115,6 +119,17 @@ class Part(NamedTuple):
 
     def begin_read(self) -> Callable[[Bytes], None]:
         return self.storage.begin_read(self.slot, self.block_hash)
+
+    def end_read(self, end: Callable[[Bytes], None], target: Bytes) -> None:
+        """Ends a read that was begun. Reads once more after an error that may be over. Raises as
+        `Storage.read` does."""
+        try:
+            end(target)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            log.info("block %d is read from %s again: %s", self.slot, self.storage.name, error)
+            self.begin_read()(target)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,7 +277,7 @@ class Load:
         try:
             channel = self.channels[part.group][part.tier]
             data = channel.buffer(part.block_id, part.storage.memory(part.slot))
-            end_read(data)
+            part.end_read(end_read, data)
         except (OSError, BadBlock) as error:
             log.warning("block %d cannot be read from %s: %s", part.slot, part.storage.name, error)
             self.failed = part

@@ -16,13 +16,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
-from tandem.perf_model.rates import DEFAULT_PREFILL
+from tandem.perf_model.rates import DEFAULT_PREFILL, PrefillRate
 from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 
 # Uses of a block that is taken: now, and once in the half-life before. One that is to be kept
 # counts twice at once.
 _USES_MIN = 1.5
 _KEPT_USES = 2
+# A rate of prefill is taken when it changes what a block with so many tokens before it is worth,
+# beside a chain's first one, by more than so much (log2). Fits of prefill change with every step.
+_DEEP_TOKENS = 8192
+_CHANGE_MIN = 0.1
 # Blocks whose priorities are remembered: those of the tier, and others that no tier has yet.
 _REMEMBERED_PER_SLOT = 2
 _REMEMBERED_MIN = 65_536
@@ -38,11 +42,16 @@ class KeepPolicy(Protocol):
     def restore(self, block_hashes: Collection[bytes]) -> None:
         """The tier found these blocks when it started."""
 
+    def take_rate(self, rate: PrefillRate) -> bool:
+        """The worker measured this rate of prefill. Returns whether blocks may be worth less now
+        than before."""
+
     def takes(self, block_hash: bytes) -> bool:
         """Returns whether the tier is to have a copy."""
 
     def worth(self, block_hash: bytes, index: int) -> float:
-        """Returns what a block is worth that has `index` others before it. It may grow by uses."""
+        """Returns what a block is worth that has `index` others before it. It may grow by uses, and
+        change by a rate."""
 
 
 class LeastRecentlyUsed:
@@ -53,6 +62,9 @@ class LeastRecentlyUsed:
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
         """Does nothing."""
+
+    def take_rate(self, rate: PrefillRate) -> bool:
+        return False
 
     def takes(self, block_hash: bytes) -> bool:
         return True
@@ -92,8 +104,8 @@ class HighestPriorities(LeastRecentlyUsed):
 class MostValuable:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._sketch = FrequencySketch(num_slots)
-        rate = DEFAULT_PREFILL
-        self._cost_by_index = block_size * rate.token_context_s / rate.token_s  # of the first's
+        self._block_size = block_size
+        self._cost_by_index = self._growth(DEFAULT_PREFILL)
 
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
@@ -106,12 +118,28 @@ class MostValuable:
         new = [each for each in block_hashes if not self._sketch.estimate(each)]
         self._sketch.add(new, _KEPT_USES)
 
+    def take_rate(self, rate: PrefillRate) -> bool:
+        growth = self._growth(rate)
+        index = _DEEP_TOKENS // self._block_size
+        change = math.log2((1.0 + index * growth) / (1.0 + index * self._cost_by_index))
+        if abs(change) < _CHANGE_MIN:
+            return False
+        self._cost_by_index = growth
+        return change < 0.0
+
     def takes(self, block_hash: bytes) -> bool:
         return self._sketch.estimate(block_hash) >= _USES_MIN
 
     def worth(self, block_hash: bytes, index: int) -> float:
         """Returns the logarithm, which has the same order."""
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
+
+    def _growth(self, rate: PrefillRate) -> float:
+        """Returns what each block before it adds to the time to compute a block, relative to that
+        of a chain's first block."""
+        size, context_s = self._block_size, rate.token_context_s
+        first_s = rate.token_s + context_s * (size - 1) / 2 or context_s  # of a token
+        return size * context_s / first_s if first_s else 0.0
 
 
 def keep_policy(name: str, num_slots: int, block_size: int) -> KeepPolicy:

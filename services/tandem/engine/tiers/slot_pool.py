@@ -4,6 +4,9 @@ A slot is to a tier what a block is to the device: it is found by its block's ha
 references it, and leaves are evicted first. So it is the same pool, with four additions: a slot
 whose bytes turned out bad, a parent that is kept because a child comes, slots that a tier on disk
 finds there when it starts, and a policy by which leaves are evicted.
+
+A leaf keeps its rank until it is the next one to go, because a use only raises what it is worth. A
+new rate of prefill may lower it: `reprice` gives all leaves new ranks then, some at each eviction.
 """
 
 import math
@@ -15,6 +18,8 @@ from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.tiers.keep_policy import KeepPolicy
 from tandem.engine.tiers.storage import Entry
 
+_REPRICED_AT_ONCE = 8  # slots at each eviction
+
 
 class SlotPool(BlockPool):
     def __init__(self, num_slots: int, policy: KeepPolicy) -> None:
@@ -24,6 +29,7 @@ class SlotPool(BlockPool):
         self._indexes = [0] * num_slots  # of the slots' blocks in their chains
         self._bad: set[bytes] = set()  # hashes of slots that could not be read
         self._awaiting: Counter[bytes] = Counter()  # hashes of blocks whose children are written
+        self._num_old = 0  # first slots, whose ranks may be higher than what they are worth
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain can be read here."""
@@ -119,8 +125,23 @@ class SlotPool(BlockPool):
             return math.inf
         return self.policy.worth(block_hash, self._indexes[slot])
 
+    def reprice(self) -> None:
+        """Slots may be worth less than they were."""
+        self._num_old = self.num_blocks
+
+    def _reprice_some(self) -> None:
+        end = self._num_old
+        self._num_old = max(0, end - _REPRICED_AT_ONCE)
+        for slot in range(self._num_old, end):
+            block = self._blocks[slot]
+            if block.block_hash is not None and not block.num_references:
+                block.worth = self._worth(slot, block.block_hash)
+                self._cached.update(slot)
+
     def _evict(self) -> Copy:
         """Frees the leaf that is worth least now: those that were used meanwhile are worth more."""
+        if self._num_old:
+            self._reprice_some()
         while (slot := self._cached.oldest(Copy.NONE)) is not None:
             block = self._blocks[slot]
             assert block.block_hash is not None, f"slot {slot} is cached and has no hash"

@@ -18,6 +18,7 @@ from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
 from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
+from tandem.perf_model.rates import PrefillRate
 
 
 class TierGroup:
@@ -151,6 +152,12 @@ class Tier:
         self.num_write_failures += not target.is_written
         self.groups[group].settle(entry, target, is_current=is_current)
 
+    def take_rate(self, rate: PrefillRate) -> None:
+        """Values blocks by this measured rate of prefill from now on, if the policy does so."""
+        if self.policy.take_rate(rate):
+            for group in self.groups:
+                group.pool.reprice()
+
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many first blocks of a chain the first KV group can read here now."""
         return self.pool.depth(block_hashes) if self.is_ready else 0
@@ -191,3 +198,8 @@ class Tier:
             write_failures=self.num_write_failures,
             block_s=self.rate.block_s,
         )
+
+
+def is_held(tiers: Sequence[Tier], group: int, block_hash: bytes) -> bool:
+    """Returns whether one of these tiers has a block of a KV group."""
+    return any(tier.groups[group].pool.has(block_hash) for tier in tiers)

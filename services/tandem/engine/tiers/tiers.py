@@ -16,29 +16,27 @@ brings all that a sequence needs at one depth, or nothing: a window of another d
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from queue import SimpleQueue
 
 from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.tiers.device_blocks import DeviceBlocks, Event
+from tandem.engine.tiers.device_blocks import DeviceBlocks
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.jobs import Load, Target, Write, write_all
+from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.lookups import Lookups
 from tandem.engine.tiers.pool_group import PoolGroup
 from tandem.engine.tiers.sources import Sources
-from tandem.engine.tiers.storage import Entry
-from tandem.engine.tiers.tier import Tier
+from tandem.engine.tiers.tier import Tier, is_held
+from tandem.engine.tiers.writes import Writes
 from tandem.engine.types import TierBlocks, TierLoad
+from tandem.perf_model.rates import PrefillRate
 from tandem.perf_model.soonest import Reach, load_seconds
 
-STALL_S = 2.0  # a load that gets no block for so long is given up; or no write ends
+STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
-_PAUSE_S = 1.0  # of a tier, after a write that failed: the disk may be full
 _CLOSE_S = 3.0  # for what is not written when the engine ends
 
 
@@ -67,15 +65,12 @@ class Tiers:
         ]
         self._first_ids = layout.first_ids
         self._sources = Sources(layout, pools, tiers)
-        self._written: SimpleQueue[tuple[Write, Target]] = SimpleQueue()
         self._ended: SimpleQueue[Load] = SimpleQueue()
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
         self._given_up: list[Load] = []  # in flight, without a sequence
-        self._generation = 0
         self._has_settled = False  # in the last turn that did something
-        self._written_at = 0.0  # a write ended, or began
-        self._hung: set[int] = set()  # tiers whose writes stand still
         self.clock = time.monotonic
+        self._writes = Writes(self._groups, tiers, self._writers, lambda: self.clock())
         self.turn_s = TURN_S
         self._progress_at = [0.0] * len(tiers)  # of loads that ended there, or went on elsewhere
         self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._depth)
@@ -83,15 +78,15 @@ class Tiers:
     @property
     def has_news(self) -> bool:
         """True if `turn` or the end of a load has something to do for a sequence."""
-        has_ended = not (self._ended.empty() and self._written.empty()) or self.lookups.has_ended
+        has_ended = not self._ended.empty() or self.lookups.has_ended or self._writes.have_ended
         has_events = any(tier.has_events for tier in self.tiers)
-        return has_ended or has_events or self._wants_writes() or bool(self.find_stalled())
+        return has_ended or has_events or self._writes.are_wanted or bool(self.find_stalled())
 
     @property
     def is_busy(self) -> bool:
         """True while threads work: `has_news` may turn True then."""
         is_reading = self._loads or any(not self._is_stalled(load) for load in self._given_up)
-        return bool(is_reading or self._is_writing or self.lookups.is_busy)
+        return bool(is_reading or self._writes.are_under_way or self.lookups.is_busy)
 
     @property
     def num_fenced(self) -> int:
@@ -111,17 +106,19 @@ class Tiers:
         if self.lookups.has_ended:
             self.lookups.turn(until)
             self._follow_evictions()
-        self._find_hung()
-        wants_writes = self._wants_writes()
-        if not self._written.empty() and not (wants_writes and self._has_settled):
+        wants_writes = self._writes.are_wanted
+        if self._writes.have_ended and not (wants_writes and self._has_settled):
             self._has_settled = True
-            self._settle(*self._written.get_nowait())
-            while time.perf_counter() < until and not self._written.empty():
-                self._settle(*self._written.get_nowait())
+            self._writes.settle(until)
         elif wants_writes:
             self._has_settled = False
-            self._start_writes(until)
+            self._writes.start(until)
             self._follow_evictions()
+
+    def take_rate(self, rate: PrefillRate) -> None:
+        """Tells the policies the measured rate of prefill, for what blocks are worth."""
+        for tier in self.tiers:
+            tier.take_rate(rate)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool, priority: int) -> None:
         """A sequence computed or reuses these blocks; `keep`: they are likely to return."""
@@ -216,7 +213,7 @@ class Tiers:
 
     def reset(self) -> None:
         """Forgets all copies. What is on its way to a tier is forgotten when it comes there."""
-        self._generation += 1
+        self._writes.forget()
         for tier in self.tiers:
             for group in tier.groups:
                 group.pool.drop_cached()
@@ -249,7 +246,7 @@ class Tiers:
         if not self.tiers:
             return
         until = self.clock() + _CLOSE_S
-        while self.clock() < until and (self._wants_writes() or self._is_writing):
+        while self.clock() < until and (self._writes.are_wanted or self._writes.are_under_way):
             self.turn()
             time.sleep(1e-3)
         for writer in self._writers:
@@ -260,26 +257,6 @@ class Tiers:
         for tier in self.tiers:
             for group in tier.groups:
                 group.storage.close()
-
-    @property
-    def _is_writing(self) -> bool:
-        return any(group.writes for group in self._groups)
-
-    def _wants_writes(self) -> bool:
-        return any(g.wants_writes(self._hung) for g in self._groups) and bool(self._writable)
-
-    @property
-    def _writable(self) -> list[Tier]:
-        now, hung = self.clock(), self._hung
-        return [t for t in self.tiers if now >= t.paused_until and t.number not in hung]
-
-    def _find_hung(self) -> None:
-        """Finds tiers whose writes stand still. They get no more until one of them ends."""
-        if not (self._is_writing and self._written.empty()):
-            self._written_at = self.clock()
-        elif self.clock() - self._written_at > STALL_S:
-            for group in self._groups:
-                self._hung.update(*(write.awaits for write in group.writes.values()))
 
     @property
     def _readable(self) -> list[Tier]:
@@ -297,67 +274,11 @@ class Tiers:
         load.progress_at, load.tier = 0.0, tier
         self._readers[tier].submit(load)
 
-    def _start_writes(self, until: float) -> None:
-        """Starts to write blocks that have no copy, of the groups in turn, in one job for each tier
-        and group."""
-        writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
-        after = self._groups[0].blocks.mark()  # they are full by then
-        self._written_at = self.clock()
-        groups = deque(group for group in self._groups if group.wants_writes(self._hung))
-        while groups:  # at least one block, however late it is
-            group = groups.popleft()
-            for write, target in self._start_write(group, after):
-                writes[target.tier, group.number].append((write, target))
-            if time.perf_counter() >= until:
-                break
-            if group.wants_writes(self._hung):
-                groups.append(group)
-        for (tier, number), of_tier in writes.items():
-            channel = self._groups[number].channels_out[tier]
-            self._writers[tier].submit(partial(write_all, of_tier, channel))
-
-    def _start_write(self, group: PoolGroup, after: Event) -> list[tuple[Write, Target]]:
-        block_id = group.pool.next_unwritten
-        assert block_id is not None
-        entry = Entry(*group.pool.names_of(block_id))
-        found = (tier.groups[group.number].target(entry) for tier in self._writable)
-        targets = [target for target in found if target is not None]
-        if not targets:  # a tier has it, or none has its parent or a slot
-            is_whole = self._is_held(group.number, entry.block_hash)
-            group.pool.end_write(block_id, is_whole=is_whole)
-            return []
-        group.pool.start_write(block_id)
-        on_end = self._on_written
-        write = Write(block_id, entry, after, targets, self._generation, on_end, group.number)
-        group.writes[block_id] = write
-        return [(write, target) for target in targets]
-
-    def _on_written(self, write: Write, target: Target) -> None:
-        self._written.put((write, target))
-
-    def _settle(self, write: Write, target: Target) -> None:
-        is_current = write.generation == self._generation
-        tier, group = self.tiers[target.tier], self._groups[write.group]
-        tier.settle(group.number, write.entry, target, is_current=is_current)
-        if not target.is_written and target.storage.is_ready:
-            # But one that is not ready takes no writes meanwhile.
-            tier.paused_until = self.clock() + _PAUSE_S
-        target.is_settled = True
-        self._hung.discard(target.tier)
-        if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):
-            return
-        del group.writes[write.block_id]
-        is_whole = self._is_held(group.number, write.entry.block_hash)
-        group.pool.end_write(write.block_id, is_whole=is_whole)
-
-    def _is_held(self, group: int, block_hash: bytes) -> bool:
-        return any(tier.groups[group].pool.has(block_hash) for tier in self.tiers)
-
     def _follow_evictions(self) -> None:
         for tier in self.tiers:
             for group, slots in zip(self._groups, tier.groups, strict=True):
                 for block_hash in slots.follow_evictions():
-                    if not self._is_held(group.number, block_hash):
+                    if not is_held(self.tiers, group.number, block_hash):
                         group.pool.lose_copy(block_hash)
 
     def _observe(self, load: Load) -> None:
@@ -369,7 +290,7 @@ class Tiers:
                 tier.rate.observe(num_blocks, load.seconds[tier.number])
         if (failed := load.failed) is not None:
             self.tiers[failed.tier].mark_bad(failed.group, failed.block_hash)
-            if not self._is_held(failed.group, failed.block_hash):
+            if not is_held(self.tiers, failed.group, failed.block_hash):
                 self._groups[failed.group].pool.lose_copy(failed.block_hash)
 
     def _is_stalled(self, load: Load) -> bool:
@@ -395,6 +316,6 @@ class Tiers:
             for block_id, block_hash, copy in group.pool.copies():
                 assert (copy is Copy.WRITING) == (block_id in group.writes), f"{block_id} is {copy}"
                 held = copy is not Copy.WHOLE or (
-                    block_hash is not None and self._is_held(group.number, block_hash)
+                    block_hash is not None and is_held(self.tiers, group.number, block_hash)
                 )
                 assert held, f"no tier holds the copy of block {block_id}"

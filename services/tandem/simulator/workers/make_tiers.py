@@ -16,6 +16,7 @@ def make_tiers(scenario: Scenario, arrivals: Sequence[Arrival]) -> dict[str, Wor
             scenario.true_rates(worker_id).tiers,
             [min(count, max(1, num_blocks)) for count in scenario.tier_blocks],
             policy=scenario.tier_policy,
+            prefill=scenario.true_rates(worker_id).prefill,
             block_size=scenario.block_size,
             in_store=in_store,
         )

@@ -20,7 +20,7 @@ from tandem.engine.tiers.sources import Sources, Tables
 from tandem.engine.tiers.storage import Bytes, Entry, Storage
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks
-from tandem.perf_model.rates import TierRate
+from tandem.perf_model.rates import PrefillRate, TierRate
 from tandem.perf_model.soonest import Choice, Offer, Producer, Prompt, choose_soonest
 from tandem.prefix_index.holders import STORE
 
@@ -39,8 +39,8 @@ class Load:
 
 
 class WorkerTiers:
-    """`rates` are the true ones, the fastest tier first, and `num_blocks` what each tier holds;
-    `in_store` has the hashes that any worker wrote to the object store."""
+    """`rates` and `prefill` are the true ones, the fastest tier first, and `num_blocks` what each
+    tier holds; `in_store` has the hashes that any worker wrote to the object store."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class WorkerTiers:
         num_blocks: Sequence[int],
         *,
         policy: str,
+        prefill: PrefillRate,
         block_size: int,
         in_store: set[bytes],
     ) -> None:
@@ -56,6 +57,8 @@ class WorkerTiers:
             Tier(number, [_Slots(rate.name, count)], keep_policy(policy, count, block_size), layout)
             for number, (rate, count) in enumerate(zip(rates, num_blocks, strict=True))
         ]
+        for tier in self._tiers:
+            tier.take_rate(prefill)
         self._block_s = [rate.block_s for rate in rates]
         self._sources = Sources(layout, [], self._tiers)
         self._in_store = in_store

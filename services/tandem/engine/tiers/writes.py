@@ -1,0 +1,139 @@
+"""The writes of blocks to the tiers: which begin, and what becomes of them.
+
+    block   NONE, the first in the pool's order --start--> WRITING --settle--> WHOLE, or LOST
+
+The engine's thread starts and settles them, and the writer of each tier moves the bytes between. A
+block is written to all tiers that take it, and its write ends with the last of them. A tier that
+hangs or fails gets no more for a while. It keeps no write from another tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+from tandem.engine.tiers.device_blocks import Event
+from tandem.engine.tiers.io_thread import JobThread
+from tandem.engine.tiers.jobs import Target, Write, write_all
+from tandem.engine.tiers.pool_group import PoolGroup
+from tandem.engine.tiers.storage import Entry
+from tandem.engine.tiers.tier import Tier, is_held
+from tandem.engine.tiers.write_progress import WriteProgress
+
+HUNG_S = 2.0  # without the end of a write: a tier hangs
+_PAUSE_S = 1.0  # of a tier, after a write that failed: the disk may be full
+
+
+class Writes:
+    def __init__(
+        self,
+        groups: Sequence[PoolGroup],
+        tiers: Sequence[Tier],
+        threads: Sequence[JobThread],
+        clock: Callable[[], float],
+    ) -> None:
+        """`threads` write to the tiers, one to each."""
+        self._groups = groups
+        self._tiers = tiers
+        self._threads = threads
+        self._clock = clock
+        self._progress = [WriteProgress() for _ in tiers]
+        self._ended: SimpleQueue[tuple[Write, Target]] = SimpleQueue()
+        self._generation = 0
+
+    @property
+    def are_under_way(self) -> bool:
+        return any(group.writes for group in self._groups)
+
+    @property
+    def have_ended(self) -> bool:
+        """True if `settle` has something to do."""
+        return not self._ended.empty()
+
+    @property
+    def are_wanted(self) -> bool:
+        """True if `start` has something to do."""
+        hung = self._hung
+        return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable)
+
+    def start(self, until: float) -> None:
+        """Starts to write blocks that have no copy, of the groups in turn, in one job for each tier
+        and group: until then by `time.perf_counter`, but at least one block."""
+        writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
+        after = self._groups[0].blocks.mark()  # they are full by then
+        hung, tiers = self._hung, self._writable
+        groups = deque(group for group in self._groups if group.wants_writes(hung))
+        while groups:
+            group = groups.popleft()
+            for write, target in self._start_one(group, tiers, after):
+                writes[target.tier, group.number].append((write, target))
+            if time.perf_counter() >= until:
+                break
+            if group.wants_writes(hung):
+                groups.append(group)
+        for (tier, number), of_tier in writes.items():
+            channel = self._groups[number].channels_out[tier]
+            self._threads[tier].submit(partial(write_all, of_tier, channel))
+
+    def settle(self, until: float) -> None:
+        """Takes what became of writes, until then, but of at least one."""
+        while not self._ended.empty():
+            self._settle_one(*self._ended.get_nowait())
+            if time.perf_counter() >= until:
+                return
+
+    def forget(self) -> None:
+        """What is on its way to a tier is forgotten when it comes there."""
+        self._generation += 1
+
+    @property
+    def _writable(self) -> list[Tier]:
+        now, hung = self._clock(), self._hung
+        return [t for t in self._tiers if now >= t.paused_until and t.number not in hung]
+
+    @property
+    def _hung(self) -> set[int]:
+        """The tiers whose writes stand still. They get no more until one of them ends."""
+        now, progress = self._clock(), enumerate(self._progress)
+        return {number for number, each in progress if each.stands_still(now, HUNG_S)}
+
+    def _start_one(
+        self, group: PoolGroup, tiers: Sequence[Tier], after: Event
+    ) -> list[tuple[Write, Target]]:
+        block_id = group.pool.next_unwritten
+        assert block_id is not None
+        entry = Entry(*group.pool.names_of(block_id))
+        found = (tier.groups[group.number].target(entry) for tier in tiers)
+        targets = [target for target in found if target is not None]
+        if not targets:  # a tier has it, or none has its parent or a slot
+            is_whole = is_held(self._tiers, group.number, entry.block_hash)
+            group.pool.end_write(block_id, is_whole=is_whole)
+            return []
+        group.pool.start_write(block_id)
+        write = Write(block_id, entry, after, targets, self._generation, self._end, group.number)
+        group.writes[block_id] = write
+        for target in targets:
+            self._progress[target.tier].begin(self._clock())
+        return [(write, target) for target in targets]
+
+    def _end(self, write: Write, target: Target) -> None:
+        """A write to one tier ended; called in the thread of that tier."""
+        self._progress[target.tier].end(self._clock())
+        self._ended.put((write, target))
+
+    def _settle_one(self, write: Write, target: Target) -> None:
+        is_current = write.generation == self._generation
+        tier, group = self._tiers[target.tier], self._groups[write.group]
+        tier.settle(group.number, write.entry, target, is_current=is_current)
+        if not target.is_written and target.storage.is_ready:
+            # But one that is not ready takes no writes meanwhile.
+            tier.paused_until = self._clock() + _PAUSE_S
+        target.is_settled = True
+        if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):
+            return
+        del group.writes[write.block_id]
+        is_whole = is_held(self._tiers, group.number, write.entry.block_hash)
+        group.pool.end_write(write.block_id, is_whole=is_whole)
