@@ -140,6 +140,38 @@ def test_evicts_what_no_write_waits_for_first_and_what_is_being_written_never() 
     assert (pool.allocate(1), pool.num_dropped) == ([3], 2)
 
 
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_block_that_no_tier_took_is_offered_again_at_its_next_use(is_in_use: bool) -> None:
+    pool = BlockPool(4)
+    first = hold(pool, chain(1, 2))
+    for block_id in first:
+        pool.end_write(block_id, is_whole=False)
+    assert pool.next_unwritten is None
+    if not is_in_use:
+        pool.release(first)
+    again = hold(pool, chain(1, 2))
+    assert again == first
+    assert list(pool._unwritten) == first  # parents come first
+    pool.check_integrity([first, again] if is_in_use else [again])
+
+
+def test_a_parent_that_is_offered_again_comes_before_children_that_wait() -> None:
+    pool = BlockPool(6)
+    first = hold(pool, chain(1, 2, 3))
+    other = hold(pool, chain(9))
+    for block_id in first[:2]:
+        pool.end_write(block_id, is_whole=False)
+    again = hold(pool, chain(1, 2, 4))
+    offered = []
+    while pool.has_unwritten:
+        offered.append(pool.next_unwritten)
+        pool.start_write(offered[-1])
+        pool.end_write(offered[-1], is_whole=True)
+    assert offered == [*first, *other, again[-1]]
+    assert pool.next_unwritten is None
+    pool.check_integrity([first, other, again])
+
+
 def test_a_block_that_leaves_while_it_is_written_is_free_after_that() -> None:
     pool = BlockPool(2)
     pool.release(hold(pool, chain(1, 2)))

@@ -165,6 +165,22 @@ def test_an_engine_keeps_the_prompt_of_the_highest_priority(policy: str, depth: 
     engine.close()
 
 
+def test_a_prompt_that_is_always_in_use_gets_its_copy_at_the_second_use() -> None:
+    """As a system prompt does, which the tier did not take at its first use."""
+    engine, _ = make_engine(num_blocks=32, kv_host_bytes=1 << 15, kv_tier_policy="value")
+    (tier,), outcome = engine._tiers.tiers, Outcome()
+    for name in ("first", "second"):
+        engine.add(make_spec(name, prompt(0)))
+        hashes = engine._sequences.find(name).block_hashes
+        while not outcome.token_ids.get(name):
+            outcome.take(engine.step())
+        assert tier.depth(hashes[:6]) == 0
+        assert engine.load().num_running == (1 if name == "first" else 2)
+    settle(engine, outcome)
+    assert tier.depth(hashes[:6]) == 6
+    engine.close()
+
+
 @pytest.mark.parametrize("policy", ["prefix", "lru"])
 def test_the_longest_prefix_is_cut_first(policy: str) -> None:
     """There are two chains of 8 and 2 blocks, and the longer one is older."""

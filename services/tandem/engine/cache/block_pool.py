@@ -59,7 +59,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
         self._leaving: set[int] = set()
-        self._unwritten: dict[int, None] = {}  # hashed, Copy.NONE: in the order of `store`
+        self._unwritten: dict[int, None] = {}  # hashed, Copy.NONE: as they were stored, or used
         self._clock = 0
         self._events = BlockEvents(with_tokens=report_tokens)
 
@@ -181,9 +181,17 @@ class BlockPool:
         return num_dropped
 
     @property
+    def has_unwritten(self) -> bool:
+        """True if a hashed block has no copy, and tiers were not asked since its last use."""
+        return bool(self._unwritten)
+
+    @property
     def next_unwritten(self) -> int | None:
-        """The hashed block without a copy that was stored first; parents come before children."""
-        return next(iter(self._unwritten), None)
+        """The first of those blocks; parents come before children, also if they were used later."""
+        block_id = next(iter(self._unwritten), None)
+        while block_id is not None and self._blocks[block_id].parent_id in self._unwritten:
+            block_id = self._blocks[block_id].parent_id
+        return block_id
 
     def names_of(self, block_id: int) -> tuple[bytes, bytes]:
         """Returns the hashes of a hashed block and of its parent; empty if it has no parent."""
@@ -294,7 +302,6 @@ class BlockPool:
 
     def leaves(self) -> list[int]:
         """Returns hashed blocks without children, the most lately used first."""
-
         blocks = self._blocks
         leaves = [b for b in self._by_hash.values() if not blocks[b].num_children]
         leaves.sort(key=lambda b: (blocks[b].num_references > 0, blocks[b].last_used), reverse=True)
@@ -331,11 +338,13 @@ class BlockPool:
 
     def _reference(self, block_id: int) -> None:
         block = self._blocks[block_id]
-        if not block.num_references:
+        is_cached = not block.num_references
+        if is_cached:
             self._cached.discard(block_id)
-            if block.copy in (Copy.LOST, Copy.UNWANTED):
-                block.copy = Copy.NONE
-                self._unwritten[block_id] = None
+        # A tier may take it at this use, also while others use it, as they do a system prompt.
+        if block.copy is Copy.LOST or (is_cached and block.copy is Copy.UNWANTED):
+            block.copy = Copy.NONE
+            self._unwritten[block_id] = None
         block.num_references += 1
 
     def _evict(self) -> Copy:

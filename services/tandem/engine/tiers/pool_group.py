@@ -30,7 +30,7 @@ class PoolGroup:
     def wants_writes(self, hung: Set[int]) -> bool:
         """Returns whether a further write may begin; those that only wait for tiers that hang keep
         none from it."""
-        if self.pool.next_unwritten is None:
+        if not self.pool.has_unwritten:
             return False
         num_writes = len(self.writes)
         if hung:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from queue import SimpleQueue
 
@@ -56,15 +56,18 @@ class Writes:
     @property
     def are_wanted(self) -> bool:
         """True if `start` has something to do."""
+        if not any(group.pool.has_unwritten for group in self._groups):
+            return False
         hung = self._hung
-        return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable)
+        return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable(hung))
 
     def start(self, until: float) -> None:
         """Starts to write blocks that have no copy, of the groups in turn, in one job for each tier
         and group: until then by `time.perf_counter`, but at least one block."""
         writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
         after = self._groups[0].blocks.mark()  # they are full by then
-        hung, tiers = self._hung, self._writable
+        hung = self._hung
+        tiers = self._writable(hung)
         groups = deque(group for group in self._groups if group.wants_writes(hung))
         while groups:
             group = groups.popleft()
@@ -89,9 +92,8 @@ class Writes:
         """What is on its way to a tier is forgotten when it comes there."""
         self._generation += 1
 
-    @property
-    def _writable(self) -> list[Tier]:
-        now, hung = self._clock(), self._hung
+    def _writable(self, hung: Set[int]) -> list[Tier]:
+        now = self._clock()
         return [t for t in self._tiers if now >= t.paused_until and t.number not in hung]
 
     @property
