@@ -166,7 +166,7 @@ def test_an_engine_keeps_the_prompt_of_the_highest_priority(policy: str, depth: 
 
 
 def test_a_prompt_that_is_always_in_use_gets_its_copy_at_the_second_use() -> None:
-    """As a system prompt does, which the tier did not take at its first use."""
+    """A system prompt is such a prompt. The tier did not take it at its first use."""
     engine, _ = make_engine(num_blocks=32, kv_host_bytes=1 << 15, kv_tier_policy="value")
     (tier,), outcome = engine._tiers.tiers, Outcome()
     for name in ("first", "second"):

@@ -89,7 +89,7 @@ class Writes:
                 return
 
     def forget(self) -> None:
-        """What is on its way to a tier is forgotten when it comes there."""
+        """Lets each tier forget what is on its way, when it comes there."""
         self._generation += 1
 
     def _writable(self, hung: Set[int]) -> list[Tier]:
