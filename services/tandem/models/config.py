@@ -15,7 +15,8 @@ from tandem.models.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.fields import flag, number, optional_size, size
 from tandem.models.latent import Latent, read_latent
 from tandem.models.layers import LayerSpec, read_layers
-from tandem.models.quantized.scheme import Scheme, has_kv_scales, read_scheme
+from tandem.models.quantized.config import has_kv_scales, read_quantization
+from tandem.models.quantized.scheme import Quantization
 from tandem.models.rope import read_ropes
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -76,7 +77,7 @@ class ModelConfig:
     gate_clamp: GateClamp | None = None  # instead of the activation
     is_mxfp4: bool = False  # experts are stored as blocks of 32 numbers of 4 bits and a scale
     expert_form: ExpertForm = ""  # how checkpoints name the tensors of experts
-    quantization: Scheme | None = None  # of the matrices; None: they are numbers of torch_dtype
+    quantization: Quantization | None = None  # None: matrices are numbers of torch_dtype
     has_kv_scales: bool = False  # static ones for KV in fp8_e4m3
     is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
     latent: Latent | None = None  # attention by a latent of each token; None: by heads
@@ -119,7 +120,7 @@ class ModelConfig:
 
     @property
     def is_fp8(self) -> bool:
-        """True if matrices are stored in fp8."""
+        """True if matrices are stored in fp8, and none as integers."""
         return self.quantization is not None and self.quantization.is_float
 
     @property
@@ -177,7 +178,9 @@ class ModelConfig:
             gate_clamp=_gate_clamp(config, family),
             is_mxfp4=_has_own_quantization(config, family),
             expert_form=family.experts,
-            quantization=None if _has_own_quantization(config, family) else read_scheme(config),
+            quantization=(
+                None if _has_own_quantization(config, family) else read_quantization(config)
+            ),
             has_kv_scales=has_kv_scales(config),
             is_fused=family.is_fused,
             latent=latent,

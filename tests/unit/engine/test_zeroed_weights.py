@@ -1,4 +1,4 @@
-"""Weights of 4 bits with a zero for each group: AWQ's and GPTQ's, through whole models."""
+"""Weights of 4 bits with a zero for each group, and GPTQ's of 8 bits, through whole models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -110,18 +110,54 @@ def gptq(num_out: int, num_in: int) -> tuple[dict[str, torch.Tensor], torch.Tens
     return parts, ((numbers - zeros[of_input] - 1) * scales[of_input].float()).t()
 
 
-FORMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "awq": (awq, forms.AWQ),
-    "gptq": (gptq, forms.GPTQ | {"desc_act": True}),
+def gptq_8(num_out: int, num_in: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A matrix of 8 bits of AutoGPTQ, symmetric, with its inputs in the order of activations."""
+    numbers = torch.randint(0, 256, (num_out, num_in), generator=forms.CHANCE)
+    scales = (forms.floats(num_in // GROUP, num_out) / 640).half()
+    of_input = torch.randperm(num_in, generator=forms.CHANCE) // GROUP
+    parts = {
+        "qweight": forms.packed(numbers, forms.BYTES).t().contiguous(),
+        "qzeros": forms.packed(torch.full((num_in // GROUP, num_out), 127), forms.BYTES),
+        "scales": scales,
+        "g_idx": of_input.int(),
+    }
+    return parts, (numbers - 128) * scales[of_input].float().t()
+
+
+def int4(num_out: int, num_in: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A matrix of compressed-tensors with zeros."""
+    numbers, zeros = forms.nibbles(num_out, num_in), forms.nibbles(num_out, num_in // GROUP)
+    scales = (forms.floats(num_out, num_in // GROUP) / 40).bfloat16()
+    parts = {
+        "weight_packed": forms.packed(numbers),
+        "weight_zero_point": forms.packed(zeros.t()).t().contiguous(),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([num_out, num_in]),
+    }
+    of_input = torch.arange(num_in) // GROUP
+    return parts, (numbers - zeros[:, of_input]) * scales.float()[:, of_input]
+
+
+FORMS: dict[str, tuple[Callable[..., Any], dict[str, Any], Kind]] = {
+    "awq": (awq, forms.AWQ, Kind.Q4_Z32),
+    "gptq": (gptq, forms.GPTQ | {"desc_act": True}, Kind.Q4_Z32),
+    "gptq_8": (gptq_8, forms.GPTQ_8 | {"desc_act": True}, Kind.Q8_0),
+    "int4": (int4, forms.INT4_ZEROS, Kind.Q4_Z32),
 }
+
+
+class Checkpoint(NamedTuple):
+    path: Path
+    model: PreTrainedModel  # transformers' own, with the dequantized weights
+    kind: Kind  # of the packed matrices
 
 
 @pytest.fixture(scope="module", params=FORMS)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, PreTrainedModel]:
-    """A tiny Llama in int4, and transformers' model with the dequantized weights."""
-    matrix, config = FORMS[request.param]
+) -> Checkpoint:
+    """A tiny quantized Llama."""
+    matrix, config, kind = FORMS[request.param]
     path = tmp_path_factory.mktemp(request.param)
     _, model = make_tiny_model("llama", path, **SIZES)
     stored: dict[str, torch.Tensor] = {}
@@ -136,7 +172,7 @@ def checkpoint(
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
-    return path, model
+    return Checkpoint(path, model, kind)
 
 
 def runner_of(path: Path, **settings: Any) -> ModelRunner:
@@ -162,23 +198,19 @@ def expected_logprobs(model: PreTrainedModel) -> torch.Tensor:
     ],
 )
 def test_log_probabilities_are_transformers(
-    checkpoint: tuple[Path, PreTrainedModel], settings: dict[str, Any]
+    checkpoint: Checkpoint, settings: dict[str, Any]
 ) -> None:
-    path, model = checkpoint
-    found = logprobs_of(path, **settings)
-    torch.testing.assert_close(found, expected_logprobs(model), rtol=0, atol=1e-4)
+    found = logprobs_of(checkpoint.path, **settings)
+    torch.testing.assert_close(found, expected_logprobs(checkpoint.model), rtol=0, atol=1e-4)
 
 
-def test_the_native_kernels_round_activations_alone(
-    checkpoint: tuple[Path, PreTrainedModel],
-) -> None:
-    path, model = checkpoint
-    runner = runner_of(path)
+def test_the_native_kernels_round_activations_alone(checkpoint: Checkpoint) -> None:
+    runner = runner_of(checkpoint.path)
     assert runner.native is not None
     layer = runner.native._model.layers[1]
-    assert {layer.qkv.kind, layer.mlp.gate_up.kind, layer.mlp.down.kind} == {Kind.Q4_Z32}
+    assert {layer.qkv.kind, layer.mlp.gate_up.kind, layer.mlp.down.kind} == {checkpoint.kind}
     found = logits_after(runner, PROMPT).log_softmax(-1)
-    expected = expected_logprobs(model)
+    expected = expected_logprobs(checkpoint.model)
     assert 0 < (found - expected).abs().max() < 0.1
     assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > 0.999
 

@@ -18,14 +18,25 @@ from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.headers import TensorHeader, read_header
 from tandem.models.checkpoint.quantized_forms import forms_of_parts
-from tandem.models.quantized.scheme import read_scheme
+from tandem.models.quantized.config import read_quantization
 from tandem.models.source import ModelFolder, read_folder, resolve
 from tests.tiny_models import FAMILIES, make_tiny_model
 from tests.unit.models.test_gguf_families import file_of, make_origin
-from tests.unit.models.test_quantized import AWQ, BLOCK_FP8, FLOAT, FP8, GPTQ, INT4, INT8
+from tests.unit.models.test_quantized import (
+    AWQ,
+    BLOCK_FP8,
+    FLOAT,
+    FP8,
+    GPTQ,
+    GPTQ_8,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    scheme_of,
+)
 
 Headers = dict[str, TensorHeader]
-BYTES = {"F32": 4, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 
 
 def write_headers(file: Path, headers: Headers) -> None:
@@ -117,6 +128,24 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[int, int], Parts]]] = {
             "weight_shape": ("I64", (2,)),
         },
     ),
+    "int4-zeros": (
+        INT4_ZEROS,
+        lambda num_out, num_in: {
+            "weight_packed": ("I32", (num_out, num_in // 8)),
+            "weight_zero_point": ("I32", (math.ceil(num_out / 8), num_in // 32)),
+            "weight_scale": ("BF16", (num_out, num_in // 32)),
+            "weight_shape": ("I64", (2,)),
+            "weight_g_idx": ("I32", (num_in,)),
+        },
+    ),
+    "gptq-8": (
+        GPTQ_8,
+        lambda num_out, num_in: {
+            "qweight": ("I32", (num_in // 4, num_out)),
+            "qzeros": ("I32", (num_in // 32, num_out // 4)),
+            "scales": ("F16", (num_in // 32, num_out)),
+        },
+    ),
     "gptq": (
         GPTQ,
         lambda num_out, num_in: {
@@ -150,8 +179,8 @@ def quantized(folder: ModelFolder, name: str) -> tuple[ModelFolder, Headers]:
         num_out, num_in = each.shape
         for part, (dtype, shape) in parts_of(num_out, num_in).items():
             headers[f"{module}.{part}"] = TensorHeader(dtype, shape)
-    scheme = read_scheme({"quantization_config": quantization})
-    return replace(folder, config=replace(folder.config, quantization=scheme)), headers
+    found = read_quantization({"quantization_config": quantization})
+    return replace(folder, config=replace(folder.config, quantization=found)), headers
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -178,10 +207,8 @@ def test_what_cannot_be_quantized_so_is_named(tmp_path: Path) -> None:
     folder, headers = quantized(plain, "int8")
     with pytest.raises(UnsupportedModel, match=r"model\.norm is quantized, and it is no matrix"):
         check(folder, headers | {"model.norm.weight": TensorHeader("I8", (128,))})
-    scheme = read_scheme({"quantization_config": AWQ})
-    assert scheme is not None
     with pytest.raises(UnsupportedModel, match=r"x has 300 outputs; .* in words of 8"):
-        forms_of_parts("x", (300, 128), {}, scheme)
+        forms_of_parts("x", (300, 128), {}, scheme_of(AWQ))
 
 
 def test_the_output_of_tied_embeddings_may_be_there_again_and_must_fit(tmp_path: Path) -> None:

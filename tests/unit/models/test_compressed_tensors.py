@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tandem.models.checkpoint.headers import read_header
 from tandem.models.checkpoint.quantized_forms import forms_of_parts, is_quantized
-from tandem.models.quantized.scheme import read_scheme
+from tandem.models.quantized.config import read_quantization
 from tandem.models.quantized.tensors import Coded, join_parts
 
 FILE = Path(__file__).parents[2] / "data" / "compressed_tensors" / "matrices.safetensors"
@@ -37,7 +37,9 @@ def test_a_preset(preset: str, kept: str) -> None:
         config = json.loads(file.metadata()[preset])
     stored = {n: each for n, each in load_file(FILE).items() if n.startswith(f"{preset}.")}
     expected = stored.pop(f"{preset}.expected")
-    scheme = read_scheme({"quantization_config": config})
+    quantization = read_quantization({"quantization_config": config})
+    assert quantization is not None
+    scheme = quantization.of(preset)
     assert scheme is not None
     headers = read_header(FILE).tensors
     assert is_quantized(preset, headers, scheme)
@@ -46,7 +48,7 @@ def test_a_preset(preset: str, kept: str) -> None:
     for name, form in forms.items():
         assert headers[name].shape in form.shapes
         assert headers[name].dtype in form.dtypes
-    (coded,) = join_parts(stored, scheme, dict.fromkeys(stored, FILE)).values()
+    (coded,) = join_parts(stored, quantization, dict.fromkeys(stored, FILE)).values()
     assert isinstance(coded, Coded)
     assert coded.shape == tuple(expected.shape)
     assert torch.equal(coded.numbers(), expected)

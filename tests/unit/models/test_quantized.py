@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tandem.engine.executor.load_weights import load_weights
 from tandem.engine.executor.weights import ExpertWeights, Mlp
 from tandem.errors import UnsupportedModel
-from tandem.models.quantized.scheme import Scheme, has_kv_scales, read_scheme
+from tandem.models.quantized.config import has_kv_scales, read_quantization
+from tandem.models.quantized.scheme import Scheme
 from tandem.models.quantized.tensors import Coded
 from tandem.models.source import read_folder
 from tests.tiny_models import make_tiny_model
@@ -24,13 +25,15 @@ CHANCE = torch.Generator().manual_seed(0)
 
 
 def packed(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight numbers of a row in each int32; `order` says which of them is in each nibble."""
+    """The numbers of a row in int32, as many in each as `order` has places: 8 of 4 bits, or 4 of 8
+    bits. `order` says which of them is in each place."""
     rows, columns = numbers.shape
-    words = torch.zeros(rows, columns // 8, dtype=torch.int64)
+    word = len(order)
+    words = torch.zeros(rows, columns // word, dtype=torch.int64)
     for row in range(rows):
         for column in range(columns):
-            nibble = order.index(column % 8)
-            words[row, column // 8] |= int(numbers[row, column]) << 4 * nibble
+            place = order.index(column % word)
+            words[row, column // word] |= int(numbers[row, column]) << 32 // word * place
     return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
 
 
@@ -47,6 +50,12 @@ def compressed(**weights: object) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
+def targets(names: object) -> dict[str, Any]:
+    """A config of int8 for these targets."""
+    (group,) = INT8["config_groups"].values()
+    return INT8 | {"config_groups": {"group_0": group | {"targets": names}}}
+
+
 FP8 = {"quant_method": "fp8"}
 BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FLOAT = compressed(num_bits=8, type="float", strategy="channel", symmetric=True) | {
@@ -58,20 +67,28 @@ INT8 = compressed(num_bits=8, type="int", strategy="channel", symmetric=True) | 
 INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True) | {
     "format": "pack-quantized"
 }
+INT4_ZEROS = INT4 | compressed(
+    num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False
+)
 MODEL_OPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 STATIC_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+GPTQ_8 = GPTQ | {"bits": 8, "sym": True}
+BYTES = (0, 1, 2, 3)  # the order of numbers of 8 bits
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 
 
 def scheme_of(quantization: dict[str, Any]) -> Scheme:
-    scheme = read_scheme({"quantization_config": quantization})
+    found = read_quantization({"quantization_config": quantization})
+    assert found is not None
+    scheme = found.of("x")
     assert scheme is not None
     return scheme
 
 
 def check(quantization: dict[str, Any], expected: torch.Tensor, **parts: torch.Tensor) -> None:
     coded = Coded("x", parts, scheme_of(quantization))
+    coded.check()
     assert coded.shape == tuple(expected.shape)
     torch.testing.assert_close(coded.numbers(), expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(coded.packed().numbers(), coded.numbers())
@@ -111,6 +128,49 @@ def test_packed_int4() -> None:
         weight_packed=packed(numbers),
         weight_scale=scales,
         weight_shape=torch.tensor([NUM_OUT, NUM_IN]),
+    )
+
+
+@pytest.mark.parametrize("order", ["none", "unset", "shuffled"])
+def test_packed_int4_with_zeros(order: str) -> None:
+    """Of outputs that do not fill the words of zeros, and of inputs in the order of activations."""
+    num_out = 13
+    numbers, zeros = nibbles(num_out, NUM_IN), nibbles(num_out, NUM_GROUPS)
+    scales = floats(num_out, NUM_GROUPS).bfloat16()
+    of_input = torch.arange(NUM_IN) // GROUP
+    parts = {"unset": {"weight_g_idx": torch.full((NUM_IN,), -1).int()}}.get(order, {})
+    if order == "shuffled":
+        of_input = of_input[torch.randperm(NUM_IN, generator=CHANCE)]
+        parts = {"weight_g_idx": of_input.int()}
+    padded = torch.cat((zeros, torch.zeros(16 - num_out, NUM_GROUPS, dtype=zeros.dtype)))
+    check(
+        INT4_ZEROS,
+        (numbers - zeros[:, of_input]) * scales.float()[:, of_input],
+        weight_packed=packed(numbers),
+        weight_zero_point=packed(padded.t()).t().contiguous(),
+        weight_scale=scales,
+        weight_shape=torch.tensor([num_out, NUM_IN]),
+        **parts,
+    )
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_gptq_of_8_bits(form: str, shuffled: bool) -> None:
+    numbers = torch.randint(0, 256, (NUM_OUT, NUM_IN), generator=CHANCE)
+    scales, of_input = floats(NUM_GROUPS, NUM_OUT).half(), torch.arange(NUM_IN) // GROUP
+    parts = {}
+    if shuffled:
+        of_input = of_input[torch.randperm(NUM_IN, generator=CHANCE)]
+        parts["g_idx"] = of_input.int()
+    zeros = torch.full((NUM_GROUPS, NUM_OUT), 127 if form == "gptq" else 128)
+    check(
+        GPTQ_8 | {"checkpoint_format": form},
+        (numbers - 128) * scales[of_input].float().t(),
+        qweight=packed(numbers, BYTES).t().contiguous(),
+        qzeros=packed(zeros, BYTES),
+        scales=scales,
+        **parts,
     )
 
 
@@ -160,13 +220,22 @@ def test_awq() -> None:
         (BLOCK_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
         (INT8 | {"format": "marlin-24"}, "format is 'marlin-24'"),
         (INT8 | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format"),
-        (INT8 | {"config_groups": {}}, "config_groups must have one group"),
+        (INT8 | {"config_groups": {}}, "config_groups is {}; it must have a group"),
+        (INT8 | {"config_groups": {"a": 1}}, "config_groups.a is 1; it must be an object"),
+        (INT8 | {"format": "mixed-precision"}, "config_groups.group_0.format is None"),
+        (targets(None), "config_groups.group_0.targets is None; they must be names of modules"),
+        (targets([]), r"group_0.targets is \[\]; they must be names of modules"),
+        (targets(["Linear", 3]), "group_0.targets is .*; they must be names of modules"),
+        (targets(["re:("]), r"a target is 're:\('; it is no pattern: missing \)"),
+        (targets(["re:(a+)+b"]), "a target is .*; it may repeat no group"),
+        (targets(["re:" + 7 * ".*"]), "a target is .*no more than six parts"),
         (INT4 | compressed(num_bits=3, type="int", strategy="group"), "weights.num_bits is 3"),
         (
-            INT4 | compressed(num_bits=4, type="int", symmetric=False, strategy="group"),
-            "weights.symmetric is False",
+            INT4 | compressed(num_bits=8, type="int", symmetric=False, strategy="group"),
+            "group_0.weights.symmetric is False",
         ),
-        (GPTQ | {"bits": 8}, "bits is 8"),
+        (GPTQ | {"bits": 3}, "bits is 3; supported are 4, 8"),
+        (GPTQ | {"bits": 8, "sym": False}, "sym is False"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (GPTQ | {"group_size": 48}, "group_size is 48"),
         (AWQ | {"version": "gemv"}, "version is 'gemv'"),
@@ -176,10 +245,10 @@ def test_awq() -> None:
 )
 def test_what_is_unknown_is_refused_by_the_name_of_its_flag(quantization: Any, flag: str) -> None:
     if not flag:
-        assert read_scheme({"quantization_config": quantization}) is None
+        assert read_quantization({"quantization_config": quantization}) is None
         return
     with pytest.raises(UnsupportedModel, match=rf"quantization_config.*{flag}"):
-        read_scheme({"quantization_config": quantization})
+        read_quantization({"quantization_config": quantization})
 
 
 @pytest.mark.parametrize(
@@ -200,7 +269,9 @@ def test_what_is_unknown_is_refused_by_the_name_of_its_flag(quantization: Any, f
 @pytest.mark.parametrize("quantization", [FP8, INT8, MODEL_OPT])
 def test_schemes_of_kv(quantization: dict[str, Any], scheme: Any, has_scales: bool | str) -> None:
     config = {"quantization_config": quantization | {"kv_cache_scheme": scheme}}
-    assert read_scheme(config) == scheme_of(quantization)
+    found = read_quantization(config)
+    assert found is not None
+    assert found.of("x") == scheme_of(quantization)
     if isinstance(has_scales, bool):
         assert has_kv_scales(config) == has_scales
         return
@@ -210,7 +281,7 @@ def test_schemes_of_kv(quantization: dict[str, Any], scheme: Any, has_scales: bo
 
 def test_kv_alone_may_be_quantized() -> None:
     config = {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC_KV}
-    assert read_scheme({"quantization_config": config | {"config_groups": {}}}) is None
+    assert read_quantization({"quantization_config": config | {"config_groups": {}}}) is None
 
 
 def test_a_checkpoint_is_loaded_as_the_numbers_that_it_stands_for(tmp_path: Path) -> None:

@@ -40,6 +40,17 @@ def gptq(group_size: int, zeros: torch.Tensor, **more: torch.Tensor) -> Coded:
     )
 
 
+def gptq_8(**more: torch.Tensor) -> Coded:
+    numbers = torch.randint(0, 256, (NUM_OUT, NUM_IN), generator=forms.CHANCE)
+    return coded(
+        forms.GPTQ_8 | {"group_size": 64},
+        qweight=forms.packed(numbers, forms.BYTES).t().contiguous(),
+        qzeros=forms.packed(torch.full((4, NUM_OUT), 127), forms.BYTES),
+        scales=forms.floats(4, NUM_OUT).half(),
+        **more,
+    )
+
+
 def awq(num_in: int, group_size: int, zeros: torch.Tensor) -> Coded:
     return coded(
         forms.AWQ | {"group_size": group_size},
@@ -54,9 +65,13 @@ def int8(scale: torch.Tensor) -> Coded:
     return coded(forms.INT8, weight=weight, weight_scale=scale)
 
 
-def int4(scale: torch.Tensor) -> Coded:
+def int4(scale: torch.Tensor, zeros: torch.Tensor | None = None) -> Coded:
+    more = {}
+    if zeros is not None:
+        more = {"weight_zero_point": forms.packed(zeros.t()).t().contiguous()}
     return coded(
-        forms.INT4,
+        forms.INT4 if zeros is None else forms.INT4_ZEROS,
+        **more,
         weight_packed=forms.packed(forms.nibbles(NUM_OUT, NUM_IN)),
         weight_scale=scale,
         weight_shape=torch.tensor([NUM_OUT, NUM_IN]),
@@ -78,6 +93,10 @@ def int4(scale: torch.Tensor) -> Coded:
         (awq(192, 64, forms.nibbles(3, NUM_OUT)), "Q4_Z64"),
         (awq(NUM_IN, 128, torch.full((2, NUM_OUT), 8)), "Q4_0"),
         (int4(forms.floats(NUM_OUT, 8).bfloat16()), "Q4_0"),
+        (int4(forms.floats(NUM_OUT, 8).half(), forms.nibbles(NUM_OUT, 8)), "Q4_Z32"),
+        (int4(forms.floats(NUM_OUT, 8).half(), torch.full((NUM_OUT, 8), 8)), "Q4_0"),
+        (gptq_8(), "Q8_0"),
+        (gptq_8(g_idx=SHUFFLED), "Q8_0"),
         (int8(forms.floats(NUM_OUT, 1).bfloat16()), "Q8_0"),
         (int8(torch.tensor(0.0625)), "Q8_0"),
     ],

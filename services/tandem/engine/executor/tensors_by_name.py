@@ -72,7 +72,8 @@ class TensorsByName:
         return self.quantized(names) or [Linear(self.tensor(name), None) for name in names]
 
     def quantized(self, names: Sequence[str]) -> list[Linear]:
-        """Returns matrices as blocks without biases; an empty list if one does not stay so."""
+        """Returns matrices as blocks without biases; an empty list if one does not stay so, or if
+        they are of fp8 and of integers, which the native kernels do not multiply as one."""
         found = []
         for name in names:
             blocks = self._kept(name)
@@ -80,7 +81,8 @@ class TensorsByName:
                 return []
             weight = torch.empty(blocks.shape, dtype=self._dtype, device="meta")
             found.append(Linear(weight, None, blocks))
-        return found
+        is_mixed = len({isinstance(each.blocks, Fp8) for each in found}) > 1
+        return [] if is_mixed and self._kept_for == "native" else found
 
     def linear(self, name: str) -> Linear:
         """Returns a matrix with its bias, if there is one."""

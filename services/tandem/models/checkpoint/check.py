@@ -96,7 +96,7 @@ def _forms_of(
     name: str, shape: tuple[int, ...], stored: Mapping[str, TensorHeader], config: ModelConfig
 ) -> dict[str, Form]:
     module, _, kind = name.rpartition(".")
-    scheme = config.quantization
+    scheme = config.quantization.of(module) if config.quantization else None
     if scheme and kind == "weight" and is_quantized(module, stored, scheme):
         return forms_of_parts(module, shape, stored, scheme)
     if config.is_mxfp4 and len(shape) == 3:  # of all experts

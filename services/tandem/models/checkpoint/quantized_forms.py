@@ -4,15 +4,18 @@ scaled  weight                           [out, in]              F8_E4M3 or I8
         weight_scale, weight_scale_inv   one number, one for each output, or one for each block
 packed  weight_packed                    [out, in / 8]          I32; [out, in / 4] of 8 bits
         weight_scale                     [out, groups]
+        weight_zero_point, with zeros    [out / 8, groups]      I32
         weight_shape                     [2]                    I64
-gptq    qweight                          [in / 8, out]          I32
-        qzeros                           [groups, out / 8]      I32
+        weight_g_idx, if there           [in]                   I32
+gptq    qweight                          [in / 8, out]          I32; [in / 4, out] of 8 bits
+        qzeros                           [groups, out / 8]      I32; [groups, out / 4] of 8 bits
         scales                           [groups, out]
         g_idx, if there                  [in]                   I32
 awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as gptq
 
-Blocks and groups at the end of a matrix are counted as whole ones. Loads no torch.
+Blocks and groups at the end of a matrix are counted as whole ones, and so are words of
+weight_zero_point. Loads no torch.
 """
 
 from collections.abc import Mapping
@@ -23,7 +26,10 @@ from tandem.models.quantized.scheme import Coding, Scheme
 
 PARTS: Mapping[Coding, tuple[str, ...]] = {  # the first is there once for each matrix
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
-    "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_g_idx"),
+    "packed": (
+        *("weight_packed", "weight_scale", "weight_shape"),
+        *("weight_zero_point", "weight_g_idx"),
+    ),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
 }
@@ -52,8 +58,10 @@ def forms_of_parts(
         raise UnsupportedModel(f"{module} is quantized, and it is no matrix")
     forms = (_scaled if scheme.coding == "scaled" else _words)(module, *shape, stored, scheme)
     names = {f"{module}.{part}": form for part, form in forms.items()}
-    others = (f"{module}.{part}" for part in PARTS[scheme.coding])
-    return names | {name: Form() for name in others if name in stored and name not in names}
+    if scheme.coding != "scaled":
+        return names
+    unread = (f"{module}.{part}" for part in PARTS[scheme.coding])
+    return names | {name: Form() for name in unread if name in stored and name not in names}
 
 
 def num_groups(module: str, num_in: int, scheme: Scheme) -> int:
@@ -92,12 +100,16 @@ def _words(
                 f"{module} has {num} {what}; numbers of {scheme.bits} bits are stored in words of "
                 f"{word}"
             )
+    order = Form(((num_in,),), ("I32",), is_optional=True)
     if scheme.coding == "packed":
-        return {
+        packed = {
             "weight_packed": Form(((num_out, num_in // word),), ("I32",)),
             "weight_scale": Form(((num_out, groups),), FLOATS),
             "weight_shape": Form(((2,),), ("I64",)),
+            "weight_g_idx": order,
         }
+        zeros = Form(((-(-num_out // word), groups),), ("I32",))
+        return packed | {"weight_zero_point": zeros} if scheme.has_zeros else packed
     is_awq = scheme.coding == "awq"
     words = (num_in, num_out // word) if is_awq else (num_in // word, num_out)
     forms = {
@@ -105,4 +117,4 @@ def _words(
         "qzeros": Form(((groups, num_out // word),), ("I32",)),
         "scales": Form(((groups, num_out),), FLOATS),
     }
-    return forms if is_awq else forms | {"g_idx": Form(((num_in,),), ("I32",), is_optional=True)}
+    return forms if is_awq else forms | {"g_idx": order}

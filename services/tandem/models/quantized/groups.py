@@ -45,13 +45,14 @@ class Groups:
             return None
         if not torch.equal(self.scales.half().float(), self.scales):
             return None
-        if self.numbers.dtype == torch.int8:
-            numbers = self.numbers.contiguous().view(torch.uint8).view(num_out, -1, BLOCK)
-            return self._of_type(gguf.GGMLQuantizationType.Q8_0, self._scales(BLOCK), numbers)
         order = self.group_of_input
         if order is not None:
             order = order.argsort(stable=True).int()
         numbers = self.numbers if order is None else self.numbers[:, order]
+        if numbers.dtype == torch.int8:
+            data = numbers.contiguous().view(torch.uint8).view(num_out, -1, BLOCK)
+            kind = gguf.GGMLQuantizationType.Q8_0
+            return self._of_type(kind, self._scales(BLOCK), data, order=order)
         halves = _halves(numbers.reshape(num_out, -1, BLOCK))
         if bool((self.zeros == 8).all()):
             kind = gguf.GGMLQuantizationType.Q4_0

@@ -18,11 +18,15 @@ from tandem.models.gguf.tensors import Blocks
 from tandem.models.quantized.fp8 import Fp8
 from tandem.models.quantized.groups import Groups
 from tandem.models.quantized.packed_groups import PackedGroups
-from tandem.models.quantized.scheme import Scheme
+from tandem.models.quantized.scheme import Quantization, Scheme
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that each of eight numbers is in
 _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
+_WORD_BITS = 32
+_MIDDLE = 128  # of the numbers of 8 bits, which int8 has as 0
+_ORDERS = ("g_idx", "weight_g_idx")
+_UNSET = -1  # in weight_g_idx, of a matrix whose inputs are in no other order
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +48,36 @@ class Coded:
     def shape(self) -> tuple[int, ...]:
         """The numbers of outputs and of inputs."""
         rows, columns = self.by_kind[PARTS[self.scheme.coding][0]].shape
+        word = _WORD_BITS // self.scheme.bits
         if self.scheme.coding == "gptq":
-            return columns, 8 * rows
+            return columns, word * rows
         if self.scheme.coding == "awq":
-            return 8 * columns, rows
-        return rows, columns * (32 // self.scheme.bits if self.scheme.coding == "packed" else 1)
+            return word * columns, rows
+        return rows, columns * (word if self.scheme.coding == "packed" else 1)
+
+    def check(self) -> None:
+        """Reads the small parts whose values a header does not tell. Raises UnsupportedModel naming
+        one that does not fit."""
+        if self.scheme.coding == "packed":
+            self._demand(tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape")
+        if self.scheme.coding == "gptq" and self.scheme.bits == 8:
+            zeros = _bytes_of(self.by_kind["qzeros"]) + self.scheme.zero_offset
+            self._demand(bool((zeros == _MIDDLE).all()), "qzeros")
+        if (of_input := self._group_of_input()) is not None:
+            num_groups = self.shape[1] // (self.scheme.group_size or self.shape[1])
+            fits = (of_input >= 0) & (of_input < num_groups)
+            self._demand(bool(fits.all()), next(name for name in _ORDERS if name in self.by_kind))
 
     def numbers(self) -> torch.Tensor:
-        """Returns float32 [out, in]. Raises UnsupportedModel for a part that does not fit."""
+        """Returns float32 [out, in]."""
         return self._fp8().numbers() if self.scheme.is_float else self._groups().values()
 
     def blocks(self) -> Blocks | Fp8 | None:
-        """Returns the same numbers, quantized; None if no blocks have exactly these.
-
-        Raises UnsupportedModel for a part that does not fit."""
+        """Returns the same numbers, quantized; None if no blocks have exactly these."""
         return self._fp8() if self.scheme.is_float else self._groups().blocks()
 
     def packed(self) -> Fp8 | PackedGroups:
-        """Returns exactly the same numbers, quantized, as torch and Triton keep them.
-
-        Raises UnsupportedModel for a part that does not fit."""
+        """Returns exactly the same numbers, quantized, as torch and Triton keep them."""
         return self._fp8() if self.scheme.is_float else self._groups().packed()
 
     def _groups(self) -> Groups:
@@ -92,26 +106,16 @@ class Coded:
         return Groups(self.by_kind["weight"], _ZERO, self._scale().reshape(-1, 1))
 
     def _packed(self) -> Groups:
-        self._demand(tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape")
-        words = self.by_kind["weight_packed"]
-        if self.scheme.bits == 8:  # the lowest bits first, 128 added to each number
-            numbers = words.contiguous().view(torch.uint8) ^ 128
-            return Groups(numbers.view(torch.int8), _ZERO, self._scale())
-        return Groups(_unpacked(words), _ZERO + 8, self._scale())
+        numbers, zeros = self._integers(self.by_kind["weight_packed"])
+        if self.scheme.has_zeros:  # of outputs in words that the last one may not fill
+            zeros = _unpacked(self.by_kind["weight_zero_point"].t())[:, : len(numbers)].t()
+        return self._in_their_order(Groups(numbers, zeros, self._scale()))
 
     def _gptq(self) -> Groups:
-        numbers = _unpacked(self.by_kind["qweight"].t())  # [out, in]
-        zeros = _unpacked(self.by_kind["qzeros"]).t() + self.scheme.zero_offset
-        groups = Groups(numbers, zeros, self.by_kind["scales"].float().t())
-        if "g_idx" not in self.by_kind:
-            return groups
-        num_in, num_groups = numbers.shape[1], zeros.shape[1]
-        of_input = self.by_kind["g_idx"].long()
-        self._demand(bool(((of_input >= 0) & (of_input < num_groups)).all()), "g_idx")
-        in_order = torch.arange(num_in) // (num_in // num_groups)
-        return (
-            groups if torch.equal(of_input, in_order) else replace(groups, group_of_input=of_input)
-        )
+        numbers, zeros = self._integers(self.by_kind["qweight"].t())
+        if self.scheme.bits == 4:
+            zeros = _unpacked(self.by_kind["qzeros"]).t() + self.scheme.zero_offset
+        return self._in_their_order(Groups(numbers, zeros, self.by_kind["scales"].float().t()))
 
     def _awq(self) -> Groups:
         numbers, zeros = (
@@ -119,27 +123,57 @@ class Coded:
         )
         return Groups(numbers, zeros, self.by_kind["scales"].float().t())
 
+    def _integers(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the numbers of rows of words, and the zero of all if their scheme has one."""
+        if self.scheme.bits == 4:
+            return _unpacked(words), _ZERO + 8
+        return (_bytes_of(words) ^ _MIDDLE).view(torch.int8), _ZERO
+
+    def _in_their_order(self, groups: Groups) -> Groups:
+        """Returns the same with the groups of inputs that the checkpoint tells."""
+        if (of_input := self._group_of_input()) is None:
+            return groups
+        num_in, num_groups = groups.numbers.shape[1], groups.scales.shape[1]
+        if torch.equal(of_input, torch.arange(num_in) // (num_in // num_groups)):
+            return groups
+        return replace(groups, group_of_input=of_input)
+
+    def _group_of_input(self) -> torch.Tensor | None:
+        """Returns the group of each input, int64 [in]; None if as many inputs follow one another
+        in each."""
+        for name in _ORDERS:
+            if name in self.by_kind:
+                of_input = self.by_kind[name].long()
+                return None if bool((of_input == _UNSET).all()) else of_input
+        return None
+
     def _demand(self, fits: bool, name: str) -> None:
         if not fits:
             raise UnsupportedModel(f"{self.file}: {self.name}.{name} does not fit its matrix")
 
 
 def join_parts(
-    stored: Mapping[str, torch.Tensor], scheme: Scheme, files: Mapping[str, Path]
+    stored: Mapping[str, torch.Tensor], quantization: Quantization, files: Mapping[str, Path]
 ) -> dict[str, torch.Tensor | Coded]:
     """Returns the tensors of a checkpoint, with the parts of each quantized matrix as one. `files`
-    are those of the tensors, by name."""
-    names = PARTS[scheme.coding]
-    main = names[0]
+    are those of the tensors, by name.
+
+    Raises UnsupportedModel for a part that does not fit its matrix."""
     joined: dict[str, torch.Tensor | Coded] = dict(stored)
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")
-        if kind != main or (main == "weight" and tensor.dtype not in (_FLOAT8, torch.int8)):
+        scheme = quantization.of(module)
+        if scheme is None or kind != PARTS[scheme.coding][0]:
             continue
-        parts = {
-            part: joined.pop(f"{module}.{part}") for part in names if f"{module}.{part}" in stored
-        }
-        joined[f"{module}.weight"] = Coded(module, parts, scheme, files[name])  # type: ignore[arg-type]
+        if kind == "weight" and tensor.dtype not in (_FLOAT8, torch.int8):
+            continue
+        names = {part: f"{module}.{part}" for part in PARTS[scheme.coding]}
+        parts = {part: stored[each] for part, each in names.items() if each in stored}
+        for each in names.values():
+            joined.pop(each, None)
+        coded = Coded(module, parts, scheme, files[name])
+        coded.check()
+        joined[f"{module}.weight"] = coded
     return joined
 
 
@@ -150,3 +184,8 @@ def _unpacked(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> 
     for place, nibble in enumerate(order):
         numbers[..., place] = (words >> 4 * nibble) & 15
     return numbers.flatten(-2)
+
+
+def _bytes_of(words: torch.Tensor) -> torch.Tensor:
+    """Returns the four numbers of each int32 of a row side by side, the lowest bits first."""
+    return words.contiguous().view(torch.uint8)
