@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.cluster.launch.checked_model import model_here
@@ -135,6 +136,27 @@ def test_a_folder_with_something_wrong(
         model_here(options(folder))
     assert str(folder) in raised.value.message
     assert len(raised.value.message.splitlines()) == 1
+
+
+def test_scales_of_kv_are_checked_if_they_will_be_read(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    scales = {
+        f"model.layers.{layer}.self_attn.{which}_scale": torch.ones(1)
+        for layer in range(3)
+        for which in "kv"
+    }
+    of_two = scales | {"model.layers.1.self_attn.v_scale": torch.ones(2)}
+    del scales["model.layers.2.self_attn.k_scale"]
+    stored = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    for wrong, named in (
+        (of_two, r"1\.self_attn\.v_scale is F32 of shape \[2\]"),
+        (scales, "lacks"),
+    ):
+        save_file(stored | wrong, file, metadata={"format": "pt"})
+        assert model_here(options(folder)) is not None
+        with pytest.raises(ConfigError, match=named) as raised:
+            model_here(options(folder, kv_dtype="fp8_e4m3"))
+        assert str(folder) in raised.value.message
 
 
 def test_adapters_with_something_wrong(folder: Path, tmp_path: Path) -> None:

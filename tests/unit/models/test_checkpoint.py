@@ -222,6 +222,24 @@ def test_the_output_of_tied_embeddings_may_be_there_again_and_must_fit(tmp_path:
         check(folder, headers | {"lm_head.weight": TensorHeader("F32", (5, 96))})
 
 
+def test_a_tied_output_that_alone_is_quantized_is_refused(tmp_path: Path) -> None:
+    folder, headers = quantized(make_tiny_model("qwen3", tmp_path)[0], "int8")
+    assert folder.config.tie_word_embeddings
+    check(folder, headers)
+    vocab_size, hidden = headers["model.embed_tokens.weight"].shape
+    output = {
+        "lm_head.weight": TensorHeader("I8", (vocab_size, hidden)),
+        "lm_head.weight_scale": TensorHeader("F16", (vocab_size, 1)),
+    }
+    with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings is true, and lm_head\.weight"):
+        check(folder, headers | output)
+    embedding = {
+        "model.embed_tokens.weight": TensorHeader("I8", (vocab_size, hidden)),
+        "model.embed_tokens.weight_scale": TensorHeader("F16", (vocab_size, 1)),
+    }
+    check(folder, headers | output | embedding)
+
+
 def test_layers_that_do_not_run_and_tables_that_follow_from_the_config_are_left(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,7 @@ from tandem.engine.executor.weights import ExpertWeights, Mlp
 from tandem.errors import UnsupportedModel
 from tandem.models.quantized.config import has_kv_scales, read_quantization
 from tandem.models.quantized.scheme import Scheme
-from tandem.models.quantized.tensors import Coded
+from tandem.models.quantized.tensors import Coded, join_parts
 from tandem.models.source import read_folder
 from tests.tiny_models import make_tiny_model
 
@@ -75,6 +75,7 @@ STATIC_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": Fa
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 GPTQ_8 = GPTQ | {"bits": 8, "sym": True}
 BYTES = (0, 1, 2, 3)  # the order of numbers of 8 bits
+ORDERS = {8: tuple(range(8)), 4: BYTES}  # by the numbers in a word
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 
 
@@ -207,6 +208,39 @@ def test_awq() -> None:
         qzeros=packed(zeros, order),
         scales=scales,
     )
+
+
+@pytest.mark.parametrize(
+    ("quantization", "part", "value"),
+    [
+        (INT4, "weight_shape", torch.tensor([NUM_OUT, NUM_IN + 8])),
+        (INT4, "weight_g_idx", torch.full((NUM_IN,), NUM_GROUPS).int()),
+        (GPTQ, "g_idx", torch.full((NUM_IN,), -1).int()),
+        (GPTQ, "g_idx", torch.full((NUM_IN,), NUM_GROUPS).int()),
+        (GPTQ_8, "qzeros", packed(torch.full((NUM_GROUPS, NUM_OUT), 126), BYTES)),
+    ],
+)
+def test_small_parts_that_do_not_fit_are_refused_before_any_matrix_is_read(
+    quantization: dict[str, Any], part: str, value: torch.Tensor
+) -> None:
+    word = 32 // quantization.get("bits", 4)
+    parts = {
+        "weight_packed": torch.empty(NUM_OUT, NUM_IN // 8, dtype=torch.int32),
+        "weight_shape": torch.tensor([NUM_OUT, NUM_IN]),
+    }
+    if quantization is not INT4:
+        zeros = packed(torch.full((NUM_GROUPS, NUM_OUT), 127 if word == 4 else 7), ORDERS[word])
+        parts = {
+            "qweight": torch.empty(NUM_IN // word, NUM_OUT, dtype=torch.int32),
+            "qzeros": zeros,
+        }
+    found = read_quantization({"quantization_config": quantization})
+    assert found is not None
+    stored = {f"x.{name}": tensor for name, tensor in parts.items()}
+    files = dict.fromkeys(stored, Path("a.safetensors"))
+    assert join_parts(stored, found, files).keys() == {"x.weight"}
+    with pytest.raises(UnsupportedModel, match=rf"a\.safetensors: x\.{part} does not fit its matr"):
+        join_parts(stored | {f"x.{part}": value}, found, files)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tandem.cluster.launch.built_in_model import download_built_in
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.errors import TandemError
 from tandem.models.checkpoint.check import check_weights
+from tandem.models.checkpoint.kv_scales import find_kv_scales
 from tandem.models.limits import check_settings
 from tandem.models.lora import open_lora
 from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, is_local, resolve
@@ -39,6 +40,8 @@ def _checked(options: LaunchOptions) -> ModelFolder:
     model = resolve(options.model, revision=options.model_revision)
     check_settings(options.engine, model.config)
     check_weights(model.weight_files, model.config)
+    if options.engine.kv_dtype == "fp8_e4m3":
+        find_kv_scales(model.weight_files, model.config)
     Tokenizer.of(model)
     for name, path in options.engine.lora.items():
         if options.listen and not Path(path).expanduser().exists():

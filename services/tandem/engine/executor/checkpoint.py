@@ -41,10 +41,25 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
 def check_tied(stored: Stored) -> None:
     """Some checkpoints store the tied matrix twice. Raises UnsupportedModel if two matrices differ:
     transformers does not tie them then."""
-    output, embedding = stored.get(OUTPUT), stored.get(EMBEDDING)
-    if not (isinstance(output, torch.Tensor) and isinstance(embedding, torch.Tensor)):
+    output, embedding = (_parts_of(stored.get(name)) for name in (OUTPUT, EMBEDDING))
+    if not output:
         return
-    if not torch.equal(output, embedding):
+    are_alike = output.keys() == embedding.keys()
+    if not (are_alike and all(_are_equal(output[part], embedding[part]) for part in output)):
         raise UnsupportedModel(
             f"tie_word_embeddings is true, and {OUTPUT} differs from {EMBEDDING}: set it to false"
         )
+
+
+def _parts_of(matrix: torch.Tensor | Blocks | Coded | Mxfp4 | None) -> Mapping[str, torch.Tensor]:
+    """Returns the tensors of a matrix of safetensors; a GGUF file stores a tied one once."""
+    if isinstance(matrix, Coded):
+        return matrix.by_kind
+    return {"weight": matrix} if isinstance(matrix, torch.Tensor) else {}
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return torch.equal(one.float(), other.float())
+    bits = torch.uint8 if one.dtype.is_floating_point and one.dtype.itemsize == 1 else one.dtype
+    return torch.equal(one.view(bits), other.view(bits))

@@ -14,7 +14,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.broken_files import few, naming
 from tandem.models.checkpoint.expert_names import MXFP4_BLOCK, Shapes
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader, read_header
-from tandem.models.checkpoint.kv_scale_names import place_of_scale
+from tandem.models.checkpoint.kv_scales import place_of_scale
 from tandem.models.checkpoint.quantized_forms import forms_of_parts, is_quantized
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT, expected_shapes
 from tandem.models.config import ModelConfig
@@ -88,8 +88,18 @@ def _forms(
         forms |= _forms_of(name, shape, stored, config)
     if config.tie_word_embeddings:  # some checkpoints store the matrix twice
         again = _forms_of(OUTPUT, shapes[EMBEDDING], stored, config)
+        first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
+        if again.keys() & stored.keys() and _parts(again) != _parts(first):
+            raise UnsupportedModel(
+                f"tie_word_embeddings is true, and {OUTPUT} is not stored as {EMBEDDING} is: one "
+                "of them is quantized. Set it to false"
+            )
         forms |= {name: replace(form, is_optional=True) for name, form in again.items()}
     return forms
+
+
+def _parts(forms: Mapping[str, Form]) -> set[str]:
+    return {name.rpartition(".")[2] for name in forms}
 
 
 def _forms_of(

@@ -1,0 +1,67 @@
+"""A checkpoint's static scales of KV: their names, and what the headers of files tell of them.
+
+model.layers.N.self_attn.k_scale            as compressed-tensors names them
+model.layers.N.self_attn.k_proj.k_scale     as ModelOpt does
+model.layers.N.self_attn.qkv_proj.k_scale   where Q, K and V are one matrix
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.headers import FLOATS, read_header
+from tandem.models.config import ModelConfig
+
+_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?([kv])_scale")
+
+Place = tuple[int, str]  # a layer, and k or v
+
+
+class StoredScale(NamedTuple):
+    file: Path
+    name: str
+
+
+def place_of_scale(name: str) -> Place | None:
+    """Returns the layer, and whether the scale is of k or v; None for the name of no scale."""
+    found = _NAME.fullmatch(name)
+    if found is None or found[2] not in (None, "qkv", found[3]):
+        return None
+    return int(found[1]), found[3]
+
+
+def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, StoredScale]:
+    """Returns where the scales of K and V of each layer are; nothing if neither the files nor the
+    config tell of any. Reads the headers of safetensors; a GGUF file has no scales.
+
+    Raises UnsupportedModel for a scale that is missing or is not one number, and ConfigError naming
+    a file that is not whole."""
+    if files[0].suffix.lower() == ".gguf":
+        return {}
+    found: dict[Place, StoredScale] = {}
+    for file in files:
+        for name, each in read_header(file).tensors.items():
+            if (place := place_of_scale(name)) is None:
+                continue
+            if math.prod(each.shape) != 1 or each.dtype not in FLOATS:
+                raise UnsupportedModel(
+                    f"{file}: {name} is {each.dtype} of shape {list(each.shape)}; a scale of KV "
+                    "must be one number with a fraction"
+                )
+            found[place] = StoredScale(file, name)
+    if not found and not config.has_kv_scales:
+        return {}
+    wanted = [(layer, which) for layer in range(config.num_layers) for which in "kv"]
+    if missing := [place for place in wanted if place not in found]:
+        layer, which = missing[0]
+        raise UnsupportedModel(
+            f"{files[0].parent}: the checkpoint lacks {which}_scale of layer {layer}; static "
+            "scales of KV must be there for K and V of all layers, or kv-dtype be another than "
+            "fp8_e4m3"
+        )
+    return {place: found[place] for place in wanted}
