@@ -3,8 +3,9 @@
     pip install compressed-tensors==0.20.0
     python tests/data/compressed_tensors/make.py
 
-Of each preset: the tensors that the package stores of a matrix [2, 256], and `expected`, the
-numbers in float32 that it reads them as. The metadata has its `quantization_config`.
+Of each model: the tensors that the package stores of its matrices [outputs, 256], and `expected`,
+the numbers in float32 that it reads them as. The metadata has its `quantization_config`. A model
+has one module for each target; a preset alone is of the module `x`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,24 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
-PRESETS = ("W4A16", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")
+PRESETS = ("W4A16", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16_ASYM")
+ALL = ["Linear"]
+# The targets and presets of models.
+MODELS = {preset: [(ALL, preset)] for preset in PRESETS} | {
+    "MIXED": [(ALL, "W4A16_ASYM"), (["re:.*attn"], "W8A16"), (["mlp.down"], "FP8_DYNAMIC")],
+}
 NUM_OUT, NUM_IN = 2, 256
+MANY = 11  # outputs: zeros of one word of them are none that the package unpacks
+MODULES = {
+    "W4A16_ASYM": {"x": MANY},
+    "MIXED": {"mlp.up": MANY, "mlp.down": NUM_OUT, "self_attn.q": NUM_OUT},
+}
 
 
-def scales_of(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+def parameters_of(
+    weight: torch.Tensor, args: QuantizationArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scales and zeros."""
     parts = {
         "group": lambda: weight.unflatten(1, (-1, args.group_size)),
         "channel": lambda: weight.unsqueeze(1),
@@ -36,40 +50,65 @@ def scales_of(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
             weight.unflatten(1, (-1, args.block_structure[1])).movedim(1, 0).flatten(1)
         ),
     }[args.strategy]()
-    scales, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
-    return scales
+    return calculate_qparams(parts.amin(-1), parts.amax(-1), args)
 
 
-def pack(preset: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    model = torch.nn.ModuleDict({"x": torch.nn.Linear(NUM_IN, NUM_OUT, bias=False)}).bfloat16()
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    groups = {"group_0": scheme}
+def model_of(name: str) -> torch.nn.Module:
+    """Returns a model with the parameters of its quantization."""
+    model = torch.nn.Module()
+    for path, num_out in MODULES.get(name, {"x": NUM_OUT}).items():
+        parent, _, child = path.rpartition(".")
+        if parent and not hasattr(model, parent):
+            setattr(model, parent, torch.nn.Module())
+        linear = torch.nn.Linear(NUM_IN, num_out, bias=False).bfloat16()
+        setattr(model.get_submodule(parent), child, linear)
+    groups = {
+        f"group_{i}": preset_name_to_scheme(preset, targets)
+        for i, (targets, preset) in enumerate(MODELS[name])
+    }
     apply_quantization_config(
         model, QuantizationConfig(config_groups=groups, quantization_status="frozen")
     )
-    linear = model["x"]
-    scales = scales_of(linear.weight.data.float(), scheme.weights)
-    linear.weight_scale.data.copy_(scales.view(linear.weight_scale.shape))
+    for linear in linears(model).values():
+        args, weight = linear.quantization_scheme.weights, linear.weight.data.float()
+        scales, zeros = parameters_of(weight, args)
+        linear.weight_scale.data.copy_(scales.view(linear.weight_scale.shape))
+        if not args.symmetric:
+            linear.weight_zero_point.data.copy_(zeros.view(linear.weight_zero_point.shape))
+    return model
+
+
+def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    return {path: each for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+
+
+def pack(name: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    model = model_of(name)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    stored = {name: tensor.detach() for name, tensor in linear.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
         compressor.update_config(folder)
         config = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
-    kind = BaseCompressor.get_value_from_registry(config["format"])
-    exact = stored | {"weight_scale": stored["weight_scale"].float()}
-    expected = kind.decompress(exact, linear.quantization_scheme)["weight"]
-    return stored | {"expected": expected}, config
+    found: dict[str, torch.Tensor] = {}
+    for path, linear in linears(model).items():
+        stored = {part: tensor.detach() for part, tensor in linear.state_dict().items()}
+        scheme = linear.quantization_scheme
+        kind = BaseCompressor.get_value_from_registry(scheme.format)
+        exact = stored | {"weight_scale": stored["weight_scale"].float()}
+        parts = stored | {"expected": kind.decompress(exact, scheme)["weight"]}
+        prefix = f"{name}." if path == "x" else f"{name}.{path}."
+        found |= {f"{prefix}{part}": each.contiguous() for part, each in parts.items()}
+    return found, config
 
 
 def main() -> None:
     torch.manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     configs = {}
-    for preset in PRESETS:
-        stored, config = pack(preset)
-        tensors |= {f"{preset}.{name}": each.contiguous() for name, each in stored.items()}
-        configs[preset] = json.dumps(config)
+    for name in MODELS:
+        packed, config = pack(name)
+        tensors |= packed
+        configs[name] = json.dumps(config)
     save_file(tensors, Path(__file__).with_name("matrices.safetensors"), metadata=configs)
 
 

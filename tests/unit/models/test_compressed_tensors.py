@@ -23,31 +23,39 @@ FILE = Path(__file__).parents[2] / "data" / "compressed_tensors" / "matrices.saf
 
 
 @pytest.mark.parametrize(
-    ("preset", "kept"),
+    ("model", "module", "kept"),
     [
-        ("W4A16", "Q4_0"),
-        ("W8A16", "Q8_0"),
-        ("W8A8", "Q8_0"),
-        ("FP8_DYNAMIC", ""),
-        ("FP8_BLOCK", ""),
+        ("W4A16", "", "Q4_0"),
+        ("W4A16_ASYM", "", "Q4_Z64"),
+        ("W8A16", "", "Q8_0"),
+        ("W8A8", "", "Q8_0"),
+        ("FP8_DYNAMIC", "", ""),
+        ("FP8_BLOCK", "", ""),
+        ("MIXED", "mlp.up", "Q4_Z64"),
+        ("MIXED", "mlp.down", ""),
+        ("MIXED", "self_attn.q", "Q8_0"),
     ],
 )
-def test_a_preset(preset: str, kept: str) -> None:
+def test_a_matrix(model: str, module: str, kept: str) -> None:
+    """Of a model of one preset, or of several."""
     with safe_open(FILE, "pt") as file:
-        config = json.loads(file.metadata()[preset])
-    stored = {n: each for n, each in load_file(FILE).items() if n.startswith(f"{preset}.")}
-    expected = stored.pop(f"{preset}.expected")
+        config = json.loads(file.metadata()[model])
+    name = f"{model}.{module}" if module else model
+    stored = {n: each for n, each in load_file(FILE).items() if n.startswith(f"{name}.")}
+    expected = stored.pop(f"{name}.expected")
     quantization = read_quantization({"quantization_config": config})
     assert quantization is not None
-    scheme = quantization.of(preset)
+    scheme = quantization.of(module)
     assert scheme is not None
     headers = read_header(FILE).tensors
-    assert is_quantized(preset, headers, scheme)
-    forms = forms_of_parts(preset, tuple(expected.shape), headers, scheme)
-    assert forms.keys() == stored.keys()
-    for name, form in forms.items():
-        assert headers[name].shape in form.shapes
-        assert headers[name].dtype in form.dtypes
+    assert is_quantized(name, headers, scheme)
+    forms = forms_of_parts(name, tuple(expected.shape), headers, scheme)
+    assert {part for part, form in forms.items() if not form.is_optional} <= stored.keys()
+    assert stored.keys() <= forms.keys()
+    for part in stored:
+        assert headers[part].shape in forms[part].shapes
+        assert headers[part].dtype in forms[part].dtypes
+    stored = {f"{module}{part.removeprefix(name)}": each for part, each in stored.items()}
     (coded,) = join_parts(stored, quantization, dict.fromkeys(stored, FILE)).values()
     assert isinstance(coded, Coded)
     assert coded.shape == tuple(expected.shape)

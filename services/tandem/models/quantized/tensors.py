@@ -25,7 +25,6 @@ _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 _WORD_BITS = 32
 _MIDDLE = 128  # of the numbers of 8 bits, which int8 has as 0
-_ORDERS = ("g_idx", "weight_g_idx")
 _UNSET = -1  # in weight_g_idx, of a matrix whose inputs are in no other order
 
 
@@ -66,7 +65,7 @@ class Coded:
         if (of_input := self._group_of_input()) is not None:
             num_groups = self.shape[1] // (self.scheme.group_size or self.shape[1])
             fits = (of_input >= 0) & (of_input < num_groups)
-            self._demand(bool(fits.all()), next(name for name in _ORDERS if name in self.by_kind))
+            self._demand(bool(fits.all()), self._order)
 
     def numbers(self) -> torch.Tensor:
         """Returns float32 [out, in]."""
@@ -141,11 +140,15 @@ class Coded:
     def _group_of_input(self) -> torch.Tensor | None:
         """Returns the group of each input, int64 [in]; None if as many inputs follow one another
         in each."""
-        for name in _ORDERS:
-            if name in self.by_kind:
-                of_input = self.by_kind[name].long()
-                return None if bool((of_input == _UNSET).all()) else of_input
-        return None
+        if self._order not in self.by_kind:
+            return None
+        of_input = self.by_kind[self._order].long()
+        is_unset = self.scheme.coding == "packed" and bool((of_input == _UNSET).all())
+        return None if is_unset else of_input
+
+    @property
+    def _order(self) -> str:
+        return "weight_g_idx" if self.scheme.coding == "packed" else "g_idx"
 
     def _demand(self, fits: bool, name: str) -> None:
         if not fits:
