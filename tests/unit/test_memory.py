@@ -12,7 +12,7 @@ import pytest
 from tandem.config.engine import EngineConfig
 from tandem.engine.cache.layout import BlockLayout
 from tandem.memory import Memory, Need, read_memory, why_too_much, worker_need
-from tandem.models.quantized.scheme import Scheme
+from tandem.models.quantized.scheme import Quantization, Scheme
 from tandem.models.source import BUILT_IN, ModelFolder, resolve
 
 GB = 10**9
@@ -78,7 +78,8 @@ def test_weights_of_checkpoints_that_stay_quantized_count_as_their_files(
     """Weights of 4 bits may have 4.5 once they are repacked."""
 
     def weights(is_mxfp4: bool = False, scheme: Scheme | None = None, **settings: str) -> float:
-        quantized = replace(model.config, is_mxfp4=is_mxfp4, quantization=scheme)
+        quantization = None if scheme is None else Quantization(scheme)
+        quantized = replace(model.config, is_mxfp4=is_mxfp4, quantization=quantization)
         folder = replace(model, config=quantized, weight_files=(Path(__file__),))
         config = EngineConfig(model="", **settings)  # type: ignore[arg-type]
         return worker_need(config, folder).weights_bytes / Path(__file__).stat().st_size
