@@ -37,7 +37,7 @@ FILE = Path(__file__).parents[2] / "data" / "compressed_tensors" / "matrices.saf
     ],
 )
 def test_a_matrix(model: str, module: str, kept: str) -> None:
-    """Of a model of one preset, or of several."""
+    """The model has one preset, or several."""
     with safe_open(FILE, "pt") as file:
         config = json.loads(file.metadata()[model])
     name = f"{model}.{module}" if module else model

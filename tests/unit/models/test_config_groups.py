@@ -1,4 +1,4 @@
-"""Which scheme of compressed-tensors' `config_groups` a module has."""
+"""A module has the scheme of one of compressed-tensors' `config_groups`."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_packed_int4() -> None:
 
 @pytest.mark.parametrize("order", ["none", "unset", "shuffled"])
 def test_packed_int4_with_zeros(order: str) -> None:
-    """Of outputs that do not fill the words of zeros, and of inputs in the order of activations."""
+    """Outputs do not fill the words of zeros, and inputs may be in the order of activations."""
     num_out = 13
     numbers, zeros = nibbles(num_out, NUM_IN), nibbles(num_out, NUM_GROUPS)
     scales = floats(num_out, NUM_GROUPS).bfloat16()
