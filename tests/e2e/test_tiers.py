@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.harness.cluster import LocalCluster, wait_for
 from tests.tiny_models import make_tiny_model
 
 PLACEMENT = "x-tandem-placement"
+HELD = "tandem_kv_tier_blocks_held"
 WRITTEN = "tandem_kv_tier_blocks_written_total"
 NUM_BLOCKS = 48  # of a pool; the chat and its answer take 34
 
@@ -73,6 +75,22 @@ def test_a_chat_returns_to_the_worker_that_can_load_it(
         assert by_tier["disk"] > 0
         assert sum(by_tier.values()) == details["cached_tokens"] >= len(prompt) // 16 * 16
         assert verified(cluster)[chosen] > NUM_BLOCKS  # those of its tier, too
+        wait_for(lambda: shows_tier(cluster, chosen), deadline_s=30, what="the tier on the page")
+
+
+def shows_tier(cluster: LocalCluster, worker_id: str) -> bool:
+    """Returns whether the router tells operators what the worker's disk holds, as its own metrics
+    do, and the page's charts have a share of it."""
+    workers = httpx.get(f"{cluster.admin_url}/v1/cluster").json()["workers"]
+    (tiers,) = (worker["tiers"] for worker in workers if worker["worker_id"] == worker_id)
+    names = {"blocks_total": "tandem_kv_tier_blocks", "blocks_held": HELD}
+    expected = {told: metric(cluster, worker_id, name) for told, name in names.items()}
+    assert [tier["name"] for tier in tiers] == ["disk"]
+    with httpx.stream("GET", f"{cluster.admin_url}/v1/cluster/live") as feed:
+        data = next(line for line in feed.iter_lines() if line.startswith("data: "))
+    page = json.loads(data.removeprefix("data: "))
+    column = page["sample_columns"].index("kv_disk_share")
+    return {**tiers[0], **expected} == tiers[0] and any(s[column] for s in page["samples"])
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typing import Any
 from tandem.config.admin import AdminOptions
 from tandem.config.cluster import ClusterConfig
 from tandem.config.router import RouterConfig
+from tandem.perf_model.kv_load import TierUse
 from tandem.router.api.admin.app import make_admin_app
 from tandem.router.api.admin.page_feed import PageFeed
 from tandem.router.api.http.server import HttpServer, bind
@@ -75,7 +76,7 @@ class SimulatedRouter:
         self.control = ClusterControl(self.config, self.view, self.trail)
         self.feed = PageFeed(self.config, self.generator, self.control, self.metrics, self.trail)
 
-    def put(self, worker_id: str, **load: int) -> None:
+    def put(self, worker_id: str, *tiers: TierUse, **load: int) -> None:
         """Adds a worker, or gives it another load; the id begins with its role."""
         record = WorkerRecord(
             worker_id=worker_id,
@@ -90,6 +91,7 @@ class SimulatedRouter:
             max_model_len=100,
             compatibility=_KV,
             load=Load(blocks_total=100, **load),
+            tiers=tiers,
         )
         client: Any = _UP if record.role == "decode" else None
         self.view._workers[worker_id] = KnownWorker(record, client)
@@ -149,6 +151,9 @@ async def simulate(router: SimulatedRouter, num_workers: int, requests_per_s: in
         for worker_id in ids:
             router.put(
                 worker_id,
+                TierUse("host", 1000, min(1000, 20 * second)),
+                TierUse("disk", 64_000, 100 * second % 64_000),
+                TierUse("store", 65_536, 200 * second % 65_536),
                 num_running=random.randrange(32),
                 num_waiting=random.randrange(4),
                 num_leases=random.randrange(8),

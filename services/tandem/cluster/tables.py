@@ -5,6 +5,7 @@ If a table does not fit, its last columns, or its notes, stand below it.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -14,6 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 _LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
+_TIERS = "KV in tiers"
+_MORE_COLUMNS = ("measured", "pulls from")
 _WHYS_MAX = 8
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 
@@ -61,22 +64,25 @@ def worker_tables(
 ) -> Iterator[RenderableType]:
     """Yields the tables of the workers. `known` has a row for each of them, `workers` has those
     with a record."""
-    wide = table(*_LOAD_COLUMNS, "measured", "pulls from")
-    for cells in _rows(workers, known):
-        wide.add_row(*map(escape, (*cells[:8], *cells[8:9], ", ".join(cells[9:]) or "-")))
+    rows = list(_rows(workers, known))
+    more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
+    wide = table(*_LOAD_COLUMNS, *more)
+    for row in rows:
+        wide.add_row(*map(escape, (*row.loads, *row.told(more, ", "))))
     if fits(wide, screen):
         yield wide
         return
-    loads, speeds, notes = table(*_LOAD_COLUMNS), table("worker", "measured", "pulls from"), []
+    loads, speeds, notes = table(*_LOAD_COLUMNS), table("worker", *more), []
     for column in (*loads.columns, speeds.columns[0]):
         column.no_wrap = True
-    for cells in _rows(workers, known):
-        state, _, note = cells[2].partition(": ")
-        loads.add_row(*map(escape, (*cells[:2], state, *cells[3:8])))
+    for row in rows:
+        name, role, told, *numbers = row.loads
+        state, _, note = told.partition(": ")
+        loads.add_row(*map(escape, (name, role, state, *numbers)))
         if note:
-            notes.append(Padding(escape(f"{cells[0]} is {state}: {note}"), (0, 0, 0, 2)))
-        if len(cells) > 8:
-            speeds.add_row(*map(escape, (cells[0], cells[8], "\n".join(cells[9:]) or "-")))
+            notes.append(Padding(escape(f"{name} is {state}: {note}"), (0, 0, 0, 2)))
+        if row.has_record:
+            speeds.add_row(*map(escape, (name, *row.told(more, "\n"))))
     yield loads
     yield from notes
     if speeds.row_count:
@@ -108,15 +114,31 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The cells of a worker. One without a record has only the first three of its loads."""
+
+    loads: list[str]
+    has_record: bool = False
+    tiers: list[str] = field(default_factory=list)
+    speed: str = ""
+    peers: list[str] = field(default_factory=list)
+
+    def told(self, columns: Sequence[str], between: str) -> list[str]:
+        """Returns the cells of these columns after the loads, `between` two tiers or peers."""
+        if not self.has_record:
+            return ["-"]
+        tiers, peers = (between.join(cell) or "-" for cell in (self.tiers, self.peers))
+        return [tiers, self.speed, peers] if _TIERS in columns else [self.speed, peers]
+
+
 def _rows(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]]
-) -> Iterator[list[str]]:
-    """Yields the cells of each worker: eight with its load, its speed, then one for each peer. A
-    worker without a record has only the first three."""
+) -> Iterator[_Row]:
     rows = {row["worker_id"]: row for row in known}
     for worker in workers:
         load = worker["load"]
-        yield [
+        loads = [
             worker["worker_id"],
             worker["role"],
             _state(worker, rows.pop(worker["worker_id"], None)),
@@ -125,11 +147,11 @@ def _rows(
             str(load["num_waiting"]),
             str(load["queued_tokens"]),
             f"{worker['kv_use']:.0%} of {load['blocks_total']}",
-            _rates(worker.get("rates")),
-            *_pairs(worker),
         ]
+        tiers = [_tier(tier) for tier in worker.get("tiers", ())]  # older routers tell of none
+        yield _Row(loads, True, tiers, _rates(worker.get("rates")), _pairs(worker))
     for row in rows.values():
-        yield [row["worker_id"], row["pool"], _told(row)]
+        yield _Row([row["worker_id"], row["pool"], _told(row)])
 
 
 def _audited(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -162,6 +184,14 @@ def _rates(rates: Mapping[str, float] | None) -> str:
         return "-"
     step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
     return f"{rates['prefill_tokens_per_s']:.0f} tok/s, {step}"
+
+
+def _tier(tier: Mapping[str, Any]) -> str:
+    """Formats what a tier holds. A store has no end: a worker remembers so many of its blocks."""
+    held, total = tier["blocks_held"], tier["blocks_total"]
+    if tier["name"] == "store":
+        return f"store {held} known"
+    return f"{tier['name']} {held / total if total else 0:.0%} of {total}"
 
 
 def _pairs(worker: Mapping[str, Any]) -> list[str]:

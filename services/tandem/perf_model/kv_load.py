@@ -1,4 +1,4 @@
-"""The KV pools of a worker as its load tells them, and what a sequence lacks there. Pure.
+"""The KV pools and tiers of workers as they tell them, and what a sequence lacks there. Pure.
 
 A model without windows has one pool, and a load's totals are that pool's. With windows each KV
 group has a pool of its own, and the totals are sums, in which a pool with many free blocks hides
@@ -8,6 +8,7 @@ one that has none: then the load has the groups, too.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -19,6 +20,15 @@ class GroupLoad(msgspec.Struct, frozen=True):
     blocks_total: int
     blocks_used: int = 0  # referenced by a live sequence
     sequence_blocks_max: int = 0  # that one sequence has of it; 0: as many as the sequence is long
+
+
+class TierUse(msgspec.Struct, frozen=True):
+    """What a tier below the pools holds. A store has no end: `blocks_total` is how many of its
+    blocks a worker can remember, and `blocks_held` how many it remembers."""
+
+    name: str  # host, disk or store
+    blocks_total: int
+    blocks_held: int
 
 
 class KvLoad(Protocol):
@@ -42,6 +52,18 @@ def kv_use(load: KvLoad) -> float:
     """
     pool = max(load.groups, key=lambda group: group.sequence_blocks_max or math.inf, default=load)
     return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
+
+
+def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:
+    """Returns the share that each tier holds of what it can hold at all workers, 0 to 1, by name.
+    A tier that no worker has is left out."""
+    held: dict[str, int] = {}
+    total: dict[str, int] = {}
+    for tiers in workers:
+        for tier in tiers:
+            held[tier.name] = held.get(tier.name, 0) + tier.blocks_held
+            total[tier.name] = total.get(tier.name, 0) + tier.blocks_total
+    return {name: held[name] / total[name] for name in held if total[name]}
 
 
 def lacking_blocks(load: KvLoad, num_blocks: float, num_sequences: int = 1) -> float:

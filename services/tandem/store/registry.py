@@ -34,7 +34,7 @@ from tandem.block_hash import Chain, chain_root
 from tandem.config.cluster import ClusterConfig
 from tandem.engine_counts import EngineCounts
 from tandem.errors import Incompatible
-from tandem.perf_model.kv_load import GroupLoad
+from tandem.perf_model.kv_load import GroupLoad, TierUse
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.store.client import UNREADABLE, Client
 from tandem.store.pair_rates import encode_bandwidths, pairs_key
@@ -166,6 +166,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     disk_free_bytes: int = 0  # where it keeps its log or copies of blocks; the fuller one
     disk_total_bytes: int = 0  # 0: it does not say, or writes to no disk
     unreachable: dict[str, str] = {}  # peer worker id -> why no blocks can be read from it
+    tiers: tuple[TierUse, ...] = ()  # below its KV pool, from the fastest on
 
     @property
     def transports(self) -> dict[str, str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,22 @@ AUTOSCALE = """async () => {
   showPools();
   const line = document.getElementById("autoscale");
   return line.hidden ? "" : line.textContent;
+}"""
+
+
+# Shows a worker with tiers and one of an older router's feed; returns the lines of their KV.
+LEVELS = """async () => {
+  const {take} = await import("./page/feed.js"), {showWorkers} = await import("./page/workers.js");
+  const tiers = [["host", 250, 1000], ["store", 1234, 65536]];
+  const seen = columns => {
+    const workers = {"decode-0": ["decode", "ready", 50, "h", tiers].slice(0, columns.length)};
+    take("full", {workers, worker_columns: columns, sample_columns: [], step_s: 5, now: 0});
+    showWorkers();
+    const lines = [...document.querySelectorAll("#workers tbody tr .level")].filter(l => !l.hidden);
+    return lines.map(line => `${line.innerText} ${line.querySelector("i").style.width}`);
+  };
+  const columns = ["role", "state", "kv_used_percent", "host", "tiers"];
+  return [seen(columns), seen(columns.slice(0, 4))];
 }"""
 
 
@@ -126,6 +143,21 @@ def test_the_autoscalers_mode_target_and_reason_are_under_the_pools(page: Any) -
     assert page.is_hidden("#autoscale"), "it is off"
     told = "Autoscaler (dry-run): decode 1 -> 3 for its queue: wanted 3 of 1..8"
     assert page.evaluate(AUTOSCALE) == told
+
+
+def test_a_row_has_a_bar_for_the_pool_and_for_each_tier(page: Any) -> None:
+    assert page.evaluate(LEVELS) == [
+        ["50% in use 50%", "host 25% 25%", "store 1,234 known 2%"],
+        ["50% in use 50%"],
+    ]
+
+
+def test_the_chart_of_tiers_says_what_each_holds(page: Any) -> None:
+    page.wait_for_selector("#charts [aria-label^='KV by tier'][aria-label*='disk 0%']")
+    (told,) = page.eval_on_selector_all(
+        "#charts [aria-label^='KV by tier']", "all => all.map(e => e.ariaLabel)"
+    )
+    assert re.search(r"pool in use \d+%, pool cached \d+%, host \d+%, disk \d+%, store known", told)
 
 
 def test_a_drain_is_asked_about_and_its_refusal_is_told_with_the_keyboard_alone(page: Any) -> None:

@@ -67,6 +67,19 @@ def test_in_80_columns_nothing_is_broken_or_lost() -> None:
     assert "prefill-0 nixl 1.6 GB/s," not in text  # a line for each peer
 
 
+@pytest.mark.parametrize("width", [300, 80])
+def test_what_tiers_hold_has_a_column_if_a_worker_has_one(width: int) -> None:
+    tiers = [("host", 1000, 250), ("disk", 64_000, 0), ("store", 65_536, 1234)]
+    names = ("name", "blocks_total", "blocks_held")
+    tiered = worker("decode-0") | {"tiers": [dict(zip(names, t, strict=True)) for t in tiers]}
+    text = shown(width, worker_tables, [tiered, worker("decode-1")], [])
+    told = " ".join(text.split())
+    for words in ("KV in tiers measured", "host 25% of 1000", "disk 0% of 64000", "store 1234"):
+        assert words in told
+    without = shown(width, worker_tables, [worker("decode-0") | {"tiers": []}], [])
+    assert "tiers" not in without
+
+
 def test_the_audit_trail_in_80_columns_has_each_entry_whole() -> None:
     why = "prefill must be an integer from 0 to 64: the size wanted, and nothing else at all"
     entry = {

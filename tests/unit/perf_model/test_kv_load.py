@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.perf_model.kv_load import GroupLoad, kv_use, lacking_blocks, longest_sequence
+from tandem.perf_model.kv_load import (
+    GroupLoad,
+    TierUse,
+    held_shares,
+    kv_use,
+    lacking_blocks,
+    longest_sequence,
+)
 from tandem.store.registry import Load
 
 ONE = Load(blocks_total=100, blocks_used=90)
@@ -16,6 +23,12 @@ def test_one_pool_is_told_by_the_totals() -> None:
     assert longest_sequence(ONE) == 100
     unknown = Load()
     assert (kv_use(unknown), lacking_blocks(unknown, 50), longest_sequence(unknown)) == (0, 0, 0)
+
+
+def test_a_tiers_share_is_that_of_all_workers_together() -> None:
+    one = (TierUse("host", 100, 100), TierUse("disk", 1000, 10))
+    other = (TierUse("host", 300, 0), TierUse("store", 0, 0))
+    assert held_shares([one, other, ()]) == {"host": 0.25, "disk": 0.01}
 
 
 def test_of_several_pools_the_one_that_sees_furthest_is_in_use() -> None:

@@ -67,6 +67,14 @@ def test_reused_tokens_are_told_by_tier_and_the_rest_is_the_pools() -> None:
     assert (told["kv_used_share"], told["kv_cached_share"]) == (0.25, 0.5)
 
 
+def test_what_tiers_hold_is_told_by_tier_and_of_none_where_no_worker_has_it() -> None:
+    history = History(Metrics())
+    history.take(NOW, WorkerSums(held_shares={"host": 1.0, "disk": 0.123456, "other": 0.5}))
+    told = last(history)
+    shares = [told[f"kv_{tier}_share"] for tier in ("host", "disk", "store")]
+    assert shares == [1.0, 0.1235, None]
+
+
 def test_no_more_than_15_minutes_are_kept() -> None:
     history = History(Metrics())
     for n in range(SAMPLES_MAX + 20):

@@ -13,6 +13,7 @@ import pytest
 from tandem.autoscaler.policy import Decision
 from tandem.cancellation import cancel
 from tandem.errors import QueueFull
+from tandem.perf_model.kv_load import TierUse
 from tandem.router.api.admin import page_feed
 from tandem.router.api.admin.page_feed import Viewer
 from tandem.router.api.admin.snapshot import WORKER_COLUMNS
@@ -69,6 +70,32 @@ async def test_a_viewer_gets_all_and_then_only_what_changed(fed: SimulatedRouter
         assert changed["gone"] == ["prefill-1"]
         assert changed["flows"] == [["pull", "prefill-0", "decode-0", 7]]
         assert len(changed["samples"]) == 1
+
+
+async def test_what_a_worker_keeps_below_its_pool_is_in_its_row_and_in_the_samples(
+    fed: SimulatedRouter,
+) -> None:
+    store = TierUse("store", 65_536, 7)
+    fed.put("prefill-0", TierUse("host", 100, 50), store)
+    fed.put("decode-0", TierUse("host", 300, 50), blocks_used=20)
+    fed.put("decode-1")
+    fed.feed.sample(NOW)
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        full = (await next_of(viewer))[1]
+        rows = {
+            n: dict(zip(WORKER_COLUMNS, row, strict=True)) for n, row in full["workers"].items()
+        }
+        assert rows["prefill-0"]["tiers"] == [["host", 50, 100], ["store", 7, 65_536]]
+        assert rows["decode-1"]["tiers"] == []
+        sample = dict(zip(full["sample_columns"], full["samples"][-1], strict=True))
+        assert (sample["kv_host_share"], sample["kv_disk_share"]) == (0.25, None)
+        assert (sample["kv_store_share"], sample["kv_used_share"]) == (0.0001, 0.0667)
+        fed.put("prefill-0", TierUse("host", 100, 51), store)
+        await fed.feed.look(NOW + 1)
+        changed = (await next_of(viewer))[1]["workers"]
+        assert list(changed) == ["prefill-0"]
+        assert changed["prefill-0"][WORKER_COLUMNS.index("tiers")][0] == ["host", 51, 100]
 
 
 async def test_a_request_is_told_again_when_it_has_changed(fed: SimulatedRouter) -> None:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from tandem.cached_tokens import CachedTokens
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import (
+    EngineLoad,
+    Mode,
+    SamplingParams,
+    SequenceSpec,
+    StepReport,
+    TierLoad,
+)
 from tandem.observability.traces import Attributes
+from tandem.perf_model.kv_load import TierUse
 from tandem.transfer.nixl.messages import PullResult
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission
@@ -128,6 +136,14 @@ def test_pulls_over_nixl_are_in_the_record() -> None:
     totals = [h.total for h in (told.seconds, told.post_s, told.num_bytes, told.num_blocks)]
     assert totals == [0.25, 0.125, 4096, 8]
     assert sum(told.seconds.buckets) == 1
+
+
+def test_what_tiers_hold_is_in_the_record() -> None:
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
+    assert metrics.tiers == ()
+    tiers = [TierLoad("host", 8, 8, 9, 0, 0, 0), TierLoad("disk", 64, 5, 5, 0, 0, 0)]
+    metrics.on_step(StepReport(load=EngineLoad(tiers=tiers)))
+    assert metrics.tiers == (TierUse("host", 8, 8), TierUse("disk", 64, 5))
 
 
 def test_a_lease_that_ends_before_it_is_read_has_expired() -> None:

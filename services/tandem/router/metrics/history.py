@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Histogram
@@ -19,14 +19,16 @@ STEP_S = 5.0
 SAMPLES_MAX = 180  # 15 minutes
 _WELL = ("stop", "length")
 _NO_ERRORS = (*_WELL, "cancelled")
-_TIERS = ("host", "disk", "store", "peer")
-# The columns of a sample. A share is 0 to 1; None: nothing happened that it could tell of.
+_KV_TIERS = ("host", "disk", "store")
+_TIERS = (*_KV_TIERS, "peer")
+# The columns of a sample. A share is 0 to 1; None: nothing happened that it could tell of, or no
+# worker has such a tier.
 COLUMNS = (
     "at",  # seconds since the epoch
     *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
     *("ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
     *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
-    *("kv_used_share", "kv_cached_share"),
+    *("kv_used_share", "kv_cached_share", *(f"kv_{tier}_share" for tier in _KV_TIERS)),
     *("pulled_mb_per_s", "num_pulls", "num_leases", "moves_per_s"),
 )
 Sample = tuple[float | None, ...]
@@ -41,6 +43,7 @@ class WorkerSums:
     blocks_cached: int = 0
     num_pulls: int = 0
     num_leases: int = 0
+    held_shares: Mapping[str, float] = field(default_factory=dict)  # of tiers, by name
 
 
 class History:
@@ -109,6 +112,7 @@ class History:
             *by_tier,
             round(sums.blocks_used / total, 4) if total else None,
             round(sums.blocks_cached / total, 4) if total else None,
+            *(_rounded(sums.held_shares.get(tier)) for tier in _KV_TIERS),
             round(rate(lambda r: r.pulled_bytes) / 1e6, 3),
             sums.num_pulls,
             sums.num_leases,
@@ -152,6 +156,10 @@ class _Reading:
     tiers: dict[str, float]
     pulled_bytes: float
     moves: float
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
 
 
 def _counts(metric: Counter) -> Iterable[tuple[dict[str, str], float]]:

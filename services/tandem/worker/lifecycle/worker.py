@@ -350,6 +350,7 @@ class Worker:
             pairs=self.rates.pairs,
             started_at=self._started_at,
             adapters=self.adapters.state,
+            tiers=self._metrics.tiers,
             unreachable={**self.decode.planner.failed, **self.peers.unreachable},
             **self._host.told(),
         )

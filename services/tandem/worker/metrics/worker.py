@@ -18,7 +18,7 @@ from tandem.engine.types import EngineLoad, StepReport
 from tandem.engine_counts import EngineTally
 from tandem.memory import read_memory
 from tandem.observability.metrics import MetricSet, counter, gauge, gauges, histogram
-from tandem.perf_model.kv_load import kv_use
+from tandem.perf_model.kv_load import TierUse, kv_use
 from tandem.perf_model.rates import PairRate
 from tandem.prefix_index.publisher import Publisher
 from tandem.store.registry import Load
@@ -143,6 +143,12 @@ class WorkerMetrics(MetricSet):
             self.tally.add_step(step.num_prefill_tokens + step.num_decode_tokens)
             self.prefill_tokens.inc(step.num_prefill_tokens)
             self.decode_tokens.inc(step.num_decode_tokens)
+
+    @property
+    def tiers(self) -> tuple[TierUse, ...]:
+        """What the tiers below the pool hold, as of the newest step."""
+        tiers = self._engine_load.tiers
+        return tuple(TierUse(t.name, t.blocks_total, t.blocks_held) for t in tiers)
 
     def on_transfer(self, reply: TransferReply) -> None:
         match reply:

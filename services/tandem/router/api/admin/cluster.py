@@ -148,6 +148,7 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
             **msgspec.structs.asdict(load),
             "groups": list(map(msgspec.structs.asdict, load.groups)),
         },
+        "tiers": list(map(msgspec.structs.asdict, record.tiers)),
         "requests_here": client.num_inflight if client else 0,
         "rates": _rates(record.rates),
         "pairs": {

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.cancellation import cancel
 from tandem.config.router import RouterConfig
 from tandem.errors import QueueFull, TandemError
+from tandem.perf_model.kv_load import held_shares
 from tandem.router.api import sse
 from tandem.router.api.admin.snapshot import (
     EVENTS_MAX,
@@ -224,13 +225,15 @@ class PageFeed:
 
     def sample(self, now: float) -> None:
         """Takes a sample of the history."""
-        loads = [worker.load for worker in self._view.known()]
+        known = self._view.known()
+        loads = [worker.load for worker in known]
         sums = WorkerSums(
             blocks_total=sum(load.blocks_total for load in loads),
             blocks_used=sum(load.blocks_used for load in loads),
             blocks_cached=sum(load.blocks_cached for load in loads),
             num_pulls=sum(load.num_pulls for load in loads),
             num_leases=sum(load.num_leases for load in loads),
+            held_shares=held_shares(worker.record.tiers for worker in known),
         )
         self._history.take(now, sums)
         if not self._viewers:

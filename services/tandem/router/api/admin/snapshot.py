@@ -31,6 +31,7 @@ _MEMORY_LOW_SHARE = 0.05
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
     *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
+    "tiers",  # name, blocks that it holds, and blocks that it can hold, of each
 )
 _TOLD = ("id", "kind", "created", "outcome", "error", "placement", "decode_worker")
 _TOLD_TOO = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
@@ -118,7 +119,7 @@ def _pool(state: Mapping[str, Any]) -> dict[str, Any]:
 def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     if worker is None:
         role = row.pool
-        return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, "", "", "", False)
+        return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, "", "", "", False, ())
     record, load = worker.record, worker.load
     cached = 100 * load.blocks_cached / load.blocks_total if load.blocks_total else 0.0
     is_low = record.memory_free_bytes < _MEMORY_LOW_SHARE * record.memory_total_bytes
@@ -128,6 +129,7 @@ def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
         *(round(100 * kv_use(load)), round(cached)),
         _transports(rate.transport for rate in record.pairs.values()),
         *(record.address, record.host, is_low),
+        tuple((tier.name, tier.blocks_held, tier.blocks_total) for tier in record.tiers),
     )
 
 

@@ -6,6 +6,7 @@ import {change, sure} from "./operator.js";
 
 const ROWS_MAX = 40;
 const WELL = new Set(["ready", "draining", "stopped"]), CHANGING = new Set(["loading", "starting", "draining"]);
+const TIERS_MAX = 3; // host, disk, store
 const rows = [];
 let first = 0;
 
@@ -31,18 +32,32 @@ const NUMBERS = ["running", "waiting", "leases", "pulls"];
 // Rows are made once and filled anew: a worker's numbers change each second.
 function makeRow() {
   const cells = Object.fromEntries(NAMES.map(name => [name, make("td", undefined, NUMBERS.includes(name) ? "n" : "")]));
-  const bar = make("span", undefined, "bar"), tools = ["role", "drain"].map(() => make("button"));
+  const tools = ["role", "drain"].map(() => make("button"));
   cells.name.className = cells.tools.className = "id";
-  cells.fill = make("i");
-  cells.percent = make("span");
-  bar.append(cells.fill);
-  cells.kv.append(bar, cells.percent);
+  cells.levels = Array.from({length: 1 + TIERS_MAX}, makeLevel); // the pool's first
+  cells.kv.append(...cells.levels.map(level => level.line));
   cells.tools.append(tools[0], " ", tools[1]);
   for (const tool of tools) tool.type = "button";
   [cells.toRole, cells.drain] = tools;
   cells.row = row(...NAMES.map(name => cells[name]));
   return cells;
 }
+
+function makeLevel() {
+  const line = make("div", undefined, "level"), bar = make("span", undefined, "bar"), text = make("span"), part = make("i");
+  bar.append(part);
+  line.append(bar, text);
+  return {line, text, part};
+}
+
+function showLevel(level, share, text) {
+  setText(level.text, text);
+  level.part.style.width = `${Math.min(100, Math.round(100 * share))}%`;
+}
+
+// A store has no end: of its blocks a worker remembers so many.
+const tierText = (name, held, share) =>
+  name === "store" ? `store ${held.toLocaleString()} known` : `${name} ${Math.round(100 * share)}%`;
 
 function fill(cells, [id, w]) {
   const ill = isIll(w), other = w.role === "prefill" ? "decode" : "prefill";
@@ -52,8 +67,15 @@ function fill(cells, [id, w]) {
   setText(cells.state, w.state + (w.note ? `: ${w.note}` : "") + low);
   cells.state.className = low ? "bad" : CHANGING.has(w.state) ? "warn" : ill ? "bad" : w.state === "ready" ? "good" : "";
   for (const name of NUMBERS) setText(cells[name], String(w[name]));
-  setText(cells.percent, `${w.kv_used_percent}%`);
-  cells.fill.style.width = `${Math.min(100, w.kv_used_percent)}%`;
+  const tiers = w.tiers ?? []; // routers of older versions tell of none
+  showLevel(cells.levels[0], w.kv_used_percent / 100, `${w.kv_used_percent}% in use`);
+  cells.levels.slice(1).forEach((level, i) => {
+    level.line.hidden = i >= tiers.length;
+    if (level.line.hidden) return;
+    const [name, held, total] = tiers[i], share = total ? held / total : 0;
+    showLevel(level, share, tierText(name, held, share));
+    level.line.title = `${held.toLocaleString()} of ${total.toLocaleString()} blocks`;
+  });
   setText(cells.transports, w.transports || "–");
   setText(cells.host, w.host || "–");
   cells.row.className = w.address ? (ill ? "ill" : "") : "gone";
