@@ -169,11 +169,15 @@ def logs(
     /,
     *,
     follow: Annotated[bool, Parameter(alias="-f", help="Go on with new lines.")] = False,
+    url: _Url = _ADMIN_URL,
 ) -> None:
-    """Show the log of a process of `tandem up` on this machine, also after its end."""
-    from tandem.cluster.launch.run_logs import show_log
+    """Show the log of a process of `tandem up` on this machine, also after its end.
 
-    show_log(worker, follow=follow)
+    That of a worker on another machine comes through a router, while its process answers.
+    """
+    from tandem.cluster.launch.worker_log import show_worker_log
+
+    show_worker_log(url, worker, follow=follow)
 
 
 @app.command

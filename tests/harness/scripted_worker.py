@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from redis.asyncio import Redis
 
 from tandem.cancellation import cancel
 from tandem.config.cluster import ClusterConfig
+from tandem.observability.log_file import NO_FILE, Place, read_piece
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 from tandem.rpc.auth import TokenInterceptor
@@ -119,6 +121,7 @@ class ScriptedWorker(WorkerServicer):
         self.kept: list[pb.KeepRequest] = []
         self.keep_reason = ""  # that it gives for keeping nothing; empty: it keeps all
         self.cached_blocks: int | None = 0  # until a reset; None: it knows no such call
+        self.log: Path | None = None  # its log; None: that is no file
         self.address = ""
         self.worker_id = worker_id
         self.role = self.pool = role
@@ -247,6 +250,14 @@ class ScriptedWorker(WorkerServicer):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "says the test")
         self.cached_blocks = 0
         return pb.ResetPrefixCacheResponse(num_blocks=dropped)
+
+    async def ReadLog(  # noqa: N802
+        self, request: pb.ReadLogRequest, context: Any
+    ) -> pb.ReadLogResponse:
+        if self.log is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_FILE)
+        text, after = read_piece(self.log, Place.parse(request.after))
+        return pb.ReadLogResponse(text=text, after=str(after))
 
     async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:  # noqa: N802
         self.kept.append(request)

@@ -55,6 +55,7 @@ ADMIN_CALLS = [
     ("POST", "/reset_prefix_cache"),
     ("POST", "/v1/cluster/workers/decode-0/role"),
     ("POST", "/v1/cluster/workers/decode-0/drain"),
+    ("GET", "/v1/cluster/workers/decode-0/log"),
     ("GET", "/v1/keys"),
     ("POST", "/v1/keys"),
     ("POST", "/v1/keys/x/rotate"),

@@ -9,17 +9,75 @@ the descriptors themselves are replaced.
 
 import logging
 import os
+import re
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Self
+
+from tandem.errors import BadRequest
 
 FILE_VARIABLE = "TANDEM_LOG_FILE"  # set by whoever started the process with this file
 BYTES_MAX = 32 << 20
+NO_FILE = "its log is no file of its own; on Kubernetes, `kubectl logs POD` prints a pod's"
+PIECE_BYTES_MAX = 256 << 10  # that a reader gets at once
 
 
 def older(path: Path) -> Path:
     """Returns where the lines before those of a log are, if it has been renamed."""
     return path.with_name(f"{path.name}.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a reader of a log is: a file by its inode, and an offset in it. 0: at the start."""
+
+    inode: int = 0
+    offset: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the place of a text that `str` made; an empty text is the start. Raises
+        BadRequest."""
+        if not text:
+            return cls()
+        if not (found := re.fullmatch(r"(\d{1,20})-(\d{1,18})", text, re.ASCII)):
+            message = f"{text[:80]!r} is no place in a log; give back what the answer before had"
+            raise BadRequest(message, param="after")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.inode}-{self.offset}"
+
+
+def read_piece(path: Path, after: Place, bytes_max: int = PIECE_BYTES_MAX) -> tuple[bytes, Place]:
+    """Returns what a log has after a place, and where that ends. It has no bytes if there is no
+    more yet, and whole lines if there is more than `bytes_max`.
+
+    A log that was renamed since is read to its end, then the new one. If the file of the place is
+    gone, the log is read from the start.
+    """
+    with ExitStack() as stack:
+        opened: dict[int, BinaryIO] = {}
+        for name in (path, older(path)):  # in this order, a log that is renamed now is found
+            with suppress(FileNotFoundError):
+                file = stack.enter_context(name.open("rb"))
+                opened.setdefault(os.fstat(file.fileno()).st_ino, file)
+        files = list(opened.items())[::-1]
+        inodes = [inode for inode, _ in files]
+        first, offset = 0, 0
+        if after.inode in inodes:
+            first, offset = inodes.index(after.inode), after.offset
+        for inode, file in files[first:]:
+            file.seek(offset if offset <= os.fstat(file.fileno()).st_size else 0)
+            start, text = file.tell(), file.read(bytes_max)
+            if len(text) == bytes_max:
+                text = text[: text.rfind(b"\n") + 1] or text
+            if text:
+                return text, Place(inode, start + len(text))
+            offset = 0
+        return b"", Place(inodes[-1], start) if files else after
 
 
 class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]

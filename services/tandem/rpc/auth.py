@@ -28,6 +28,7 @@ CALLERS: dict[str, Kind] = {
     "GetState": "router",
     "Keep": "router",
     "ListBlocks": "router",
+    "ReadLog": "router",
     "RemoveAdapter": "router",
     "ResetPrefixCache": "router",
     "SetRole": "router",

@@ -169,6 +169,7 @@ WORKER_CALLS: dict[str, list[Any]] = {
         )
     ],
     "ResetPrefixCache": [worker_pb2.ResetPrefixCacheRequest()],
+    "ReadLog": [worker_pb2.ReadLogRequest(after="1-2")],
     "GetState": [worker_pb2.GetStateRequest()],
     "SetRole": [worker_pb2.SetRoleRequest(role="decode")],
 }

@@ -37,10 +37,10 @@ def test_a_log_stays_when_its_run_folder_is_gone(
 ) -> None:
     run(tmp_path, "a", "first\n").close()
     shutil.rmtree(tmp_path / "a")
-    show_log("decode-0", follow=False)
+    show_log(find_log("decode-0"), follow=False)
     assert capsys.readouterr().out == "first\n"
     run(tmp_path, "b", "second\n").close()
-    show_log("decode-0", follow=False)
+    show_log(find_log("decode-0"), follow=False)
     assert capsys.readouterr().out == "second\n"
 
 

@@ -97,10 +97,10 @@ def _is_named(stream: TextIO, path: Path) -> bool:
         return True  # between two names
 
 
-def show_log(process_id: str, *, follow: bool) -> None:
-    """Prints a log; with `follow`, until it is interrupted. Raises OperateError."""
+def show_log(path: Path, *, follow: bool) -> None:
+    """Prints a log; with `follow`, until it is interrupted."""
     with suppress(KeyboardInterrupt, BrokenPipeError):
-        for text in lines(find_log(process_id), lambda: not follow):
+        for text in lines(path, lambda: not follow):
             sys.stdout.write(text)
             sys.stdout.flush()
 

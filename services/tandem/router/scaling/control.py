@@ -61,7 +61,7 @@ class ClusterControl:
         started = time.monotonic()
         with logged_change(self._trail, who, f"role of {worker_id}") as change:
             change.after = role or "the other"
-            record = self._record(worker_id)
+            record = self.record(worker_id)
             change.before = record.role
             change.after = role = role or _OTHER[record.role]
             if role not in _OTHER:
@@ -90,7 +90,7 @@ class ClusterControl:
             if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
                 limits = f"from 0 (the worker's own) to {DRAIN_DEADLINE_MAX_S:g}"
                 raise BadRequest(f"deadline_s must be seconds {limits}", param="deadline_s")
-            record = self._record(worker_id)
+            record = self.record(worker_id)
             change.before = record.state
             if record.state != "draining" and not force and self._is_last_decode_worker(record):
                 raise NotNow(
@@ -108,7 +108,7 @@ class ClusterControl:
         with logged_change(self._trail, who, f"prefix cache of {worker_id or 'all'}") as change:
             change.after = "empty"
             known = [w.record for w in self.view.known()]
-            records = [self._record(worker_id)] if worker_id else known
+            records = [self.record(worker_id)] if worker_id else known
             request = pb.ResetPrefixCacheRequest()
             replies = await asyncio.gather(
                 *(self.call(record, "ResetPrefixCache", request) for record in records),
@@ -136,7 +136,8 @@ class ClusterControl:
                     raise NotNow(message) from error
                 raise WorkerLost(message) from error
 
-    def _record(self, worker_id: str) -> WorkerRecord:
+    def record(self, worker_id: str) -> WorkerRecord:
+        """Returns the record of a worker. Raises WorkerNotFound."""
         known = {w.record.worker_id: w.record for w in self.view.known()}
         if worker_id not in known:
             names = ", ".join(sorted(known)) or "none"

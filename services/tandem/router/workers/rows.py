@@ -110,7 +110,7 @@ def worker_rows(
     for worker_id, last in gone.items():
         if worker_id not in known:
             pool = last.record.pool or last.record.role
-            rows.append(WorkerRow(worker_id, pool, *_of_gone(last, now), host=_host(last.record)))
+            rows.append(WorkerRow(worker_id, pool, *_of_gone(last, now), host=host_of(last.record)))
     return sorted(rows, key=lambda row: (row.pool, row.worker_id))
 
 
@@ -180,7 +180,7 @@ def _of_seen(
     worker: Seen, agent: Mapping[str, Any], blaming: list[WorkerRecord], clock_ahead_s: float
 ) -> WorkerRow:
     record = worker.record
-    pool, host = record.pool or record.role, _host(record)
+    pool, host = record.pool or record.role, host_of(record)
     state, note = _of_record(worker, agent)
     trouble: Trouble = ""
     if state == "ready":
@@ -233,7 +233,7 @@ def _without_record(
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
-        return WorkerRow(worker_id, pool, "silent", silence, host=_host(last.record))
+        return WorkerRow(worker_id, pool, "silent", silence, host=host_of(last.record))
     if agent.get("is_stopped"):
         row = replace(row, note=f"its process {agent['pid']} is stopped (SIGSTOP)")
     if told is None:
@@ -300,8 +300,9 @@ def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
     return "lost", f"its record expired {ago_s:.0f} s ago; it was at {last.record.address}"
 
 
-def _host(record: WorkerRecord) -> str:
-    """Names a worker's machine: hosts may share a name, and an address be one of many pods'."""
+def host_of(record: WorkerRecord) -> str:
+    """Names a worker's machine, such as gpu-3 (10.0.0.3): hosts may share a name, and an address be
+    one of many pods'."""
     address = record.address.rpartition(":")[0].strip("[]")
     return f"{record.host} ({address})" if address else record.host
 

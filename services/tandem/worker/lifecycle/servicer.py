@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import grpc
@@ -13,6 +16,7 @@ from msgspec.structs import asdict
 from tandem.adapter import Adapter
 from tandem.config.cluster import Role
 from tandem.errors import ConfigError
+from tandem.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
@@ -85,6 +89,12 @@ class Servicer(WorkerServicer):
     ) -> pb.ResetPrefixCacheResponse:
         num_blocks = await self._worker.link.reset_prefix_cache()
         return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> pb.ReadLogResponse:
+        if not (path := os.environ.get(FILE_VARIABLE)):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_FILE)
+        text, after = await asyncio.to_thread(read_piece, Path(path), Place.parse(request.after))
+        return pb.ReadLogResponse(text=text, after=str(after))
 
     async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:
         hashes, retention = list(request.block_hashes), retention_of(request)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest
+from tandem.observability.log_file import Place
 from tandem.perf_model.kv_load import kv_use
 from tandem.perf_model.predict import queue_seconds
 from tandem.perf_model.rates import WorkerRates
@@ -20,6 +21,7 @@ from tandem.router.api.http.guard import RESET_PATH, caller
 from tandem.router.index.audit import IndexAudit
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
+from tandem.router.scaling.worker_log import read_own_log, read_worker_log
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import headline, problems_of, worker_rows
@@ -76,6 +78,17 @@ def add_cluster_routes(
         deadline_s, who = body.get("deadline_s", 0.0), caller(request.scope)
         await control.drain(worker_id, deadline_s, force=force, who=who)
         return JsonResponse({"draining": worker_id}, 202)
+
+    @app.get("/v1/cluster/workers/{worker_id}/log")
+    async def log(worker_id: str, request: Request) -> Response:
+        """Returns a part of the log of a worker, or of this router, and the place where it ends:
+        with `?after=PLACE`, what comes then. An empty text: there is no more yet."""
+        after = Place.parse(request.query_params.get("after", ""))
+        if worker_id == config.router_id:
+            text, end = await read_own_log(after)
+        else:
+            text, end = await read_worker_log(control, worker_id, after)
+        return JsonResponse({"text": text.decode(errors="replace"), "after": str(end)})
 
     @app.post(RESET_PATH)
     async def reset_prefix_cache(request: Request) -> Response:

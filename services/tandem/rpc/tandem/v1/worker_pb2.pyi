@@ -555,6 +555,20 @@ class ResetPrefixCacheResponse(_message.Message):
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
+class ReadLogRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    def __init__(self, after: _Optional[str] = ...) -> None: ...
+
+class ReadLogResponse(_message.Message):
+    __slots__ = ("text", "after")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    text: bytes
+    after: str
+    def __init__(self, text: _Optional[bytes] = ..., after: _Optional[str] = ...) -> None: ...
+
 class KeepRequest(_message.Message):
     __slots__ = ("block_hashes", "cache_salt", "retention")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]

@@ -69,6 +69,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.ReadLog = channel.unary_unary(
+                '/tandem.v1.Worker/ReadLog',
+                request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ReadLogRequest.SerializeToString,
+                response_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ReadLogResponse.FromString,
+                _registered_method=True)
         self.Keep = channel.unary_unary(
                 '/tandem.v1.Worker/Keep',
                 request_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.KeepRequest.SerializeToString,
@@ -172,6 +177,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadLog(self, request, context):
+        """A part of this worker's log, for operators. FAILED_PRECONDITION if its log is no file of its own,
+        as in a pod.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Keep(self, request, context):
         """Has cached blocks of a chain evicted after all others for a time, from its first block on.
         """
@@ -268,6 +281,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'ReadLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadLog,
+                    request_deserializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ReadLogRequest.FromString,
+                    response_serializer=tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ReadLogResponse.SerializeToString,
             ),
             'Keep': grpc.unary_unary_rpc_method_handler(
                     servicer.Keep,
@@ -499,6 +517,33 @@ class Worker(object):
             '/tandem.v1.Worker/ResetPrefixCache',
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
             tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ReadLog',
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ReadLogRequest.SerializeToString,
+            tandem_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ReadLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,45 @@
+"""The logs of workers, which operators read through a router: workers may be on other machines."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from tandem.errors import NotNow, WorkerLost, WorkerNotFound
+from tandem.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.router.scaling.control import ClusterControl
+from tandem.router.workers.rows import host_of
+from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.registry import WorkerRecord
+
+
+async def read_worker_log(
+    control: ClusterControl, worker_id: str, after: Place
+) -> tuple[bytes, Place]:
+    """Returns what a worker's log has after a place, and where that ends.
+
+    Raises WorkerNotFound, NotNow if its log is no file, and WorkerLost if it does not answer. They
+    name the host, if one is known.
+    """
+    try:
+        record = control.record(worker_id)
+    except WorkerNotFound:
+        if (gone := control.view.gone.get(worker_id)) is None:
+            raise
+        message = f"{worker_id} has no process that could tell; {_place_of(gone.record)}"
+        raise WorkerNotFound(message) from None
+    try:
+        reply = await control.call(record, "ReadLog", pb.ReadLogRequest(after=str(after)))
+    except WorkerLost as error:
+        raise WorkerLost(f"{error.message}; {_place_of(record)}") from error
+    return reply.text, Place.parse(reply.after)
+
+
+async def read_own_log(after: Place) -> tuple[bytes, Place]:
+    """Returns the same of this process's log. Raises NotNow if it is no file."""
+    if not (path := os.environ.get(FILE_VARIABLE)):
+        raise NotNow(NO_FILE)
+    return await asyncio.to_thread(read_piece, Path(path), after)
+
+
+def _place_of(record: WorkerRecord) -> str:
+    return f"its log is on host {host_of(record)}, where `tandem logs {record.worker_id}` prints it"
