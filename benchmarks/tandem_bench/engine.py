@@ -31,6 +31,7 @@ from rich.table import Table
 
 from tandem.config.engine import EngineConfig
 from tandem.errors import TandemError
+from tandem.progress import Step, Waiting
 
 MODES: Mapping[str, dict[str, str]] = {
     "native bf16": {"dtype": "bfloat16", "kernels": "native"},
@@ -72,16 +73,18 @@ def main(
         print(f"no such mode: {', '.join(sorted(unknown))}", file=sys.stderr)
         sys.exit(2)
     console = Console()
-    idle = idle_percent(2.0)
     try:
-        results = measure(
-            model,
-            modes=wanted,
-            threads=[int(word) for word in threads.split(",")],
-            prompts=[int(word) for word in prompts.split(",")],
-            batches=[int(word) for word in batches.split(",")],
-            repeats=repeats,
-        )
+        with Waiting(Step("machine", "is watched"), redraws_per_s=0) as waiting:
+            idle = idle_percent(2.0)
+            results = measure(
+                model,
+                modes=wanted,
+                threads=[int(word) for word in threads.split(",")],
+                prompts=[int(word) for word in prompts.split(",")],
+                batches=[int(word) for word in batches.split(",")],
+                repeats=repeats,
+                tell=waiting.show,
+            )
     except TandemError as error:
         console.print(f"tandem bench: {error.message}")
         sys.exit(1)
@@ -121,23 +124,37 @@ def measure(
     prompts: list[int],
     batches: list[int],
     repeats: int,
+    tell: Callable[[Step], None],
 ) -> dict[str, Any]:
     """Everything of the JSON file but the idle time. Raises TandemError."""
     from tandem_bench.engine_steps import resolve_dense
 
+    def timed(row: Row, name: str, work: Callable[[], float]) -> float:
+        nonlocal num_timed
+        note = f"{row.mode}, {row.threads} thread(s): {name}"
+        tell(Step("samples", note, num_timed, num_samples))
+        num_timed += 1
+        return work()
+
+    num_timed = 0
+    num_samples = (
+        len(threads) * len(modes) * (len(set(prompts)) + len(set(batches))) * (1 + repeats)
+    )
     folder = resolve_dense(model)
     rows = []
     for count in threads:
+        tell(Step("samples", f"the model is loaded for {count} thread(s)", num_timed, num_samples))
         runs = {mode: dict(_work(folder, mode, count, prompts, batches)) for mode in modes}
         group = [Row(mode, count, {name: [] for name in runs[mode]}) for mode in modes]
         for row in group:  # once, not counted: pages, packing, caches
-            for work in runs[row.mode].values():
-                work()
+            for name, work in runs[row.mode].items():
+                timed(row, name, work)
         for name in group[0].seconds:
             for _ in range(repeats):
                 for row in group:
-                    row.seconds[name].append(runs[row.mode][name]())
+                    row.seconds[name].append(timed(row, name, runs[row.mode][name]))
         rows += group
+    tell(Step("machine", "its own products and reads"))
     config = folder.config
     return {
         "model": model,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +35,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError
 from tandem.models.config import ModelConfig
+from tandem.progress import Step, Waiting
 from tandem_bench.engine import MODES, idle_percent, limits
 from tandem_bench.engine_steps import (
     blocks_needed,
@@ -75,20 +77,23 @@ def main(
         print(f"no such mode: {mode}", file=sys.stderr)
         sys.exit(2)
     console = Console()
-    results: dict[str, Any] = {"idle_percent_before": round(idle_percent(2.0), 1), "mode": mode}
     try:
-        results["rows"] = [
-            row
-            for count in map(int, threads.split(","))
-            for row in _rows(
-                model,
-                mode,
-                count,
-                [int(word) for word in prompts.split(",")],
-                [int(word) for word in batches.split(",")],
-                repeats,
-            )
-        ]
+        with Waiting(Step("machine", "is watched"), redraws_per_s=0) as waiting:
+            idle = round(idle_percent(2.0), 1)
+            results: dict[str, Any] = {"idle_percent_before": idle, "mode": mode}
+            results["rows"] = [
+                row
+                for count in map(int, threads.split(","))
+                for row in _rows(
+                    model,
+                    mode,
+                    count,
+                    [int(word) for word in prompts.split(",")],
+                    [int(word) for word in batches.split(",")],
+                    repeats,
+                    waiting.show,
+                )
+            ]
     except TandemError as error:
         console.print(f"tandem bench: {error.message}")
         sys.exit(1)
@@ -102,8 +107,15 @@ def main(
 
 
 def _rows(
-    model: str, mode: str, threads: int, prompts: list[int], batches: list[int], repeats: int
+    model: str,
+    mode: str,
+    threads: int,
+    prompts: list[int],
+    batches: list[int],
+    repeats: int,
+    tell: Callable[[Step], None],
 ) -> list[dict[str, Any]]:
+    tell(Step(f"{threads} thread(s)", "the model is loaded"))
     folder = resolve_dense(model)
     config = EngineConfig(model="", device="cpu", num_threads=threads, **MODES[mode])  # type: ignore[arg-type]
     runner = ModelRunner(folder, config)
@@ -113,19 +125,14 @@ def _rows(
     work |= {f"prefill {count}": prefill_steps(count, block_size) for count in prompts}
     weights, weight_bytes = _WEIGHTS[mode.split()[1]]
     machine = _machine(threads, weights)
-    return [
-        {
-            "work": name,
-            "threads": threads,
-            "machine": machine,
-            "stages": _stages(
-                _seconds(runner, steps, repeats),
-                needs(folder.config, steps, weight_bytes, DTYPE_BYTES[runner.kv_dtype_name]),
-                machine,
-            ),
-        }
-        for name, steps in work.items()
-    ]
+    kv_bytes = DTYPE_BYTES[runner.kv_dtype_name]
+    rows = []
+    for number, (name, steps) in enumerate(work.items()):
+        tell(Step(f"{threads} thread(s)", name, number, len(work)))
+        needed = needs(folder.config, steps, weight_bytes, kv_bytes)
+        stages = _stages(_seconds(runner, steps, repeats), needed, machine)
+        rows.append({"work": name, "threads": threads, "machine": machine, "stages": stages})
+    return rows
 
 
 def _machine(threads: int, weights: Kind) -> dict[str, float]:

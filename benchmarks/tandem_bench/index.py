@@ -38,6 +38,7 @@ from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.errors import ConfigError
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.redis import RedisIndex
+from tandem.progress import Step, Waiting
 from tandem.store.client import connect
 from tandem_bench.index_publisher import BATCH_BLOCKS, READY, SILENT_S, random_chain
 from tandem_bench.index_trees import Trees, exists, fill, fill_others, hold
@@ -82,8 +83,12 @@ def main(
         "runs": [],
     }
     for size in blocks or [1_000_000]:
-        with EmbeddedRedis(memory_bytes_max=MEMORY_BYTES_MAX) as server:
-            run = asyncio.run(measure(server.url, size, publish_rate, samples, console))
+        console.print(f"publishing {size:,} blocks", style="dim")
+        with (
+            EmbeddedRedis(memory_bytes_max=MEMORY_BYTES_MAX) as server,
+            Waiting(redraws_per_s=0) as waiting,
+        ):
+            run = asyncio.run(measure(server.url, size, publish_rate, samples, waiting.show))
         run["load_average"] = round(os.getloadavg()[0], 2)
         results["runs"].append(run)
         show(run, console)
@@ -94,14 +99,14 @@ def main(
 
 
 async def measure(
-    url: str, blocks: int, publish_rate: int, samples: int, console: Console
+    url: str, blocks: int, publish_rate: int, samples: int, tell: Callable[[Step], None]
 ) -> dict[str, Any]:
     redis = connect(url)
     trees = Trees(
         redis, RedisIndex(redis, CLUSTER_ID, silent_s=SILENT_S), MemoryIndex(), RadixTree()
     )
     try:
-        console.print(f"publishing {blocks:,} blocks", style="dim")
+        tell(Step("tree", f"{blocks:,} blocks are published"))
         results: dict[str, Any] = {"blocks": blocks, "publish_rate": publish_rate}
         results.update(await fill(redis, trees.index, blocks))
         await fill_others(trees, blocks)
@@ -109,11 +114,12 @@ async def measure(
         await trees.index.open()
         publisher = await asyncio.to_thread(publish_meanwhile, url, publish_rate)
         try:
-            results["rows"] = [
-                await row(trees, chains[holders], holders, length, samples)
-                for holders in HOLDERS
-                for length in LOOKUP_BLOCKS
-            ]
+            kinds = [(holders, length) for holders in HOLDERS for length in LOOKUP_BLOCKS]
+            results["rows"] = []
+            for number, (holders, length) in enumerate(kinds):
+                note = f"{length:,} blocks of {holders} holder(s)"
+                tell(Step("look-ups", note, number, len(kinds)))
+                results["rows"].append(await row(trees, chains[holders], holders, length, samples))
         finally:
             publisher.stdin.close()  # type: ignore[union-attr]
             told = publisher.stdout.read() if publisher.stdout else ""

@@ -12,6 +12,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ from tandem.errors import ConfigError, InternalError, TandemError
 from tandem.kv_budget import KvBudget
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
+from tandem.progress import Step, Waiting
 from tandem_bench.prose import english_prose
 
 _Positive = Number(gte=1)
@@ -75,9 +77,15 @@ def main(
             )
             for kept, computed in pairs
         ]
-        folder = resolve(model)
-        windows = cut(Tokenizer(folder.path), _read(text), tokens=tokens, window=window)
-        result = compare(*(losses(folder, config, windows) for config in configs))
+        with Waiting(Step(model, "is loaded")) as waiting:
+            folder = resolve(model)
+            windows = cut(Tokenizer(folder.path), _read(text), tokens=tokens, window=window)
+            result = compare(
+                *(
+                    losses(folder, config, _told(windows, waiting, number, len(configs)))
+                    for number, config in enumerate(configs)
+                )
+            )
     except TandemError as error:
         print(f"tandem bench: {error.message}", file=sys.stderr)
         sys.exit(1)
@@ -123,7 +131,7 @@ def cut(tokenizer: Tokenizer, text: str, *, tokens: int, window: int) -> list[li
 def losses(
     folder: ModelFolder,
     config: EngineConfig,
-    windows: list[list[int]],
+    windows: Iterable[list[int]],
     budget: KvBudget | None = None,
 ) -> list[list[float]]:
     """Returns the negative log probability of each token but the first of each window."""
@@ -170,6 +178,16 @@ def _loss(engine: Engine, name: str, token_ids: list[int], budget: KvBudget | No
         found += [-one.logprob for new in report.new_tokens for one in new.prompt_logprobs]
     assert len(found) == len(token_ids) - 1
     return found
+
+
+def _told(
+    windows: list[list[int]], waiting: Waiting, run: int, num_runs: int
+) -> Iterator[list[int]]:
+    """Yields the windows of a run, and shows how far all runs are."""
+    for number, window in enumerate(windows, run * len(windows)):
+        note = f"run {run + 1} of {num_runs}"
+        waiting.show(Step("windows", note, number, num_runs * len(windows)))
+        yield window
 
 
 def _read(path: Path | None) -> str:

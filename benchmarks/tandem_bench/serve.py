@@ -19,9 +19,9 @@ import httpx
 from cyclopts import Parameter, run
 from cyclopts.validators import Number
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tandem.errors import TandemError
+from tandem.progress import Step, Waiting
 from tandem_bench.serve_report import plot, show
 from tandem_bench.serve_tools import Api, Measured, Tool, ToolError, Work, find_tool
 
@@ -108,7 +108,7 @@ def main(
         with ExitStack() as stack:
             folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder.mkdir(parents=True, exist_ok=True)
-            measured = drive(*program, work, folder.absolute(), deadline, console)
+            measured = drive(*program, work, folder.absolute(), deadline)
     except ToolError as error:
         _fail(str(error))
     title = _title(measured, work)
@@ -119,17 +119,12 @@ def main(
         _fail("no request was answered")
 
 
-def drive(
-    tool: Tool, program: Path, work: Work, folder: Path, deadline_s: float, console: Console
-) -> Measured:
+def drive(tool: Tool, program: Path, work: Work, folder: Path, deadline_s: float) -> Measured:
     """Runs the program, whose words go to a file of the folder. Raises ToolError if it fails."""
     log = folder / f"{tool.name}.log"
     command = [str(program), *tool.arguments(work, folder)]
-    waiting = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
-    )
-    with log.open("wb") as file, waiting:
-        waiting.add_task(f"{tool.name} sends {work.requests} requests to {work.url}", total=None)
+    step = Step(tool.name, f"sends {work.requests} requests to {work.url}")
+    with log.open("wb") as file, Waiting(step):
         # A session of its own: the program's own processes end with it.
         process = subprocess.Popen(
             command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from tandem.errors import Incompatible, TandemError
+from tandem.progress import Step, Waiting
 from tandem.transfer.nixl.agent import load_nixl
 from tandem_bench import table
 from tandem_bench.sizes import BLOCKS, MODELS, POOL_BYTES_MAX, Plan, plan
@@ -52,7 +54,9 @@ def main(
         sys.exit(2)
     console = Console(width=None if Console().is_terminal else 130)
     try:
-        results = asyncio.run(measure(plans, repeats=repeats, idle_s=idle, console=console))
+        with Waiting(Step("transfers", "NIXL is loaded"), redraws_per_s=0) as waiting:
+            tell = _Rows(waiting, console, 2 * sum(len(each.blocks) for each in plans)).tell
+            results = asyncio.run(measure(plans, repeats=repeats, idle_s=idle, tell=tell))
     except TandemError as error:
         console.print(f"tandem bench: {error.message}")
         sys.exit(1)
@@ -64,8 +68,24 @@ def main(
         console.print(f"written to {output}")
 
 
+class _Rows:
+    """Tells of each row when it begins: a line, and on a terminal a bar."""
+
+    def __init__(self, waiting: Waiting, console: Console, total: int) -> None:
+        self._waiting = waiting
+        self._console = console
+        self._total = total
+        self._num_begun = 0
+
+    def tell(self, row: str) -> None:
+        with self._waiting.hidden():
+            self._console.print(row, style="dim")
+        self._waiting.show(Step("transfers", row, self._num_begun, self._total))
+        self._num_begun += 1
+
+
 async def measure(
-    plans: list[Plan], *, repeats: int, idle_s: float, console: Console
+    plans: list[Plan], *, repeats: int, idle_s: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Everything of the JSON file but the pool's bound. Raises TandemError."""
     # Importing NIXL and torch takes seconds: wrong options are told before.
@@ -76,7 +96,7 @@ async def measure(
     except Incompatible as error:
         raise Incompatible(f"{error.message} (pip install 'tandem-llm[bench]')") from error
     load_average = os.getloadavg()[0]
-    models = [await _measure_model(each, repeats, idle_s, console) for each in plans]
+    models = [await _measure_model(each, repeats, idle_s, tell) for each in plans]
     return {
         "machine": {
             "cores": os.cpu_count(),
@@ -92,13 +112,13 @@ async def measure(
 
 
 async def _measure_model(
-    plan: Plan, repeats: int, idle_s: float, console: Console
+    plan: Plan, repeats: int, idle_s: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     rows: dict[int, dict[str, Any]] = {
         n: {"blocks": n, "bytes": n * plan.layout.block_bytes} for n in plan.blocks
     }
-    idle_cpu_percent = await _measure_nixl(plan, rows, repeats, idle_s, console)
-    await _measure_grpc(plan, rows, repeats, console)
+    idle_cpu_percent = await _measure_nixl(plan, rows, repeats, idle_s, tell)
+    await _measure_grpc(plan, rows, repeats, tell)
     for row in rows.values():
         for transport in ("nixl", "grpc"):
             ratio = row[f"{transport}_raw"]["median_s"] / row[transport]["median_s"]
@@ -114,14 +134,18 @@ async def _measure_model(
 
 
 async def _measure_nixl(
-    plan: Plan, rows: dict[int, dict[str, Any]], repeats: int, idle_s: float, console: Console
+    plan: Plan,
+    rows: dict[int, dict[str, Any]],
+    repeats: int,
+    idle_s: float,
+    tell: Callable[[str], None],
 ) -> float:
     from tandem_bench.nixl_bench import NixlBench
 
     bench = NixlBench(plan)
     try:
         for num_blocks, row in rows.items():
-            console.print(f"{plan.model}: NIXL, {num_blocks} blocks", style="dim")
+            tell(f"{plan.model}: NIXL, {num_blocks} blocks")
             row.update(await bench.row(num_blocks, repeats))
         return await bench.idle_cpu_percent(idle_s)
     finally:
@@ -129,7 +153,7 @@ async def _measure_nixl(
 
 
 async def _measure_grpc(
-    plan: Plan, rows: dict[int, dict[str, Any]], repeats: int, console: Console
+    plan: Plan, rows: dict[int, dict[str, Any]], repeats: int, tell: Callable[[str], None]
 ) -> None:
     from tandem_bench.grpc_bench import GrpcBench
 
@@ -137,7 +161,7 @@ async def _measure_grpc(
     await bench.start()
     try:
         for num_blocks, row in rows.items():
-            console.print(f"{plan.model}: gRPC, {num_blocks} blocks", style="dim")
+            tell(f"{plan.model}: gRPC, {num_blocks} blocks")
             row.update(await bench.row(num_blocks, repeats))
     finally:
         await bench.close()

@@ -10,7 +10,7 @@ from typing import Self
 
 import pytest
 
-from tandem.cluster import progress
+from tandem import progress
 
 
 class Terminal:

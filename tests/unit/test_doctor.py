@@ -15,6 +15,7 @@ from tandem.doctor.command import CHECKS
 from tandem.doctor.host import Host
 from tandem.doctor.redis import redis
 from tandem.router.workers.troubles import is_disk_full
+from tests.harness.terminal import Terminal
 
 RDMA = {
     "dev/infiniband/uverbs0": "",
@@ -251,7 +252,9 @@ def test_redis_that_does_not_answer_is_named_without_its_password(
 
 
 def test_the_command_tells_of_each_check(capsys: pytest.CaptureFixture[str]) -> None:
-    command.main()
+    with Terminal() as terminal:
+        command.main()
+    assert "checks" in terminal.text
     told = capsys.readouterr().out.splitlines()
     assert sum(not line.startswith(" ") for line in told) == len(CHECKS) + 1
     assert sum("costs: " in line for line in told) == sum("to do: " in line for line in told)

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.cluster.progress import Step, Waiting
 from tandem.cluster.tables import (
     audit_tables,
+    index_table,
     placed_whys,
     pools_table,
     waiting_pools,
@@ -26,6 +26,7 @@ from tandem.cluster.tables import (
 )
 from tandem.errors import OperateError
 from tandem.pool_sizes import POOL_SIZE_MAX
+from tandem.progress import Step, Waiting
 
 API_KEY_VARIABLE = "TANDEM_API_KEY"
 
@@ -45,7 +46,7 @@ _LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # after the first 
 
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
-    state = ask(url, "GET")
+    state = ask_once(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
     screen, router = console(), state["router"]
@@ -73,7 +74,8 @@ def show_status(url: str) -> None:
 def _show_lately(url: str, screen: Console) -> None:
     """Prints the latest events of the last minutes."""
     with suppress(OperateError):
-        events = ask(url, "GET", path=f"/v1/cluster/events?limit={_LATELY_MAX}")["events"]
+        path = f"/v1/cluster/events?limit={_LATELY_MAX}"
+        events = ask_once(url, "GET", path=path)["events"]
         lately = [e for e in events if time.time() - e["at"] < _LATELY_S]
         if lately:
             screen.print("\nlately:")
@@ -86,9 +88,9 @@ def _show_lately(url: str, screen: Console) -> None:
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
     """Sets sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
     wanted = parse_sizes(sizes)
-    ask(url, "POST", wanted)
+    ask_once(url, "POST", wanted)
     give_up_at = time.monotonic() + deadline_s
-    state = at_first = ask(url, "GET")
+    state = at_first = ask_once(url, "GET")
     with Waiting() as waiting:
         while missing := differences(state["pools"], wanted):
             if time.monotonic() > give_up_at:
@@ -113,10 +115,10 @@ def set_role(url: str, worker_id: str, role: str) -> None:
 
 def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = False) -> None:
     """Drains a worker, and waits until its process is gone. Raises OperateError."""
-    at_first = state = ask(url, "GET")
+    at_first = state = ask_once(url, "GET")
     process = _process(state, worker_id)
     body = {"deadline_s": deadline_s, **({"force": True} if force else {})}
-    ask(url, "POST", body, path=_path(worker_id, "drain"))
+    ask_once(url, "POST", body, path=_path(worker_id, "drain"))
     waits_s = (deadline_s or _OWN_DEADLINE_MAX_S) + _END_MARGIN_S
     give_up_at = time.monotonic() + waits_s
     with Waiting() as waiting:
@@ -145,13 +147,13 @@ def verify_index(url: str, *, everything: bool) -> bool:
     with Waiting(Step("all workers", "their blocks are compared with the prefix tree")):
         answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
     workers: dict[str, dict[str, Any]] = answer["workers"]
-    console().print(_index_table(workers))
+    console().print(index_table(workers))
     return all(worker["ok"] for worker in workers.values())
 
 
 def show_why(url: str, request_id: str) -> None:
     """Prints the stages of a request and the reason of its placement. Raises OperateError."""
-    answer = ask(url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}")
+    answer = ask_once(url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}")
     for record in answer.get("data", [answer]):  # the requests of several prompts or choices
         _show_record(record)
 
@@ -204,7 +206,8 @@ def _told_kept(kept: Mapping[str, Any]) -> str:
 def show_events(url: str, limit: int) -> None:
     """Prints the last events, the newest last. Raises OperateError."""
     table = Table("time (UTC)", "event", "about", "what", box=None, pad_edge=False)
-    for event in reversed(ask(url, "GET", path=f"/v1/cluster/events?limit={limit}")["events"]):
+    told = ask_once(url, "GET", path=f"/v1/cluster/events?limit={limit}")
+    for event in reversed(told["events"]):
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["at"]))
         table.add_row(at, event["kind"], escape(event["about"] or "-"), escape(event["text"]))
     console().print(table)
@@ -212,7 +215,7 @@ def show_events(url: str, limit: int) -> None:
 
 def show_audit(url: str, limit: int) -> None:
     """Prints the last changes and refused calls, the newest last. Raises OperateError."""
-    entries = ask(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
+    entries = ask_once(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
     screen = console()
     for part in audit_tables(entries, screen):
         screen.print(part)
@@ -347,6 +350,14 @@ def ask(
         ) from error
 
 
+def ask_once(
+    url: str, method: str, body: Mapping[str, object] | None = None, *, path: str = "/v1/cluster"
+) -> Any:
+    """Returns a router's answer as JSON, and shows meanwhile that it waits. Raises OperateError."""
+    with Waiting(Step(url, "is asked")):
+        return ask(url, method, body, path=path)
+
+
 def authorization() -> dict[str, str]:
     """Returns the header with the operator's key from the environment; empty without a key."""
     key = os.environ.get(API_KEY_VARIABLE)
@@ -372,20 +383,3 @@ def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
         f"memory: {free / 1e9:.1f} GB of {total / 1e9:.1f} GB free on host {host}: low"
         for host, (free, total) in found.items()
     ]
-
-
-def _index_table(workers: dict[str, dict[str, Any]]) -> Table:
-    table = Table("worker", box=None, pad_edge=False)
-    for name in ("checked", "missing", "stale"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    for worker_id, worker in sorted(workers.items()):
-        numbers = [f"{worker[name]:,}" for name in ("checked", "missing", "stale")]
-        if worker["error"]:
-            numbers, verdict = ["-"] * 3, f"[red]{worker['error']}[/]"
-        elif not worker["in_tree"]:
-            verdict = "[red]it has no log in the tree[/]"
-        else:
-            verdict = "[green]ok[/]" if worker["ok"] else "[red]differs[/]"
-        table.add_row(worker_id, *numbers, verdict)
-    return table

@@ -1,4 +1,5 @@
-"""The tables of `tandem status` and `tandem audit`, for wide screens and for 80 columns. Pure.
+"""The tables of `tandem status`, `audit` and `index verify`, for wide screens and for 80 columns.
+Pure.
 
 If a table does not fit, its last columns, or its notes, stand below it.
 """
@@ -104,6 +105,24 @@ def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Itera
         yield f"{at}  {router}  {by}"
         change = what if before == after == "-" else f"{what}: {before} -> {after}"
         yield Padding(f"{change}: {outcome}", (0, 0, 0, 4))
+
+
+def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Returns what the prefix tree has of each worker, and whether that is right."""
+    made = table("worker")
+    for name in ("checked", "missing", "stale"):
+        made.add_column(name, justify="right")
+    made.add_column("verdict")
+    for worker_id, worker in sorted(workers.items()):
+        numbers = [f"{worker[name]:,}" for name in ("checked", "missing", "stale")]
+        if worker["error"]:
+            numbers, verdict = ["-"] * 3, f"[red]{worker['error']}[/]"
+        elif not worker["in_tree"]:
+            verdict = "[red]it has no log in the tree[/]"
+        else:
+            verdict = "[green]ok[/]" if worker["ok"] else "[red]differs[/]"
+        made.add_row(worker_id, *numbers, verdict)
+    return made
 
 
 def duration(seconds: float) -> str:

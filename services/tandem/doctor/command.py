@@ -20,6 +20,7 @@ from tandem.doctor.system import (
     run_disk,
     shared_memory,
 )
+from tandem.progress import Step, Waiting
 
 CHECKS: tuple[Callable[[Host], Finding], ...] = (
     *(kernel, memory, huge_pages, shared_memory, open_files, memlock),
@@ -30,7 +31,11 @@ CHECKS: tuple[Callable[[Host], Finding], ...] = (
 
 def main() -> None:
     """Prints a line for each check, with what a lack costs and what to do about it."""
-    findings = [check(Host()) for check in CHECKS]
+    findings = []
+    with Waiting() as waiting:
+        for number, check in enumerate(CHECKS):
+            waiting.show(Step("checks", check.__name__.replace("_", " "), number, len(CHECKS)))
+            findings.append(check(Host()))
     for finding in findings:
         verdict = "!" if finding.cost else "ok"
         print(f"{verdict:2}  {finding.name:<12} {finding.found}")

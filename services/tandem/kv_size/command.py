@@ -18,6 +18,7 @@ from tandem.kv_size.workers import SteadyLoad, Workers, workers_needed
 from tandem.models.shape import num_parameters, read_shape
 from tandem.options import read
 from tandem.perf_model.rates import WorkerRates
+from tandem.progress import Step, Waiting
 from tandem.simulator.options import read_rates
 
 GIB = 1 << 30
@@ -122,7 +123,8 @@ def _workers(
 def main() -> None:
     options = read(KvSizeOptions, "tandem kv-size")
     try:
-        answer = compute(options)
+        with Waiting(Step(options.model, "is read")):
+            answer = compute(options)
     except (TandemError, OSError, msgspec.MsgspecError) as error:
         print(f"tandem kv-size: {getattr(error, 'message', error)}", file=sys.stderr)
         raise SystemExit(1) from None

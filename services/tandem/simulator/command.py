@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from tandem.config.autoscale import AutoscaleConfig
 from tandem.errors import ConfigError
 from tandem.options import read
+from tandem.progress import Step, Waiting
 from tandem.simulator.autoscaled import run_autoscaled
 from tandem.simulator.options import SimulateOptions, UsageError
 from tandem.simulator.output.report import Report, summarize
@@ -27,8 +29,9 @@ def simulate(options: SimulateOptions) -> None:
     """Replays a trace under this router's placement and under others."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
-        names, shares, scenario = options.names(), options.shares(), options.scenario()
-        arrivals, config = options.arrivals(), options.autoscaler()
+        with Waiting(Step(options.trace.name, "is read")):
+            names, shares, scenario = options.names(), options.shares(), options.scenario()
+            arrivals, config = options.arrivals(), options.autoscaler()
     except OSError as error:
         _give_up(f"{error.filename} cannot be read: {error.strerror}")
     except (UsageError, TraceError, ConfigError, msgspec.MsgspecError) as error:
@@ -60,32 +63,40 @@ def run_all(
     console: Console,
 ) -> list[Report]:
     """Runs every policy on the same arrivals and errors of a seed. Share 0: as recorded."""
-    reports = []
-    for seed in range(seeds):
-        seeded = replace(scenario, seed=seed)
-        spread = spread_bursts(arrivals, seed)
-        if num_requests:
-            spread = repeat(spread, num_requests, seed)
-        factor = full_load_factor(seeded, spread)
-        for share in shares:
-            timed = scale_load(spread, factor * share) if share else spread
-            for name in names:
-                simulation = Simulation(seeded, timed, make_policy(name))
-                simulation.run()
-                reports.append(summarize(simulation, name, share or 1 / factor))
-                console.print(
-                    f"seed {seed}, load {reports[-1].load:.0%}, {name}: "
-                    f"goodput {reports[-1].goodput:.2%}",
-                    highlight=False,
-                )
+    reports: list[Report] = []
+    num_runs = seeds * len(shares) * len(names)
+    with Waiting() as waiting:
+        for seed in range(seeds):
+            seeded = replace(scenario, seed=seed)
+            spread = spread_bursts(arrivals, seed)
+            if num_requests:
+                spread = repeat(spread, num_requests, seed)
+            factor = full_load_factor(seeded, spread)
+            for share in shares:
+                timed = scale_load(spread, factor * share) if share else spread
+                for name in names:
+                    simulation = Simulation(seeded, timed, make_policy(name))
+                    told = f"seed {seed}, load {share or 1 / factor:.0%}, {name}"
+                    with waiting.polling(partial(_step, simulation, told, len(reports), num_runs)):
+                        simulation.run()
+                    reports.append(summarize(simulation, name, share or 1 / factor))
+                    with waiting.hidden():
+                        console.print(f"{told}: goodput {reports[-1].goodput:.2%}", highlight=False)
     return reports
+
+
+def _step(simulation: Simulation, told: str, num_done: int, num_runs: int) -> Step:
+    """Returns how far all runs are, if this one is under way."""
+    done = num_done + simulation.share_begun
+    return Step("simulation", f"run {num_done + 1} of {num_runs}: {told}", done, num_runs)
 
 
 def tell_autoscaled(
     scenario: Scenario, arrivals: list[Arrival], config: AutoscaleConfig, console: Console
 ) -> None:
     """Prints each change of a pool with its reason, and what the day cost."""
-    simulation, autoscaled = run_autoscaled(scenario, arrivals, config)
+    with Waiting(Step("simulation", f"{len(arrivals):,} requests")):
+        simulation, autoscaled = run_autoscaled(scenario, arrivals, config)
     for at_s, decision in autoscaled.decisions:
         console.print(f"{at_s / 3600:6.2f} h  {decision.line}", highlight=False, soft_wrap=True)
     report = summarize(simulation, "tandem", 0.0)
@@ -107,7 +118,8 @@ def _write(
     except ImportError:
         console.print("no plots: they need matplotlib (pip install 'tandem-llm[simulate]')")
         return
-    write_page(reports, title, write_plots(reports, folder), folder / "simulation.html")
+    with Waiting(Step("plots", "are drawn")):
+        write_page(reports, title, write_plots(reports, folder), folder / "simulation.html")
     console.print(f"written: {folder}/simulation.html, .json and PNGs", highlight=False)
 
 

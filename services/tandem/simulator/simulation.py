@@ -60,6 +60,11 @@ class Simulation:
         for worker in self.workers.values():
             self._start_log(worker)
 
+    @property
+    def share_begun(self) -> float:
+        """Returns the share of the requests that have arrived, 0 to 1. Any thread may ask."""
+        return len(self.requests) / max(1, len(self._arrivals))
+
     def run(self) -> None:
         for fault in self.scenario.faults:
             self.clock.at(fault.at_s, self._inject, fault)

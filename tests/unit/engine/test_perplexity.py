@@ -16,6 +16,7 @@ from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
 from tandem_bench.perplexity import compare, cut, losses, main
 from tandem_bench.prose import english_prose
+from tests.harness.terminal import Terminal
 from tests.tiny_models import make_random_speaker
 
 WINDOW = 100
@@ -89,7 +90,9 @@ def test_the_command(
     speaker: ModelFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out.json"
-    main(f"{speaker.path}", tokens=90, window=32, dtype="float32", output=output)
+    with Terminal() as terminal:
+        main(f"{speaker.path}", tokens=90, window=32, dtype="float32", output=output)
+    assert "run 2 of 2" in terminal.text
     printed = capsys.readouterr().out
     assert "93 tokens in 3 windows of 32" in printed
     assert "KV in bfloat16: perplexity" in printed

@@ -8,7 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem import progress
+from tandem.options import read
 from tandem.perf_model.rates import WindowBytes, WorkerRates
+from tandem.simulator import command
+from tandem.simulator.options import SimulateOptions
+from tests.harness.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
 MOONCAKE = ROOT / "tests" / "data" / "mooncake_small.jsonl"
@@ -40,6 +45,16 @@ def test_writes_a_table_json_plots_and_one_page(tmp_path: Path) -> None:
     page = (out / "simulation.html").read_text()
     assert page.count("data:image/png;base64,") == len(list(out.glob("*.png"))) == 5
     assert "://" not in page
+
+
+def test_a_terminal_shows_how_far_all_runs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_POLL_S", 0.01)
+    arguments = [str(MOONCAKE), "--loads", "50", "--requests", "200", "--policies", "tandem,random"]
+    options = read(SimulateOptions, "tandem simulate", arguments)
+    with Terminal() as terminal:
+        command.simulate(options)
+    assert "run 2 of 2: seed 0, load 50%, random" in terminal.text
+    assert simulate(*arguments).stderr == ""
 
 
 def test_pools_that_follow_a_days_load_explain_themselves() -> None:

@@ -30,11 +30,11 @@ from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S
 from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
-from tandem.cluster.progress import Step, Waiting
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
 from tandem.errors import ConfigError
 from tandem.options import Bounds, Options, PositiveOrNone, Text, read
+from tandem.progress import Step, Waiting
 
 _START_DEADLINE_S = 180.0
 _START_INTERVAL_S = 0.2

@@ -43,7 +43,6 @@ from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, tell_head
 from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
-from tandem.cluster.progress import Step, Waiting
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.ray_host import RayHost
 from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
@@ -51,6 +50,7 @@ from tandem.config.tls import Kind
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
+from tandem.progress import Step, Waiting
 from tandem.store.client import wait_until_answers
 from tandem.store.control_state import Head
 

@@ -17,7 +17,7 @@ import msgspec
 from rich.markup import escape
 
 from tandem.cluster.processes.owned import forget_leaving, write_leaving
-from tandem.cluster.progress import Step
+from tandem.progress import Step
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.store.registry import WorkerRecord
 

@@ -19,10 +19,10 @@ from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
-from tandem.cluster.progress import Step
 from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.errors import ConfigError
+from tandem.progress import Step
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.store.registry import Loading, WorkerRecord
 

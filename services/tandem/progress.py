@@ -6,7 +6,7 @@ there are none.
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -27,6 +27,8 @@ from rich.table import Column
 from rich.text import Text
 
 SHOWN_AFTER_S = 2.0
+REDRAWS_PER_S = 10.0
+_POLL_S = 0.5
 _STEPS_MAX = 8  # rows; a large pool may have more workers than a screen has lines
 _BAR_COLUMNS = 20
 
@@ -44,7 +46,9 @@ class Step:
 class Waiting:
     """The bars of one wait; its methods may be called by any thread."""
 
-    def __init__(self, *steps: Step) -> None:
+    def __init__(self, *steps: Step, redraws_per_s: float = REDRAWS_PER_S) -> None:
+        """With no redraws, bars are drawn when they appear and at each `show`: what is timed
+        between two calls has its core to itself."""
         console = Console(stderr=True, highlight=False)
         self._is_seen = sys.stderr.isatty() and not console.is_dumb_terminal
         note = TextColumn(
@@ -61,6 +65,8 @@ class Waiting:
             console=console,
             transient=True,
             redirect_stdout=False,
+            auto_refresh=redraws_per_s > 0,
+            refresh_per_second=redraws_per_s or REDRAWS_PER_S,
         )
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.RLock()
@@ -98,6 +104,28 @@ class Waiting:
                     total=step.total or None,
                     note=step.note,
                 )
+            if self._is_on and not self._num_hiding and not self._bars.live.auto_refresh:
+                self._bars.refresh()
+
+    @contextmanager
+    def polling(self, look: Callable[[], Step]) -> Iterator[None]:
+        """Shows the row that `look` returns, again and again, from a thread of its own."""
+        is_over = threading.Event()
+
+        def poll() -> None:
+            while not is_over.wait(_POLL_S):
+                self.show(look())
+
+        polling = threading.Thread(target=poll, name="progress", daemon=True)
+        if self._is_seen:
+            self.show(look())
+            polling.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            if self._is_seen:
+                polling.join()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

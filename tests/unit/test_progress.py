@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster import operate, progress
+from tandem import progress
+from tandem.cluster import operate
 from tandem.cluster.operate import drain_step, scale_steps
-from tandem.cluster.progress import Step, Waiting
+from tandem.progress import Step, Waiting
 from tests.harness.terminal import Terminal
 
 SEEN_S = 10.0
@@ -71,6 +72,40 @@ def test_a_file_gets_no_bars(
         waiting.show(Step("prefill", "1 of 2", 1, 2))
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_without_redraws_a_bar_is_drawn_when_it_is_shown_and_not_between() -> None:
+    with Terminal() as terminal:
+        with Waiting(Step("samples", "of 512", 0, 2), redraws_per_s=0) as waiting:
+            wait_until(lambda: "of 512" in terminal.text)
+            time.sleep(0.3)  # three redraws, if there were any
+            assert terminal.text.count("of 512") == 1
+            waiting.show(Step("samples", "of 2048", 1, 2))
+            wait_until(lambda: "of 2048" in terminal.text)
+            with waiting.hidden():
+                hidden_at = len(terminal.text)
+                waiting.show(Step("samples", "of 8192", 2, 2))
+                assert "of 8192" not in terminal.text[hidden_at:]
+            wait_until(lambda: "of 8192" in terminal.text)
+        wait_until(lambda: terminal.text.endswith(ERASE_LINE))
+
+
+def test_a_row_that_is_polled_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_POLL_S", 0.01)
+    looks: list[int] = []
+
+    def look() -> Step:
+        looks.append(len(looks))
+        return Step("simulation", f"look {len(looks)}.", len(looks), 1e9)
+
+    with Terminal() as terminal, Waiting() as waiting, waiting.polling(look):
+        wait_until(lambda: any(f"look {n}." in terminal.text for n in range(10, len(looks))))
+    seen = len(looks)
+    time.sleep(0.05)
+    assert len(looks) == seen
+    with Waiting() as waiting, waiting.polling(look):  # standard error is no terminal
+        time.sleep(0.05)
+    assert len(looks) == seen
 
 
 def pool(wanted: int, running: int, ready: int) -> dict[str, Any]:
