@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -98,6 +99,16 @@ class Joined:
     def decode_worker(self) -> dict[str, Any]:
         (found,) = (w for w in self.get("/v1/cluster")["workers"] if w["role"] == "decode")
         return dict(found)
+
+    def logs(self, worker_id: str) -> subprocess.CompletedProcess[str]:
+        """Runs `tandem logs` here, where no run has been."""
+        return subprocess.run(
+            [*TANDEM, "logs", worker_id, "--url", self.admin_url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "XDG_STATE_HOME": str(self.token_file.parent)},
+        )
 
     def listening(self, machine: Machine) -> set[tuple[str, int]]:
         shown = subprocess.run(
@@ -246,10 +257,19 @@ def test_a_worker_goes_to_the_machine_that_joined_and_elsewhere_when_that_is_los
     eventually(lambda: joined.decode_worker()["transports"].get("prefill-0") == "grpc")
     before = joined.chat("What is gravity?")
     assert "prefill-0" in json.dumps(joined.get(f"/v1/requests/{before['id']}"))
+    (log,) = joined.second.folder.glob("state/tandem/runs/*/prefill-0.log")
+    told = joined.logs("prefill-0")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "prefill prefill-0 ready at" in told.stdout
+    assert log.read_text().startswith(told.stdout)
     joined.second.kill()
     eventually(lambda: joined.serves("prefill-1"), 60)
     states = {agent["id"]: agent["state"] for agent in joined.agents("prefill")}
     assert states == {"prefill-0": "lost", "prefill-1": "running"}
+    gone = joined.logs("prefill-0")
+    assert gone.returncode == 1
+    assert f"its host {agent['host']} does not answer" in gone.stderr
+    assert "`tandem logs prefill-0` there" in gone.stderr
     eventually(lambda: "prefill-1" in joined.decode_worker()["transports"], 60)
     after = joined.chat("What is gravity?")
     assert after["choices"] == before["choices"]

@@ -109,7 +109,13 @@ async def test_the_command_prints_what_is_on_another_machine(
     run.mkdir(parents=True)
     (run / "decode-0.log").write_text("an old run\n")
     await printed(router, "decode-0")
-    assert capsys.readouterr().out == worker.log.read_text()
+    assert capsys.readouterr() == (worker.log.read_text(), "")
+    worker.log = None  # as if it had died: the router cannot have it
+    await printed(router, "decode-0")
+    out, err = capsys.readouterr()
+    assert out == "an old run\n"
+    assert "its log is no file of its own" in err
+    assert "this is the newest log of that name here" in err
 
 
 async def test_the_command_follows_over_silence(

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,35 @@ def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
     with Waiting(Step(process_id, "is looked up")):
         state, why_unknown = _state(url)
     local, worker = _local(process_id), _worker(state, process_id)
+    is_own_router = state.get("router", {}).get("id") == process_id
     if local is not None and (worker is None or _writes(worker, local)):
         if host := _other_host(state, process_id):
-            told = f"tandem: the last {process_id} ran on {host}; this is an earlier one's log"
-            print(told, file=sys.stderr)
+            _note(f"the last {process_id} ran on {host}; this is an earlier one's log")
         show_log(local, follow=follow)
-    elif worker is not None or state.get("router", {}).get("id") == process_id:
-        with suppress(KeyboardInterrupt, BrokenPipeError):
-            for text in _pieces(url, process_id, follow=follow):
-                sys.stdout.write(text)
-                sys.stdout.flush()
-    else:
+    elif worker is None and not is_own_router:
         raise OperateError(_why_none(state, process_id) or f"{_no_log(process_id)}; {why_unknown}")
+    else:
+        _show_remote(url, process_id, local, follow=follow)
+
+
+def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool) -> None:
+    """Prints the log that the process itself sends, or the one of this machine if it sends none."""
+    path = f"/v1/cluster/workers/{urllib.parse.quote(process_id, safe='')}/log"
+    try:
+        with Waiting(Step(process_id, "is asked for its log")):
+            piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S)
+    except OperateError as error:
+        if local is None:
+            raise
+        _note(f"{error.message}; this is the newest log of that name here")
+        show_log(local, follow=follow)
+        return
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        _show_pieces(url, path, piece, follow=follow)
+
+
+def _note(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr)
 
 
 def _state(url: str) -> tuple[Mapping[str, Any], str]:
@@ -107,23 +124,22 @@ def _why_none(state: Mapping[str, Any], process_id: str) -> str:
     return f"{process_id} is {told}. Its log is {where}: run `tandem logs {process_id}` there"
 
 
-def _pieces(url: str, worker_id: str, *, follow: bool) -> Iterator[str]:
-    """Yields the log from its start; with `follow`, for ever. Raises OperateError."""
-    path = f"/v1/cluster/workers/{urllib.parse.quote(worker_id, safe='')}/log"
-    with Waiting(Step(worker_id, "is asked for its log")):
-        piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S)
+def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool) -> None:
+    """Prints a part of a log and what comes after it; with `follow`, until it is interrupted.
+    Raises OperateError."""
     is_away = False
     while piece["text"] or follow:
-        yield piece["text"]
+        sys.stdout.write(piece["text"])
+        sys.stdout.flush()
         if not piece["text"]:
             time.sleep(_POLL_S)
+        place = f"{path}?after={piece['after']}"
         try:
-            place = f"{path}?after={piece['after']}"
             piece = ask(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S)
             is_away = False
         except OperateError as error:
             if not follow:
                 raise
             if not is_away:
-                print(f"tandem: {error.message}. Its lines come when it answers", file=sys.stderr)
+                _note(f"{error.message}. Its lines come when it answers")
             is_away, piece = True, {**piece, "text": ""}
