@@ -147,7 +147,7 @@ def test_the_autoscalers_mode_target_and_reason_are_under_the_pools(page: Any) -
 
 def test_a_row_has_a_bar_for_the_pool_and_for_each_tier(page: Any) -> None:
     assert page.evaluate(LEVELS) == [
-        ["50% in use 50%", "host 25% 25%", "store 1,234 known 2%"],
+        ["50% in use 50%", "host 25% of 1,000 25%", "store 1,234 known 2%"],
         ["50% in use 50%"],
     ]
 

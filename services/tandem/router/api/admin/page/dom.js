@@ -21,6 +21,8 @@ export function setText(element, text) { // a screen reader speaks of a change o
 
 export const byNumber = new Intl.Collator(undefined, {numeric: true}).compare; // decode-9 before decode-10
 
+export const count = new Intl.NumberFormat(undefined).format; // 1,024
+
 export const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 export function ago(seconds) {

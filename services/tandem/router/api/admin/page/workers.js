@@ -1,6 +1,6 @@
 // The table of workers and the pools, with what an operator may change.
 
-import {byId, make, row, setText} from "./dom.js";
+import {byId, count, make, row, setText} from "./dom.js";
 import {ordered, state} from "./feed.js";
 import {change, sure} from "./operator.js";
 
@@ -56,8 +56,8 @@ function showLevel(level, share, text) {
 }
 
 // A store has no end: of its blocks a worker remembers so many.
-const tierText = (name, held, share) =>
-  name === "store" ? `store ${held.toLocaleString()} known` : `${name} ${Math.round(100 * share)}%`;
+const tierText = (name, held, total, share) =>
+  name === "store" ? `store ${count(held)} known` : `${name} ${Math.round(100 * share)}% of ${count(total)}`;
 
 function fill(cells, [id, w]) {
   const ill = isIll(w), other = w.role === "prefill" ? "decode" : "prefill";
@@ -73,8 +73,7 @@ function fill(cells, [id, w]) {
     level.line.hidden = i >= tiers.length;
     if (level.line.hidden) return;
     const [name, held, total] = tiers[i], share = total ? held / total : 0;
-    showLevel(level, share, tierText(name, held, share));
-    level.line.title = `${held.toLocaleString()} of ${total.toLocaleString()} blocks`;
+    showLevel(level, share, tierText(name, held, total, share));
   });
   setText(cells.transports, w.transports || "–");
   setText(cells.host, w.host || "–");
