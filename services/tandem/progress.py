@@ -47,8 +47,8 @@ class Waiting:
     """The bars of one wait; its methods may be called by any thread."""
 
     def __init__(self, *steps: Step, redraws_per_s: float = REDRAWS_PER_S) -> None:
-        """With no redraws, bars are drawn when they appear and at each `show`: what is timed
-        between two calls has its core to itself."""
+        """Bars without redraws are drawn when they appear and at each `show`: what is timed between
+        two calls has its core to itself."""
         console = Console(stderr=True, highlight=False)
         self._is_seen = sys.stderr.isatty() and not console.is_dumb_terminal
         note = TextColumn(

@@ -31,7 +31,7 @@ def older(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a reader of a log is: a file by its inode, and an offset in it. 0: at the start."""
+    """A reader's place in a log: a file by its inode, and an offset in it. 0: at the start."""
 
     inode: int = 0
     offset: int = 0

@@ -23,7 +23,7 @@ class GroupLoad(msgspec.Struct, frozen=True):
 
 
 class TierUse(msgspec.Struct, frozen=True):
-    """What a tier below the pools holds. A store has no end: `blocks_total` is how many of its
+    """The blocks of a tier below the pools. A store has no end: `blocks_total` is how many of its
     blocks a worker can remember, and `blocks_held` how many it remembers."""
 
     name: str  # host, disk or store

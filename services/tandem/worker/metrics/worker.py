@@ -146,7 +146,7 @@ class WorkerMetrics(MetricSet):
 
     @property
     def tiers(self) -> tuple[TierUse, ...]:
-        """What the tiers below the pool hold, as of the newest step."""
+        """The tiers below the pool, as of the newest step."""
         tiers = self._engine_load.tiers
         return tuple(TierUse(t.name, t.blocks_total, t.blocks_held) for t in tiers)
 
