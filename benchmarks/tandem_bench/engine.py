@@ -129,6 +129,10 @@ def measure(
     """Everything of the JSON file but the idle time. Raises TandemError."""
     from tandem_bench.engine_steps import resolve_dense
 
+    num_works = len(set(prompts)) + len(set(batches))
+    num_samples = len(threads) * len(modes) * num_works * (1 + repeats)
+    num_timed = 0
+
     def timed(row: Row, name: str, work: Callable[[], float]) -> float:
         nonlocal num_timed
         note = f"{row.mode}, {row.threads} thread(s): {name}"
@@ -136,10 +140,6 @@ def measure(
         num_timed += 1
         return work()
 
-    num_timed = 0
-    num_samples = (
-        len(threads) * len(modes) * (len(set(prompts)) + len(set(batches))) * (1 + repeats)
-    )
     folder = resolve_dense(model)
     rows = []
     for count in threads:

@@ -13,8 +13,9 @@ import re
 import stat
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
 from tandem.errors import BadRequest
 
@@ -59,7 +60,7 @@ def read_piece(path: Path, after: Place, bytes_max: int = PIECE_BYTES_MAX) -> tu
     gone, the log is read from the start.
     """
     with ExitStack() as stack:
-        opened: dict[int, BinaryIO] = {}
+        opened: dict[int, BufferedReader] = {}
         for name in (path, older(path)):  # in this order, a log that is renamed now is found
             with suppress(FileNotFoundError):
                 file = stack.enter_context(name.open("rb"))

@@ -91,7 +91,7 @@ class Servicer(WorkerServicer):
         return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> pb.ReadLogResponse:
-        if not (path := os.environ.get(FILE_VARIABLE)):
+        if not (path := os.environ.get(FILE_VARIABLE, "")):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_FILE)
         text, after = await asyncio.to_thread(read_piece, Path(path), Place.parse(request.after))
         return pb.ReadLogResponse(text=text, after=str(after))
