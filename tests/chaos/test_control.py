@@ -76,6 +76,38 @@ async def test_requests_go_on_without_ray_and_a_fresh_head_has_control(
 SOON = {"deadline_s": 300.0, "what": "the sizes that were asked for"}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_lent_worker_keeps_its_role_over_a_crash_and_a_new_head(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    kept = KeptCluster(folder, *OPTIONS, model=FORM.model(folder), decode=2)
+    with closing(kept.start()) as cluster:
+        role = f"{cluster.admin_url}/v1/cluster/workers/decode-1/role"
+        async with asking(cluster, 4, FORM) as now:
+            async with httpx.AsyncClient(timeout=15) as client:
+                (await client.post(role, json={"role": "prefill"})).raise_for_status()
+            await now.more(8)
+            cluster.kill_head()
+            await asyncio.to_thread(cluster.start_head)
+            await asyncio.to_thread(wait_for, cluster.is_whole, **SOON)
+            lent = cluster.workers["decode-1"]
+            assert lent.role == "prefill"
+            os.kill(lent.pid, signal.SIGKILL)
+
+            def is_back() -> bool:
+                found = cluster.workers.get("decode-1")
+                return found is not None and found.pid != lent.pid
+
+            await asyncio.to_thread(wait_for, is_back, **SOON)
+            assert cluster.workers["decode-1"].role == "prefill"
+            await now.more(8)
+            assert cluster.state()["pools"]["prefill"]["serving"] == 2
+        now.check()
+        await asyncio.to_thread(wait_nothing_held, cluster, 30)
+
+
 def has(cluster: KeptCluster, prefill: int, decode: int) -> bool:
     pools = cluster.state()["pools"]
     wanted = (pools["prefill"]["wanted"], pools["decode"]["wanted"])

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tandem.store.client import connect_blocking
 from tests.chaos.asking import asking
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import metric
@@ -46,13 +47,22 @@ async def test_a_worker_comes_changes_pools_and_goes_under_load(
             added = cluster.start_worker("decode-1", "decode")
             await asyncio.to_thread(cluster.wait_ready, "decode-1")
             await now.more(4)
-            seconds = []
-            for role in ("prefill", "decode"):
+            seconds = [await flip(cluster, "decode-1", "prefill")]
+            await now.more(4)
+            added.kill()  # the loan outlives the process
+            added = cluster.start_worker("decode-1", "decode")
+            await asyncio.to_thread(cluster.wait_ready, "decode-1")
+            record = cluster.records()["decode-1"]
+            assert (record["role"], record["pool"]) == ("prefill", "decode")
+            await now.more(4)
+            for role in ("decode", "prefill"):
                 seconds.append(await flip(cluster, "decode-1", role))
                 await now.more(4)
             added.process.terminate()
             assert await asyncio.to_thread(added.process.wait, 40) == 0
             del cluster.workers["decode-1"]
+            with closing(connect_blocking(cluster.redis.url)) as redis:
+                assert not list(redis.scan_iter("*:role")), "a worker that ends in order keeps none"
         now.check()
         assert max(seconds) < FLIP_BUSY_S, seconds
         cluster.wait_idle()

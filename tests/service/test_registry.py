@@ -19,7 +19,7 @@ from tandem.errors import Incompatible
 from tandem.perf_model.rates import PairRate, default_pair
 from tandem.store.client import connect, connect_blocking
 from tandem.store.pair_rates import read_pair_bandwidths
-from tandem.store.registry import KvCompatibility, Load, Registry, WorkerRecord
+from tandem.store.registry import LOAN_TTL_S, KvCompatibility, Load, Registry, WorkerRecord
 
 pytestmark = pytest.mark.service
 
@@ -116,6 +116,21 @@ async def test_a_silent_worker_is_dead_and_its_id_is_dropped(
     await eventually(is_gone)
     members = await redis_client.smembers(f"{{tandem:{cluster_id}}}:workers")  # type: ignore[misc]
     assert members == {b"alive"}
+
+
+async def test_the_role_of_a_lent_worker_outlives_its_record_until_it_is_given_back(
+    registry: Registry, redis_client: Redis, cluster_id: str
+) -> None:
+    assert await registry.read_loan("w") is None
+    await registry.write(a_record("w"), "prefill")
+    await registry.remove("w")
+    assert await registry.read_loan("w") == "prefill"
+    key = f"{{tandem:{cluster_id}}}:worker:w:role"
+    assert 0 < await redis_client.pttl(key) <= LOAN_TTL_S * 1000
+    await registry.write(a_record("w"))
+    assert await registry.read_loan("w") is None
+    await redis_client.set(key, b"a role of another version")
+    assert await registry.read_loan("w") is None
 
 
 async def test_nothing_is_left_of_a_cluster_that_died(

@@ -5,6 +5,7 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
     {tandem:CLUSTER}:worker:ID:pairs      what it measured of its peers (pair_rates.py)
+    {tandem:CLUSTER}:worker:ID:role       its role while it is lent to the other pool
     {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
     {tandem:CLUSTER}:contract:GENERATION  that of a generation with a name
     {tandem:CLUSTER}:loading              HASH, msgpack Loading of workers without a record
@@ -14,6 +15,9 @@ A record is written every `record_interval_s` by its worker and expires after `r
 the worker is dead to everybody. The first worker sets the cluster's KV compatibility; one that
 differs is refused with a message that names each difference, and is not seen by readers if it
 writes a record all the same. The KV compatibility goes with its last worker.
+
+A lent worker's role outlives its record by `LOAN_TTL_S`: a process that crashed is started again in
+that role. A worker that ends in order takes the role away.
 
 An upgrade to what cannot exchange KV with what runs is another *generation*: its workers agree on a
 KV compatibility of their own, and both generations serve until the old one has drained. Who may be
@@ -25,13 +29,13 @@ from __future__ import annotations
 import logging
 import secrets
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from tandem.adapter import NO_ADAPTER, Adapter
 from tandem.block_hash import Chain, chain_root
-from tandem.config.cluster import ClusterConfig
+from tandem.config.cluster import ClusterConfig, Role
 from tandem.engine_counts import EngineCounts
 from tandem.errors import Incompatible
 from tandem.perf_model.kv_load import GroupLoad, TierUse
@@ -44,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
+LOAN_TTL_S = 3600.0  # longer than a crashed worker takes to load its model again
 
 
 class KvCompatibility(msgspec.Struct, frozen=True):
@@ -174,8 +179,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the pairs; all in one hash
-# slot. ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms, 5 bandwidths.
+# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the pairs, 5 the lent worker's
+# role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms,
+# 5 bandwidths, 6 role (empty: it is not lent), 7 the role's time to live in ms.
 # Returns nothing. Only a KV compatibility equal to the worker's is kept alive by it.
 _WRITE = Script("""
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
@@ -185,6 +191,11 @@ redis.call('PEXPIRE', KEYS[2], ARGV[4])
 local contract = redis.call('GET', KEYS[3])
 if not contract or contract == ARGV[3] then
   redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+end
+if ARGV[6] == '' then
+  redis.call('DEL', KEYS[5])
+else
+  redis.call('SET', KEYS[5], ARGV[6], 'PX', ARGV[7])
 end
 """)
 
@@ -235,19 +246,33 @@ class Registry:
                 "this worker cannot join the cluster: its " + "; its ".join(differences)
             )
 
-    async def write(self, record: WorkerRecord) -> None:
-        """Keeps a worker (and its generation's KV compatibility) alive for another time to live."""
+    async def write(self, record: WorkerRecord, loan: str = "") -> None:
+        """Keeps a worker (and its generation's KV compatibility) alive for another time to live.
+
+        `loan` is the role in which the next process of this worker starts; empty: its own.
+        """
         compatibility_key = self._compatibility_key_of(record.generation)
         record_key = self._record_key(record.worker_id)
         await _WRITE(
             self._redis,
-            [record_key, self._workers_key, compatibility_key, pairs_key(record_key)],
+            [
+                *(record_key, self._workers_key, compatibility_key, pairs_key(record_key)),
+                f"{record_key}:role",
+            ],
             record.worker_id,
             msgspec.msgpack.encode(record),
             _shared(record.compatibility),
             self._ttl_ms,
             encode_bandwidths(record.pairs),
+            loan,
+            round(LOAN_TTL_S * 1000),
         )
+
+    async def read_loan(self, worker_id: str) -> Role | None:
+        """Returns the role in which the last process of this worker was lent; None if it was not
+        lent or ended in order."""
+        found = await self._redis.get(f"{self._record_key(worker_id)}:role")
+        return next((role for role in get_args(Role) if found == role.encode()), None)
 
     async def remove(self, worker_id: str) -> None:
         """Removes a worker that leaves in order; the last one takes the KV compatibility with

@@ -80,6 +80,18 @@ async def test_it_is_told_when_nothing_waits_any_more_and_prompts_are_taken() ->
     assert worker.told == ["joins", "decode, takes prompts: False"]
 
 
+async def test_a_loan_ends_with_a_change_back_or_with_the_worker() -> None:
+    worker = Recorded()
+    assert worker.change.loan == ""
+    await worker.change.to("prefill")
+    assert worker.change.loan == "prefill"
+    await worker.change.to("decode")
+    assert worker.change.loan == ""
+    await worker.change.to("prefill")
+    worker.change.end_loan()
+    assert (worker.change.loan, worker.change.role) == ("", "prefill")
+
+
 async def test_a_change_goes_on_when_nobody_waits_for_it() -> None:
     """A router's call past its deadline is such a case: the worker was stopped for a while."""
     worker = Recorded()

@@ -19,6 +19,7 @@ from tandem.prefix_index.publisher import Publisher
 from tandem.prefix_index.redis import RedisIndex
 from tandem.store.client import UNREACHABLE, connect
 from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
+from tandem.worker.lifecycle.role import RoleChange
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Membership:
         *,
         worker_id: str,
         epoch: str,
+        role: RoleChange,
         tiers: Iterable[str],
         record: Callable[[], WorkerRecord],
         on_records: Callable[[list[WorkerRecord]], None],
@@ -39,6 +41,7 @@ class Membership:
         """`tiers` are the names of those below the KV pool."""
         self._cluster = cluster
         self._worker_id = worker_id
+        self._role = role
         self._record = record
         self._on_records = on_records
         self._redis = connect(cluster.redis_url)
@@ -53,16 +56,20 @@ class Membership:
         self._num_writes = 0
 
     async def join(self, compatibility: KvCompatibility) -> None:
-        """Waits for Redis, then joins. Raises Incompatible naming the differences."""
+        """Waits for Redis, then joins in the role of the last process of this worker, if that
+        process was lent and crashed. Raises Incompatible naming the differences."""
         while True:
             try:
                 await self._registry.check_compatibility(compatibility, self._record().generation)
+                loan = await self._registry.read_loan(self._worker_id)
                 break
             except UNREACHABLE as error:
                 self._note_unreachable(error)
                 await asyncio.sleep(self._cluster.record_interval_s)
         for publisher in self._publishers:
             publisher.start()
+        if loan is not None:
+            await self._role.to(loan)
         await self.refresh()
         self._task = asyncio.create_task(self._refresh_for_ever())
 
@@ -82,7 +89,7 @@ class Membership:
         try:
             self._num_writes += 1
             record = msgspec.structs.replace(self._record(), num_writes=self._num_writes)
-            await self._registry.write(record)
+            await self._registry.write(record, self._role.loan)
             self._on_records(await self._registry.read())
             if not self._reachable:
                 log.info("Redis answers again")

@@ -8,6 +8,9 @@ is enough is the argument of docs/transfer.md: who waits for a prefill worker, a
 while it waits, is in the decode pool, and whom it waits for was in the prefill pool when it asked.
 So if waits made a circle, each of its workers would have joined the decode pool later than the one
 before it in the circle, and so later than itself.
+
+A worker in the other pool is lent. The loan survives a crash of the process, and ends with a change
+back or when the worker ends in order.
 """
 
 import asyncio
@@ -37,11 +40,23 @@ class RoleChange:
     ) -> None:
         """`tell` lets others know: it writes the record."""
         self.role: Role = role
+        self._own = role
+        self._ends_in_order = False
         self._decode = decode
         self._prefill = prefill
         self._tell = tell
         self._one_at_a_time = asyncio.Lock()
         self._changes: set[asyncio.Task[float]] = set()
+
+    @property
+    def loan(self) -> str:
+        """Returns the role in which the next process of this worker is to start; empty: its
+        own."""
+        return "" if self.role == self._own or self._ends_in_order else self.role
+
+    def end_loan(self) -> None:
+        """The worker ends in order: whoever gets its name next starts in the pool of its own."""
+        self._ends_in_order = True
 
     async def to(self, role: Role) -> float:
         """Returns when this worker does the other pool's work, and how long that took, seconds.

@@ -152,15 +152,16 @@ class Worker:
             self._events = await KvEvents.open(self.config)  # before the first step
         await server.start()
         exempt_loaded()
+        self.role = RoleChange(self.config.role, self.decode, self.prefill, self.tell_record)
         self._membership = membership = Membership(
             self.config.cluster,
             worker_id=self.config.worker_id,
             epoch=self.epoch,
+            role=self.role,
             tiers=self.config.engine.tiers,
             record=self._record,
             on_records=self._on_records,
         )
-        self.role = RoleChange(self.config.role, self.decode, self.prefill, self.tell_record)
         self._metrics.watch(membership.publisher, self.adapters.metrics)
         watch = EngineWatch(
             self.config, self.link, self.load, is_used=self._is_used, give_up=self._give_up
@@ -171,14 +172,14 @@ class Worker:
             self._on_event(event)
         try:
             if await self._unless(self._stopping.wait(), membership.join(self.compatibility)):
-                log.info(
-                    "%s %s ready at %s", self.config.role, self.config.worker_id, self._address
-                )
+                log.info("%s %s ready at %s", self.role.role, self.config.worker_id, self._address)
                 warming = asyncio.create_task(self._warm())
                 try:
                     await self._unless(self._stopping.wait(), watch.turn_for_ever())
                 finally:
                     warming.cancel()
+            if not self._broken:
+                self.role.end_loan()
             self._leave_placement()
             await membership.refresh()
             draining = drain(self.decode, self.prefill, lambda: self._drain_until)
