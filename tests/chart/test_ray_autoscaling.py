@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,21 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 
 from tandem.cluster.launch.controller import ControllerOptions
 from tandem.cluster.pools import Member, PoolCommand
+from tandem.cluster.processes import leave_node, process
 from tandem.cluster.ray.agent import expand
-from tandem.config.cluster import Role
+from tandem.config.cluster import RUN_FOLDER_VARIABLE, Role
 from tandem.options import parse
 from tandem.store.roles import rules
-from tests.harness.chart import EXAMPLES, Object, container, find, notes, render, values_of
+from tests.harness.chart import (
+    EXAMPLES,
+    Object,
+    container,
+    find,
+    notes,
+    pod_templates,
+    render,
+    values_of,
+)
 from tests.harness.cluster import wait_for
 from tests.harness.programs import parse_worker
 
@@ -115,6 +126,33 @@ def test_a_worker_pod_starts_ray_alone(objects: list[Object], tmp_path: Path) ->
     made = container(objects, "decode")
     start = "ray start --address=a:6379 --resources='{\"decode\": 1}' --block"
     assert run_bash(made, tmp_path, start, programs=1) == [shlex.split(start)]
+
+
+def test_a_pod_that_ends_drains_its_worker_first(
+    objects: list[Object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook runs with the container's variables, and a container that is started again has no
+    mark of it."""
+    made = container(objects, "decode")
+    hook = made["lifecycle"]["preStop"]["exec"]["command"]
+    (pod,) = (pod for name, pod in pod_templates(objects) if name == "decode")
+    assert 90 < int(hook[-1]) < pod["spec"]["terminationGracePeriodSeconds"]
+    variables = {e["name"]: e.get("value", "") for e in made["env"]}
+    assert variables[RUN_FOLDER_VARIABLE] == "/tmp/tandem"
+    folder = tmp_path / "run"
+    worker = process.start("decode-0", ["sleep", "600"], folder, os.environ)
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(folder))
+    subprocess.run([sys.executable, *hook[1:]], check=True, timeout=60)
+    assert worker.wait(0)
+    worker.close()
+    assert leave_node.leaves(folder)
+    assert made["args"][0].startswith(f"rm -f /tmp/tandem/{leave_node.MARK}; ")
+
+
+def test_without_the_autoscaler_the_worker_itself_gets_the_signal() -> None:
+    made = container(render({"rayCluster": {"enabled": True}}), "decode", "worker")
+    assert made["command"] == ["tandem", "worker"]
+    assert "lifecycle" not in made
 
 
 def test_without_the_autoscaler_the_containers_start_ray_alone(tmp_path: Path) -> None:

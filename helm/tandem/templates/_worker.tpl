@@ -93,7 +93,13 @@ imagePullPolicy: {{ default .root.Values.image.pullPolicy $image.pullPolicy }}
 {{- if include "tandem.hasController" .root }}
 # KubeRay's command, which starts Ray. Ray's agent starts the worker (pools.json).
 command: [bash, -c]
-args: ['ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"']
+# A container that is started again finds the mark of the one before: leave_node made it.
+args: ['rm -f /tmp/tandem/leaving; ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"']
+# The worker is no child of the main process: it drains here, before Ray ends.
+lifecycle:
+  preStop:
+    exec:
+      command: [python, -m, tandem.cluster.processes.leave_node, {{ add (int64 $values.options.drainDeadline) 10 | quote }}]
 {{- else }}
 command: [tandem, worker]
 args:

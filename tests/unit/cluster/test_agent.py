@@ -6,6 +6,7 @@ Nobody hears it: the controller is down, too. What is known of the process is in
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from tandem.cluster.gpus import VISIBLE
 from tandem.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
-from tandem.cluster.processes import process
+from tandem.cluster.processes import leave_node, process
 from tandem.cluster.processes.owned import Owned
 from tandem.cluster.ray import agent as agent_module
 from tandem.cluster.ray.agent import Agent
@@ -96,6 +97,45 @@ def test_one_that_ended_when_nobody_could_tell_its_agent_is_not_started_again(
     running.stop(10)
     running.close()
     assert until(agent, "gone") == (0, 1)
+
+
+def test_on_a_node_that_is_about_to_end_a_process_drains_and_its_agent_stays(
+    spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_FOLDER_VARIABLE, raising=False)
+    spec = msgspec.structs.replace(spec, on_nodes=True)
+    agent = Agent(spec, MEMBER)
+    pid, _ = until(agent, "running")
+    assert leave_node.leave(tmp_path, 10.0) == []
+    assert until(agent, "draining", not_pid=pid) == (0, 0)
+    # One that Ray makes anew, or that is placed there by mistake, starts nothing.
+    again = Agent(spec, msgspec.structs.replace(MEMBER, member_id="decode-1"))
+    assert until(again, "draining") == (0, 0)
+    assert process.find_all(tmp_path) == []
+
+
+def test_a_node_that_ends_waits_for_its_processes_until_the_deadline(tmp_path: Path) -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile 1: signal.pause()"
+    running = process.start("deaf", [sys.executable, "-S", "-c", deaf], tmp_path, os.environ)
+    try:
+        wait_until_it_is_deaf(running.pid)
+        assert leave_node.leave(tmp_path, 0.2) == ["deaf"]
+        assert not running.wait(0)
+    finally:
+        running.stop(0)
+        running.close()
+    assert leave_node.leave(tmp_path, 10.0) == []
+
+
+def wait_until_it_is_deaf(pid: int) -> None:
+    """Waits until a process ignores SIGTERM."""
+    give_up_at = time.monotonic() + 30
+    while True:
+        (ignored,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        if int(ignored, 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 def test_a_router_of_several_hosts_is_told_before_it_ends(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.pools import ClusterSpec, PoolCommand
+from tandem.cluster.pools import ClusterSpec, Member, PoolCommand
 from tandem.cluster.processes.owned import Owned, read
 from tandem.cluster.ray import controller as controller_module
 from tandem.cluster.ray.controller import PoolController
@@ -53,3 +53,41 @@ def test_a_full_disk_stops_no_controller(tmp_path: Path, monkeypatch: pytest.Mon
     kept = read(tmp_path)
     assert kept is not None
     assert [member.member_id for member in kept.members] == ["decode-0", "decode-1"]
+
+
+def test_a_member_that_drained_with_its_node_is_not_kept_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that may still run keeps its name; one whose end was reported needs none."""
+    monkeypatch.setattr(PoolController, "_attach", lambda *_: None)
+    monkeypatch.setattr(controller_module.HostWatch, "is_lost", lambda _, host: host == "gone")
+    monkeypatch.setattr(controller_module.ScaleChannel, "start", lambda _: None)
+    monkeypatch.setattr(controller_module.ScaleChannel, "publish", lambda *_: None)
+    monkeypatch.setenv(REDIS_URL_VARIABLE, "redis://127.0.0.1:1")
+    there = [
+        Member("decode-0", "decode", 0, state="draining", host="gone", since=1.0),
+        Member("decode-1", "decode", 1, state="draining", host="gone", since=1.0, pid=7),
+        Member("decode-2", "decode", 2, state="running", host="gone", since=1.0, pid=8),
+        Member("decode-3", "decode", 3, state="draining", host="there", since=1.0),
+    ]
+    Owned({"decode": 0}, there).write(tmp_path)
+    spec = ClusterSpec(
+        cluster_id="c",
+        run_folder=str(tmp_path),
+        pools={"decode": PoolCommand(["true"])},
+        wanted={"decode": 0},
+        cores=[],
+        on_nodes=True,
+    )
+    PoolController(spec)
+
+    def states() -> dict[str, str]:
+        kept = read(tmp_path)
+        assert kept is not None
+        return {member.member_id: member.state for member in kept.members}
+
+    give_up_at = time.monotonic() + 30
+    expected = {"decode-1": "lost", "decode-2": "lost", "decode-3": "draining"}
+    while states() != expected:
+        assert time.monotonic() < give_up_at, states()
+        time.sleep(0.01)

@@ -117,6 +117,13 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
     return None
 
 
+def find_all(run_folder: Path) -> list[DetachedProcess]:
+    """Returns the living processes of a run folder, by id."""
+    records = sorted((run_folder / "processes").glob("*.json"))
+    found = (find(record.stem, run_folder) for record in records)
+    return [process for process in found if process is not None]
+
+
 def failed_start(what: str, log: Path) -> ConfigError:
     """Returns the error of a process that ended during its start, with the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []

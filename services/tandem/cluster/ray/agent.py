@@ -5,6 +5,9 @@
        |                            SIGKILL -> gone
        `(on its way out already) adopt, SIGTERM, ... or gone at once: it is never started
 
+A node of Ray that is about to end is marked (leave_node.py). Its agents then drain their processes
+and start none. They stay until the node ends, and so nothing else is placed on it.
+
 The process is not the agent's child: it continues when the agent, the raylet or the whole of Ray
 ends, and an agent that Ray restarts finds it by its record. The controller's file says whether the
 process should run at all, because the agent that got `drain` may be dead. The watch is a thread
@@ -27,7 +30,7 @@ from tandem import endings
 from tandem.backoff import Backoff, doubling
 from tandem.cluster.gpus import with_gpu
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
-from tandem.cluster.processes import owned, process
+from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.vital_thread import start_vital
@@ -87,6 +90,9 @@ class Agent:
         while True:
             started_at = time.monotonic()
             running = self._find()
+            if self._node_leaves():
+                self._end_with_node(running)
+                return
             known = self._read_owned()
             if known is not None and not known.wants(self._member.agent_name):
                 if running is not None:
@@ -102,6 +108,8 @@ class Agent:
                 if not self._watch(running):
                     self._stop(running)
                     return
+                if self._node_leaves():
+                    continue
             if time.monotonic() - started_at > HEALTHY_AFTER_S:
                 backoff.reset()
             self._tell("restarting", 0)
@@ -109,11 +117,21 @@ class Agent:
                 self._tell("gone", 0)
                 return
 
+    def _node_leaves(self) -> bool:
+        return self._spec.on_nodes and leave_node.leaves(self._run_folder)
+
+    def _end_with_node(self, running: DetachedProcess | None) -> None:
+        if running is not None:
+            self._stop(running)
+        else:
+            self._tell_ended()
+
     def _watch(self, running: DetachedProcess) -> bool:
-        """Waits until the process ends by itself, and notes how. Returns False on `drain`."""
+        """Waits until the process ends by itself, and notes how. Returns False on `drain`, and when
+        the node is about to end."""
         oom_kills = endings.oom_kills()
         while not running.wait(_LOOK_S, self._wake_fd):
-            if select.select([self._wake_fd], [], [], 0)[0]:
+            if select.select([self._wake_fd], [], [], 0)[0] or self._node_leaves():
                 return False
             oom_kills = endings.oom_kills()
             if running.is_stopped != self._is_stopped:
@@ -165,7 +183,11 @@ class Agent:
             running.wait(self._spec.leave_notice_s)
         running.stop(self._spec.drain_deadline_s)
         running.close()
-        self._tell("gone", 0)
+        self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        """Reports that no process is left. An agent that is gone would make room on its node."""
+        self._tell("draining" if self._node_leaves() else "gone", 0)
 
     def _tell(self, state: MemberState, pid: int) -> None:
         self._state, self._pid = state, pid

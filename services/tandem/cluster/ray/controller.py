@@ -150,7 +150,8 @@ class PoolController:
         ]
         # Written before an agent is made: an unknown agent could not be drained. Written before an
         # agent is drained: if it dies, its successor reads here not to start the process again.
-        kept = _without_oldest_lost([*planned, *add])
+        ended = {m.ordinal for m in lost} & {m.ordinal for m in members if self._has_drained(m)}
+        kept = _without_oldest_lost([m for m in (*planned, *add) if m.ordinal not in ended])
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number)):
             return False
         for member in lost:
@@ -211,6 +212,12 @@ class PoolController:
                 return False  # with Redis the file is only a copy
         self._owned, self._written = new, encoded
         return True
+
+    def _has_drained(self, member: Member) -> bool:
+        """Returns whether a member has ended and only its agent stays, until its node of Ray ends
+        (leave_node.py)."""
+        has_ended = member.state == "draining" and not member.pid and member.since > 0
+        return self._spec.on_nodes and has_ended
 
     def _forget_agent(self, member: Member) -> None:
         if (agent := self._agents.pop(member.agent_name, None)) is not None:

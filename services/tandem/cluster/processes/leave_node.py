@@ -1,0 +1,60 @@
+"""Drains the workers of a Ray node that is about to end, such as a pod that Kubernetes evicts.
+
+    python -m tandem.cluster.processes.leave_node DEADLINE_S
+
+    mark in the run folder -> SIGTERM to each worker (they drain) -> all have ended, or the deadline
+
+It needs neither Ray nor Redis, because the agents of the node may be dead. An agent that lives sees
+the mark: it does not start its worker again, and tells the controller that its worker drains.
+Whoever starts the node's Ray removes the mark before that.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tandem.cluster.processes import process
+from tandem.config.cluster import RUN_FOLDER_VARIABLE
+from tandem.observability.logs import configure_logging
+
+log = logging.getLogger(__name__)
+
+MARK = "leaving"
+
+
+def leaves(run_folder: Path) -> bool:
+    """Returns whether the node of this run folder is about to end."""
+    return (run_folder / MARK).exists()
+
+
+def leave(run_folder: Path, deadline_s: float) -> list[str]:
+    """Ends the processes of the run folder. Returns those that still run at the deadline."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    (run_folder / MARK).touch()
+    give_up_at = time.monotonic() + deadline_s
+    running = process.find_all(run_folder)
+    for each in running:
+        log.info("this node ends: %s drains", each.process_id)
+        each.send(signal.SIGTERM)
+    left = []
+    for each in running:
+        if not each.wait(max(0.0, give_up_at - time.monotonic())):
+            left.append(each.process_id)
+        each.close()
+    return left
+
+
+def main(deadline_s: str) -> int:
+    configure_logging("leave-node")
+    folder = os.environ.get(RUN_FOLDER_VARIABLE, Path(tempfile.gettempdir()) / "tandem")
+    if left := leave(Path(folder), float(deadline_s)):
+        log.warning("these have not drained in %s s: %s", deadline_s, ", ".join(left))
+    return int(bool(left))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
