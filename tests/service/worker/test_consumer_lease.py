@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 
 from tandem.engine.types import Mode
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.store.registry import WorkerRecord
 from tandem.worker.engine_process.messages import Add, Restart
 from tests.harness.scripted_producer import (
+    COMPATIBILITY,
     CONFIG,
     PREFIX_BLOCKS,
     Consumer,
@@ -327,16 +331,47 @@ async def test_released_of_another_lease_never_commits(wrong: str) -> None:
         assert consumer.link.names() == ["Restart"]
 
 
-async def test_silent_producer_is_given_up() -> None:
+@pytest.mark.parametrize("is_confirmed", [False, True], ids=["stream", "stream and record"])
+async def test_silent_producer_is_given_up(
+    is_confirmed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up after ten heartbeats, or after four if its record is silent as well. Then it
+    is not asked for the first blocks of the prompt either."""
+
     async def silent(commands: Commands, context: Any) -> Events:
         await anext(aiter(commands))
         yield accepted()
+        if is_confirmed:
+            now, silences = time.monotonic(), consumer.service.planner._silences
+            for at in (now - 4, now):
+                silences.note([record("p0")], at)
         await asyncio.Event().wait()
 
     async with consumer_of(silent) as consumer:
-        await asyncio.wait_for(consumer.submit(), 20)
+        await asyncio.wait_for(consumer.submit(has_holder=is_confirmed), 20)
         assert consumer.link.names() == ["StartLocalPrefill"]
         await ended(consumer)
+    found = re.search(r"p0 was silent for ([\d.]+) s", caplog.text)
+    assert found, caplog.text
+    assert (float(found[1]) < 10 * CONFIG.transfer.heartbeat_interval_s) is is_confirmed
+
+
+def record(worker_id: str) -> WorkerRecord:
+    """Returns a record of a worker's seventh write."""
+    return WorkerRecord(
+        worker_id=worker_id,
+        epoch="e",
+        role="prefill",
+        state="ready",
+        address="",
+        metrics_address="",
+        host="",
+        pid=1,
+        model="m",
+        max_model_len=1000,
+        compatibility=COMPATIBILITY,
+        num_writes=7,
+    )
 
 
 async def test_cancels_at_random_moments_leak_neither_task_nor_stream() -> None:

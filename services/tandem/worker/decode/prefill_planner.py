@@ -7,6 +7,7 @@ itself has sent to a candidate since is counted in.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tandem.config.worker import WorkerConfig
 from tandem.perf_model.predict import Holder, believed, beside_decode, likely_rates
@@ -27,6 +28,7 @@ from tandem.worker.peers.rates import Rates
 
 _FAILED_TOLD_S = 30.0
 _WHY_MAX = 300  # characters
+_Asked = TypeVar("_Asked", pb.PrefillCandidate, pb.PrefixHolder)
 
 
 class PrefillPlanner:
@@ -69,10 +71,14 @@ class PrefillPlanner:
         }
         return {worker_id: why for worker_id, (_, why, _) in self._failed.items()}
 
-    def alive(self, candidates: Iterable[pb.PrefillCandidate]) -> list[pb.PrefillCandidate]:
-        """Returns the candidates that are worth waiting for."""
+    def is_silent(self, worker_id: str) -> bool:
+        """Returns whether this worker has not written its record in time."""
+        return self._silences.silent_s(worker_id) > 0
+
+    def alive(self, workers: Iterable[_Asked]) -> list[_Asked]:
+        """Returns the candidates or prefix holders that are worth waiting for."""
         now = time.monotonic()
-        return [c for c in candidates if not self._silences.is_lost(c.worker_id, now)]
+        return [w for w in workers if not self._silences.is_lost(w.worker_id, now)]
 
     @contextmanager
     def sent(self, worker_id: str, num_tokens: int) -> Iterator[None]:

@@ -6,13 +6,15 @@
                   `--+------------------------'
                      `--> here: StartLocalPrefill
 
-Each failure plans anew. Whatever a lost lease brought is given up (`Restart`). A candidate that is
-silent or hangs is not asked: the prompt is computed here at once when no other is left.
+Each failure plans anew. Whatever a lost lease brought is given up (`Restart`). A candidate or a
+prefix holder that is silent or hangs is not asked: the prompt is computed here at once when no
+other is left.
 """
 
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -172,7 +174,7 @@ class PromptPrefill:
             producer=None,
         )
         num_cached = reserved.num_cached_tokens // self._block_size
-        holders = sequence.submission.holders
+        holders = self._planner.alive(sequence.submission.holders)
         sequence.prefix = self._producers.prefixes.plan(here, holders, num_cached_blocks=num_cached)
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
@@ -220,6 +222,7 @@ class PromptPrefill:
                         targets=reserved.block_ids,
                         prefix_holders=self._holders(sequence, first_missing),
                         trace=sequence.span.headers,
+                        is_silent=partial(self._planner.is_silent, lease.peer.worker_id),
                         on_first_token=on_first_token,
                     )
         except TimeoutError as error:
@@ -229,11 +232,12 @@ class PromptPrefill:
 
     def _holders(self, sequence: DecodeSequence, num_blocks: int) -> list[pb.PrefixHolder]:
         """Whoever has first blocks of the prompt: this worker too, if `num_blocks` are here."""
+        holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:
-            return sequence.submission.holders
+            return holders
         here = pb.PrefixHolder(num_blocks=num_blocks)
         here.MergeFrom(self._identity)
-        return [here, *sequence.submission.holders]
+        return [here, *holders]
 
     async def _lease(self, candidate: pb.PrefillCandidate) -> ConsumerLease | None:
         try:

@@ -152,7 +152,8 @@ class DecodeService:
             remote_prefill_min_tokens=local_tokens_max + 1,
             fork_of=self._sequences.find(stream, submit.fork_of),
         )
-        holders = [h for h in submit.prefix_holders if h.worker_id != self._config.worker_id]
+        others = (h for h in submit.prefix_holders if h.worker_id != self._config.worker_id)
+        holders = self.planner.alive(others)
         span = NO_SPAN
         if submit.HasField("trace"):
             attributes: Attributes = {

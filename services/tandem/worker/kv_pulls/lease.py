@@ -82,12 +82,14 @@ class ConsumerLease:
         targets: list[int],
         prefix_holders: Sequence[pb.PrefixHolder] = (),
         trace: Mapping[str, str] | None = None,
+        is_silent: Callable[[], bool] = lambda: False,
         on_first_token: Callable[[pb.Prefilled, PullStats], None],
     ) -> int:
         """Has the prompt prefilled, and pulls every missing block into `targets`, blocks of the
         sequence's tables in the order in which they travel. Returns the first token.
 
-        `trace` are the headers of the request's span. Raises TandemError.
+        `trace` are the headers of the request's span. `is_silent` tells whether the producer's
+        record was not written in time. Raises TandemError.
         """
         self._lease_id = f"{request_id}#{self._lease_id}"  # so that the producer's logs name it
         start = pb.StartPrefill(
@@ -119,7 +121,7 @@ class ConsumerLease:
             on_first_token(event.prefilled, self.stats)
 
         self._pull_into(spec.sequence_id, first_missing_block, targets)
-        await self._follow(pb.PrefillCommand(start=start), on_event)
+        await self._follow(pb.PrefillCommand(start=start), on_event, is_silent)
         return first_token_id
 
     async def hold(
@@ -166,11 +168,14 @@ class ConsumerLease:
         self._first_block = self._next_block = self.stats.num_skipped = first_block
 
     async def _follow(
-        self, opening: pb.PrefillCommand, on_answer: Callable[[pb.PrefillEvent], None]
+        self,
+        opening: pb.PrefillCommand,
+        on_answer: Callable[[pb.PrefillEvent], None],
+        is_silent: Callable[[], bool] = lambda: False,
     ) -> None:
         """Reads events until `released`, which must confirm the whole lease."""
         async with (
-            open_stream(self.peer, self._config, opening) as stream,
+            open_stream(self.peer, self._config, opening, is_silent) as stream,
             asyncio.timeout(None) as self._ending,
             asyncio.TaskGroup() as pulls,
         ):

@@ -3,13 +3,16 @@
 Broken, closed, silent for longer than heartbeats allow, or with an engine behind it whose turns
 have stopped: the consumer learns of each in bounded time, and leaving the stream closes it, which
 frees at the producer what was held for it.
+
+A stream may be silent for ten heartbeats, because a slow network or a busy machine delays some. It
+may be silent for four if the producer has stopped to write its record, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +28,7 @@ from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 
 _SILENCES = 10  # heartbeats that may be missed in a row before the producer counts as gone
+_SILENCES_CONFIRMED = 4  # the same, if its record was not written either
 
 # What grpc.aio raises when the other side or the channel is gone; a write to a call that has ended
 # is an InvalidStateError, a call on a closed channel a UsageError.
@@ -36,14 +40,19 @@ _NOT_CLOSED = re.compile("timed out|timeout|failed to connect", re.IGNORECASE)
 
 @asynccontextmanager
 async def open_stream(
-    peer: Peer, config: WorkerConfig, opening: pb.PrefillCommand
+    peer: Peer,
+    config: WorkerConfig,
+    opening: pb.PrefillCommand,
+    is_silent: Callable[[], bool],
 ) -> AsyncIterator[LeaseStream]:
-    """Raises LeaseLost, or the TandemError that a task inside it raised."""
+    """`is_silent` tells whether the producer's record was not written in time. Raises LeaseLost, or
+    the TandemError that a task inside the block raised."""
     call = peer.stub.Prefill(metadata=token_metadata(config.cluster.token))
     closed = LeaseLost(f"the connection to {peer.worker_id} was closed")
+    stream = LeaseStream(peer, config.transfer, call)
+    watching = asyncio.create_task(stream.watch(is_silent))
     try:
         with foreign_cancellation_raises(closed):
-            stream = LeaseStream(peer, config.transfer, call)
             await stream.write(opening)
             yield stream
     except BaseExceptionGroup as group:
@@ -51,6 +60,7 @@ async def open_stream(
     except _BROKEN_CALL as error:
         raise LeaseLost(f"{peer.worker_id}: {_describe(error)}") from error
     finally:
+        watching.cancel()
         call.cancel()
 
 
@@ -62,7 +72,8 @@ class LeaseStream:
         self._config = config
         self._call = call
         self._step = -1
-        self._moved_at = self._now()
+        self._moved_at = self._heard_at = self._now()
+        self._reading: asyncio.Timeout | None = None
         self.engine_waited_for = True
 
     async def write(self, command: pb.PrefillCommand) -> None:
@@ -81,6 +92,18 @@ class LeaseStream:
                 return event
             self._check_engine(event.heartbeat)
 
+    async def watch(self, is_silent: Callable[[], bool]) -> None:
+        """Ends the wait for an event early when the producer's record is silent as well."""
+        interval_s = self._config.heartbeat_interval_s
+        while True:
+            await asyncio.sleep(interval_s)
+            reading = self._reading
+            if reading is None or reading.expired():
+                continue
+            silent_s = self._now() - self._heard_at
+            if silent_s >= _SILENCES_CONFIRMED * interval_s and is_silent():
+                reading.reschedule(self._now())
+
     def _check_engine(self, heartbeat: pb.Heartbeat) -> None:
         if heartbeat.step != self._step or not self.engine_waited_for:
             self._step, self._moved_at = heartbeat.step, self._now()
@@ -90,13 +113,16 @@ class LeaseStream:
             raise ProducerSilent(f"the engine of {self._peer.worker_id} hangs")
 
     async def _read(self) -> pb.PrefillEvent:
+        self._heard_at = self._now()
         try:
             # Not wait_for: in Python 3.11 it can swallow a cancellation.
-            async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout(self._silence_s) as self._reading:
                 event: pb.PrefillEvent = await self._call.read()
         except TimeoutError:
-            silence = f"was silent for {self._silence_s} s"
+            silence = f"was silent for {self._now() - self._heard_at:.1f} s"
             raise ProducerSilent(f"{self._peer.worker_id} {silence}") from None
+        finally:
+            self._reading = None
         if event is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise LeaseLost(f"{self._peer.worker_id} closed the stream")
         return event
