@@ -35,7 +35,8 @@ WAITING = (
     *("tests/chart/test_run.py", "tests/chart/test_tls.py"),
     *(f"tests/security/test_{name}.py" for name in ("certificates", "fuzz")),
     *(f"tests/service/test_{name}.py" for name in ("cluster_launcher", "cluster_pools", "join")),
-    *(f"tests/service/test_{name}.py" for name in ("network_harness", "nixl_transfer")),
+    *(f"tests/service/test_{name}.py" for name in ("first_host_lost", "network_harness")),
+    "tests/service/test_nixl_transfer.py",
     *(f"tests/service/test_{name}.py" for name in ("transfer_bench", "wheel")),
     "tests/service/worker/test_kv_events.py",
 )

@@ -99,6 +99,14 @@ class Machine:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
+    def has_process(self, name: str) -> bool:
+        """Returns whether a process of this name runs on the host."""
+        for pid in self._pids():
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                    return True
+        return False
+
     def close(self) -> None:
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -22,19 +15,15 @@ from tandem.cluster.joining.call import ask_to_join
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.operate import show_status
 from tandem.errors import ConfigError
-from tests.harness.hosts import Machine, why_not
-from tests.harness.network import Network, Shape
-from tests.tiny_models import make_random_speaker
+from tests.harness.hosts import why_not
+from tests.harness.joined import JOIN_PORT, TOKEN, Joined, eventually, two_machines
+from tests.harness.network import Shape
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
 pytestmark = pytest.mark.service
 
-TOKEN = "a token of this test alone"
-DEADLINE_S = 120.0
-TANDEM = [sys.executable, "-m", "tandem.cli"]
-JOIN_PORT = 8100
 GCS_PORT = 8101
 RAY_PORTS = {GCS_PORT, 8102, 8103}  # and the raylet's and the object manager's
 RAY_ACTOR_PORTS = range(8120, 8320)
@@ -44,110 +33,11 @@ NEVER_OPEN = (10001, 8265)  # Ray's client server and its dashboard
 SLOW_BYTES_PER_S = 8e6
 
 
-def eventually(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
-    """Waits until `condition` is true, and returns its value."""
-    give_up_at = time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < give_up_at, "it never came about"
-        time.sleep(0.1)
-    return found
-
-
-@dataclass
-class Joined:
-    network: Network
-    first: Machine
-    second: Machine
-    token_file: Path
-    ca_sha256: str
-
-    def join(self) -> None:
-        told = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
-        self.second.run(*TANDEM, "join", f"{self.first.address}:{JOIN_PORT}", *told)
-        eventually(lambda: "joined as" in self.second.text())
-
-    @property
-    def admin_url(self) -> str:
-        return f"http://{self.first.address}:8002"
-
-    def scale(self, size: str) -> None:
-        subprocess.run([*TANDEM, "scale", size, "--url", self.admin_url], check=True, timeout=60)
-
-    def get(self, path: str) -> Any:
-        port = 8002 if path.startswith("/v1/cluster") else 8000
-        with urllib.request.urlopen(f"http://{self.first.address}:{port}{path}", timeout=10) as got:
-            return json.load(got)
-
-    def chat(self, text: str) -> dict[str, Any]:
-        message = {"role": "user", "content": text}
-        body = {"model": self.get("/v1/models")["data"][0]["id"], "messages": [message]}
-        request = urllib.request.Request(
-            f"http://{self.first.address}:8000/v1/chat/completions",
-            json.dumps({**body, "max_tokens": 8, "temperature": 0}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return dict(json.load(reply))
-
-    def agents(self, pool: str) -> list[dict[str, Any]]:
-        return list(self.get("/v1/cluster")["pools"][pool]["agents"])
-
-    def serves(self, worker_id: str) -> bool:
-        workers = {w["worker_id"]: w for w in self.get("/v1/cluster")["workers"]}
-        return worker_id in workers and workers[worker_id]["state"] == "ready"
-
-    def decode_worker(self) -> dict[str, Any]:
-        (found,) = (w for w in self.get("/v1/cluster")["workers"] if w["role"] == "decode")
-        return dict(found)
-
-    def logs(self, worker_id: str) -> subprocess.CompletedProcess[str]:
-        """Runs `tandem logs` here, where no run has been."""
-        return subprocess.run(
-            [*TANDEM, "logs", worker_id, "--url", self.admin_url],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "XDG_STATE_HOME": str(self.token_file.parent)},
-        )
-
-    def listening(self, machine: Machine) -> set[tuple[str, int]]:
-        shown = subprocess.run(
-            [*machine.place.prefix, "ss", "-ltnH"], capture_output=True, text=True, check=True
-        )
-        found = [line.split()[3].rpartition(":") for line in shown.stdout.splitlines()]
-        return {(address, int(port)) for address, _, port in found}
-
-    def ports(self, machine: Machine) -> set[int]:
-        """Returns the ports at which others reach the machine."""
-        return {
-            port
-            for address, port in self.listening(machine)
-            if not address.startswith(("127.", "[::1]"))
-        }
-
-
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
     folder = tmp_path_factory.mktemp("join")
-    model = make_random_speaker(folder / "model").path
-    token_file = folder / "token"
-    token_file.write_text(TOKEN)
-    with Network(2) as network:
-        first, second = (Machine(place) for place in network.hosts)
-        try:
-            options = ["--listen", first.address, "--host", first.address, "--allow-anonymous"]
-            options += ["--admin-host", first.address, "--join-token-file", str(token_file)]
-            options += ["--prefill", "0", "--decode", "1", "--model", str(model)]
-            options += ["--numerics", "invariant", "--prefill-at", "remote"]
-            options += ["--local-prefill-max-tokens", "0"]
-            first.run(*TANDEM, "up", *options, "--kv-memory", "33554432")
-            found = eventually(lambda: re.search(r"--ca-sha256 (\w+)", first.text()))
-            made = Joined(network, first, second, token_file, found[1])
-            made.join()
-            yield made
-        finally:
-            first.close()
-            second.close()
+    with two_machines(folder, "--prefill", "0", "--decode", "1") as made:
+        yield made
 
 
 def test_a_strange_authority_learns_no_token_and_a_wrong_token_gets_nothing(joined: Joined) -> None:
