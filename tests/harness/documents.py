@@ -220,7 +220,14 @@ def _sources() -> str:
 
 def source_has(name: str) -> bool:
     """Returns whether any source has the name as a whole word."""
-    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", _sources()) is not None
+    text = _sources()
+    at = text.find(name)  # a pattern that looks behind itself would try every place of the text
+    while at >= 0:
+        end = at + len(name)
+        if not re.search(r"\w", text[max(0, at - 1) : at] + text[end : end + 1]):
+            return True
+        at = text.find(name, at + 1)
+    return False
 
 
 def _named_options(arguments: list[str]) -> set[str]:

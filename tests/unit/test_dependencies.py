@@ -56,5 +56,6 @@ def test_every_import_is_of_a_declared_package() -> None:
 
 def test_every_declared_package_is_imported() -> None:
     plain, optional = project()
-    used = {normal(o) for name in imported() for o in packages_distributions().get(name, [])}
+    owners = packages_distributions()
+    used = {normal(owner) for name in imported() for owner in owners.get(name, [])}
     assert (plain | optional) - used - NOT_SEEN == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from tandem.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
@@ -37,6 +39,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         backend.add_special_tokens(sorted(m for m in marks if not m.startswith("<t")))
         backend.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@lru_cache(maxsize=2)
+def vocabulary(folder: Path) -> tuple[Tokenizer, GrammarCompiler]:
+    """Returns the tokenizer of a folder and a compiler for it, which take a second to read."""
+    tokenizer = Tokenizer(folder)
+    compiler = GrammarCompiler(folder / "tokenizer.json", tokenizer.vocab_size, [EOS])
+    return tokenizer, compiler
 
 
 def allowed(matcher: LLMatcher, size: int) -> np.ndarray[Any, Any]:

@@ -17,14 +17,12 @@ from llguidance import LLMatcher
 
 from tandem.config.answers import AnswerConfig
 from tandem.errors import BadRequest
-from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.text import grammar_text
-from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.text import TextStream
-from tests.unit.router.parsers.conftest import EOS, drawn
+from tests.unit.router.parsers.conftest import EOS, drawn, vocabulary
 
 SEEDS = 6
 CITY = {"type": "string", "minLength": 1, "maxLength": 6}
@@ -60,11 +58,9 @@ class Setup:
     """A model's format, and its grammars compiled as an engine compiles them."""
 
     def __init__(self, folder: Path, tools: str, reasoning: str = "none") -> None:
-        self.tokenizer = Tokenizer(folder)
+        self.tokenizer, self.compiler = vocabulary(folder)
         config = AnswerConfig(tool_parser=tools, reasoning_parser=reasoning)  # type: ignore[arg-type]
         self.answers = ModelFormat(self.tokenizer, config)
-        size = self.tokenizer.vocab_size
-        self.compiler = GrammarCompiler(folder / "tokenizer.json", size, [EOS])
 
     def matcher(self, tools: Any, prompt: list[int], *, one: bool) -> LLMatcher:
         form = self.answers.forced_calls(tools, prompt, one_call_only=one)

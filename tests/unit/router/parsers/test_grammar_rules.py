@@ -10,12 +10,10 @@ import pytest
 from llguidance import LLMatcher
 
 from tandem.config.answers import AnswerConfig
-from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.text import StructuredOutput, grammar_text
-from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.text import TextStream
-from tests.unit.router.parsers.conftest import EOS, drawn
+from tests.unit.router.parsers.conftest import drawn, vocabulary
 
 SEEDS = 4
 OPENED, CLOSED = "user<think>\n", "user<think>\n\n</think>\n\n"
@@ -32,11 +30,9 @@ class Setup:
     """A model that thinks, and a form compiled as an engine compiles it."""
 
     def __init__(self, folder: Path, reasoning: str = "think", tools: str = "json") -> None:
-        self.tokenizer = Tokenizer(folder)
+        self.tokenizer, self.compiler = vocabulary(folder)
         config = AnswerConfig(tool_parser=tools, reasoning_parser=reasoning)  # type: ignore[arg-type]
         self.answers = ModelFormat(self.tokenizer, config)
-        size = self.tokenizer.vocab_size
-        self.compiler = GrammarCompiler(folder / "tokenizer.json", size, [EOS])
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer._tokenizer.encode(text).ids
