@@ -3,15 +3,14 @@
     python -m tests.unit.engine.load_growth MODEL DTYPE KERNELS TOKENS
 
 Prints bytes of resident memory, private and mapped: those that stayed, without the pages of shared
-libraries, and those at the peak. With torch's kernels a step of TOKENS (up to 64) belongs to it:
-what it does not use of a file is not there yet.
+libraries, and those at the peak, which the kernel keeps. With torch's kernels a step of TOKENS (up
+to 64) belongs to it: what it does not use of a file is not there yet.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-import threading
 from pathlib import Path
 
 import torch
@@ -23,14 +22,23 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import resolve
 
-_PAUSE_S = 0.002
+_FORGET_PEAK = "5"  # proc_pid_clear_refs(5)
 
 
 def resident_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Rss:"):
+    return _bytes_of("/proc/self/smaps_rollup", "Rss:")
+
+
+def peak_bytes() -> int:
+    """Returns the most resident bytes since the peak was forgotten."""
+    return _bytes_of("/proc/self/status", "VmHWM:")
+
+
+def _bytes_of(file: str, name: str) -> int:
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(name):
             return int(line.split()[1]) * 1024
-    raise AssertionError("no Rss")
+    raise AssertionError(f"{file} has no {name}")
 
 
 def library_bytes() -> int:
@@ -60,27 +68,18 @@ def main() -> None:
     torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()
     gc.collect()
     libraries = library_bytes()
-    before = peak = resident_bytes()
-    loaded = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not loaded.wait(_PAUSE_S):
-            peak = max(peak, resident_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
     runner = ModelRunner(folder, config)
     if kernels == "torch":
         runner.allocate(4)
         num = int(tokens)
         runner.forward(StepBatch([SequenceSlice(list(range(1, num + 1)), num, [*range(4)], True)]))
         give_back_freed()
-    loaded.set()
-    watcher.join()
+    grown = peak_bytes() - before
     gc.collect()
     stayed = resident_bytes() - before - (library_bytes() - libraries)
-    print(stayed, peak - before)
+    print(stayed, grown)
     del runner
 
 

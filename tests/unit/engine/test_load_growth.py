@@ -27,6 +27,8 @@ from tests.unit.models import conftest as tiny_gguf
 _GROWTH_MAX = 1.15  # times the tensors' bytes
 _MORE_AT_PEAK = 2  # tensors
 _NUM_BYTES = {"float32": 4, "bfloat16": 2}
+# Each case is a process: in CI, torch loads int4 matrices, K-types and experts.
+_SLOW_TORCH = pytest.param("torch", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -208,21 +210,12 @@ def fp8_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["native", _SLOW_TORCH])
 def test_matrices_of_fp8(fp8_folder: Path, kernels: str) -> None:
     check(str(fp8_folder), "auto", bytes_once_loaded(fp8_folder), kernels)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "awq",
-        "gptq",
-        pytest.param("awq 32", marks=pytest.mark.slow),
-        pytest.param("awq 64", marks=pytest.mark.slow),
-        pytest.param("gptq shuffled", marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(scope="module")
 def int4_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with 120 MB of matrices in int4, in groups of 128 or as many as its name says: zeros
     that differ, or all 8. Inputs may be in the order of activations."""
@@ -254,7 +247,20 @@ def int4_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return folder
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("int4_folder", "kernels"),
+    [
+        ("awq", "native"),
+        ("gptq", "torch"),
+        *(
+            pytest.param(name, kernels, marks=pytest.mark.slow)
+            for name in ("awq", "gptq", "awq 32", "awq 64", "gptq shuffled")
+            for kernels in ("native", "torch")
+            if (name, kernels) not in (("awq", "native"), ("gptq", "torch"))
+        ),
+    ],
+    indirect=["int4_folder"],
+)
 def test_matrices_of_int4(int4_folder: Path, kernels: str) -> None:
     check(str(int4_folder), "auto", bytes_once_loaded(int4_folder), kernels)
 
@@ -324,7 +330,7 @@ def test_a_folder(random_model: tuple[str, list[int]], dtype: str) -> None:
     check(folder, dtype, [number * _NUM_BYTES[dtype] for number in numbers])
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["native", _SLOW_TORCH])
 def test_a_gguf_file_as_it_is(kernels: str) -> None:
     (file,) = resolve("smollm2").weight_files
     check("smollm2", "auto", bytes_in_file(file), kernels)
