@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -160,5 +161,11 @@ class Machine(EngineMachine):
         }
 
 
-Machine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+class LongMachine(Machine):
+    """The same with many more examples: each run draws others."""
+
+
+Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 TestEngineMachine = Machine.TestCase
+LongMachine.TestCase.settings = settings(max_examples=3000, stateful_step_count=50, deadline=None)
+TestLong = pytest.mark.timeout(3600)(pytest.mark.slow(LongMachine.TestCase))

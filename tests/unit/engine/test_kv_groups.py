@@ -331,8 +331,14 @@ class Pair(RuleBasedStateMachine):
             assert engine.load().blocks_used == engine.load().blocks_quarantined == 0
 
 
-Pair.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+class LongPair(Pair):
+    """The same with many more examples: each run draws others."""
+
+
+Pair.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestPair = Pair.TestCase
+LongPair.TestCase.settings = settings(max_examples=1000, stateful_step_count=30, deadline=None)
+TestLong = pytest.mark.timeout(3600)(pytest.mark.slow(LongPair.TestCase))
 
 
 def test_the_load_has_the_blocks_of_each_pool() -> None:

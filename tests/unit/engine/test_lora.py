@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tandem.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import AdapterUnavailable
+from tandem.models.source import ModelFolder
 from tests.lora_adapters import ALL, ATTENTION, describe, merged, write_adapter
 from tests.tiny_models import make_tiny_model
 
@@ -79,10 +81,21 @@ def run(runner: ModelRunner, sequences: list[tuple[list[int], str]]) -> list[tor
     return list(runner.forward(StepBatch(last)).clone())
 
 
-@pytest.mark.parametrize(("numerics", "kernels"), WAYS)
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
+@dataclass(frozen=True)
+class Case:
+    """A model and an adapter of it; and for each of PROMPTS transformers' logits [vocab] after it,
+    of the model that is asked and of the other one: merged weights, or for the second prompt the
+    base."""
+
+    folder: ModelFolder
+    adapter: Path
+    expected: list[torch.Tensor]
+    other: list[torch.Tensor]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
         ("llama", {"target_modules": list(ATTENTION)}),
         ("llama", {"target_modules": list(ALL), "r": 20, "use_rslora": True}),
         ("llama-linear-biases", {"target_modules": ["v_proj", "down_proj"], "r": 1}),
@@ -100,35 +113,42 @@ def run(runner: ModelRunner, sequences: list[tuple[list[int], str]]) -> list[tor
         ("deepseek-v3-halves", {"target_modules": "all-linear", "r": 4}),
         ("gemma3", {"target_modules": r".*\.(k_proj|gate_proj|o_proj)", "r": 8}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+    ids=lambda param: "-".join((param[0], *map(str, param[1].values()))),
 )
-def test_logits_are_those_of_merged_weights(
-    family: str, settings: dict[str, Any], numerics: str, kernels: str, tmp_path: Path
-) -> None:
-    folder, reference = make_tiny_model(family, tmp_path / "model")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, settings = request.param
+    path = tmp_path_factory.mktemp("case")
+    folder, reference = make_tiny_model(family, path / "model")
     targets = settings["target_modules"]
     modules = {
         "all-linear": (*ALL, *OF_LATENT),
         r".*\.(k_proj|gate_proj|o_proj)": ("k_proj", "gate_proj", "o_proj"),
     }.get(targets if isinstance(targets, str) else "")
-    made = write_adapter(tmp_path / "one", folder.config, modules=modules, **settings)
+    made = write_adapter(path / "one", folder.config, modules=modules, **settings)
     changed = merged(
         reference,
         made,
         alpha=settings.get("lora_alpha", 16),
         use_rslora=settings.get("use_rslora", False),
     )
-    runner = make_runner(folder, numerics, kernels)
-    digest = add(runner, tmp_path / "one")
+    with torch.no_grad():
+        of_base, of_changed = (
+            [model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS]
+            for model in (reference, changed)
+        )
+    of_base[1], of_changed[1] = of_changed[1], of_base[1]
+    return Case(folder, path / "one", expected=of_changed, other=of_base)
+
+
+@pytest.mark.parametrize(("numerics", "kernels"), WAYS)
+def test_logits_are_those_of_merged_weights(case: Case, numerics: str, kernels: str) -> None:
+    runner = make_runner(case.folder, numerics, kernels)
+    digest = add(runner, case.adapter)
     # The base's rows stand between the adapter's.
     found = run(runner, [(PROMPTS[i], digest if i != 1 else "") for i in range(4)])
-    with torch.no_grad():
-        for i, logits in enumerate(found):
-            model = changed if i != 1 else reference
-            expected = model(torch.tensor([PROMPTS[i]])).logits[0, -1]
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-            other = (reference if i != 1 else changed)(torch.tensor([PROMPTS[i]])).logits[0, -1]
-            assert (logits - other).abs().max() > 1e-2
+    for logits, expected, other in zip(found, case.expected, case.other, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert (logits - other).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from tandem.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
+from tandem.models.source import ModelFolder
 from tests.step_batches import logits_after, mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -19,18 +20,27 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@dataclass(frozen=True)
+class Tiny:
+    """A family's checkpoint, and transformers' logits [tokens, vocab] of each of PROMPTS."""
+
+    folder: ModelFolder
+    expected: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder, reference = make_tiny_model(request.param, tmp_path_factory.mktemp("model"))
+    with torch.no_grad():
+        return Tiny(folder, [reference(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize(
     ("numerics", "kernels"), [("fast", "auto"), ("fast", "torch"), ("invariant", "torch")]
 )
 def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
-    family: str, numerics: str, kernels: str, tmp_path: Path
+    tiny: Tiny, numerics: str, kernels: str
 ) -> None:
-    folder, reference = make_tiny_model(family, tmp_path)
     config = EngineConfig(
         model="",
         dtype="float32",
@@ -38,11 +48,10 @@ def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
         kernels=kernels,  # type: ignore[arg-type]
         block_size=8,
     )
-    runner = ModelRunner(folder, config)
-    with torch.no_grad():
-        expected = [reference(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
+    runner = ModelRunner(tiny.folder, config)
     for index, num_done, logits in mixed_steps(runner, PROMPTS, chunks=(1, 7, 64), seed=1):
-        torch.testing.assert_close(logits, expected[index][num_done - 1], rtol=1e-4, atol=1e-4)
+        expected = tiny.expected[index][num_done - 1]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:
@@ -66,13 +75,10 @@ def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:
     assert runner.dtype_name == "float32"
 
 
-def test_bfloat16_stays_near_float32(family: str, tmp_path: Path) -> None:
-    folder, reference = make_tiny_model(family, tmp_path)
-    runner = ModelRunner(folder, EngineConfig(model="", dtype="bfloat16", device="cpu"))
-    prompt = PROMPTS[-1]
-    logits = logits_after(runner, prompt)
-    with torch.no_grad():
-        expected = reference(torch.tensor([prompt])).logits[0, -1]
+def test_bfloat16_stays_near_float32(tiny: Tiny) -> None:
+    runner = ModelRunner(tiny.folder, EngineConfig(model="", dtype="bfloat16", device="cpu"))
+    logits = logits_after(runner, PROMPTS[-1])
+    expected = tiny.expected[-1][-1]
     correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]
     assert logits.dtype == torch.float32
     assert correlation > 0.99

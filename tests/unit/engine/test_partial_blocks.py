@@ -214,9 +214,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         for kernels in ("native", "torch")
     ),
 ]
+# The pool copies blocks; of what torch computes, one dtype of numbers and one of packed ones.
+TORCH_IN_CI = [("llama", {"kernels": "torch", "kv_dtype": dtype}) for dtype in ("auto", "int4")]
 
 
-@pytest.mark.parametrize(("family", "config"), CASES)
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        pytest.param(
+            *case,
+            marks=[] if case[1]["kernels"] == "native" or case in TORCH_IN_CI else pytest.mark.slow,
+        )
+        for case in CASES
+    ],
+)
 def test_tokens_of_real_models_are_those_without_a_cache(
     family: str, config: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -92,7 +92,8 @@ def test_the_same_tokens_as_torch(family: str, tmp_path: Path) -> None:
     assert greedy(runner_of(folder, "triton"), PROMPTS, 4) == expected
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+# Of the kernels alone, tests/unit/kernels/triton has both types in CI.
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_same_tokens_as_torch_over_quantized_kv(
     family: str, kv_dtype: str, tmp_path: Path
@@ -123,7 +124,8 @@ def test_the_same_tokens_as_torch_over_quantized_kv(
 def test_adapters_beside_the_base_as_torch_computes_them(
     family: str, targets: Sequence[str], tmp_path: Path
 ) -> None:
-    folder, _ = make_tiny_model(family, tmp_path / "model")
+    # Of DeepSeek V3's layers only the first is dense.
+    folder, _ = make_tiny_model(family, tmp_path / "model", num_hidden_layers=2)
     paths = [tmp_path / name for name in ("one", "two")]
     for seed, path in enumerate(paths):
         modules = (targets, targets[:1])[seed]
@@ -147,7 +149,7 @@ def test_adapters_beside_the_base_as_torch_computes_them(
 
 
 def test_the_same_logits_in_steps_of_any_mixture(tmp_path: Path) -> None:
-    folder, _ = make_tiny_model("qwen3", tmp_path)
+    folder, _ = make_tiny_model("qwen3", tmp_path, num_hidden_layers=2)
     prompts = [random.Random(i).choices(range(203), k=n) for i, n in enumerate((1, 13, 9))]
     by_torch = mixed_steps(runner_of(folder, "torch"), prompts, (1, 3, 8), seed=4)
     by_triton = mixed_steps(runner_of(folder, "triton"), prompts, (1, 3, 8), seed=4)

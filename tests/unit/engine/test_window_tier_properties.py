@@ -186,5 +186,11 @@ class TieredPair(test_kv_groups.Pair):
         shutil.rmtree(self.folder)
 
 
-TieredPair.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+class LongTieredPair(TieredPair):
+    """The same with many more examples: each run draws others."""
+
+
+TieredPair.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 TestTieredPair = TieredPair.TestCase
+LongTieredPair.TestCase.settings = settings(max_examples=600, stateful_step_count=30, deadline=None)
+TestLong = pytest.mark.timeout(3600)(pytest.mark.slow(LongTieredPair.TestCase))

@@ -26,7 +26,7 @@ from tests.late_device import WAYS, choose
 from tests.tiny_models import make_tiny_model
 
 WAIT_S = 600.0
-TIER_BYTES = 1 << 16
+TIER_BYTES = 1 << 15  # each step checks each slot of a tier
 ALL_WINDOWS: list[Windows] = [(None, 6), (10,), (None, 5, 13)]
 PLACES = ["host", "disk"]
 
@@ -243,12 +243,12 @@ def test_a_folder_with_one_manifest_lost_loses_that_group(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),
     [
-        ("gemma3", "auto"),
         ("gpt-oss", "auto"),
         ("mistral-window", "auto"),
         ("gemma3", "int8"),
-        ("deepseek-v3", "auto"),
         ("deepseek-v3", "int8"),
+        pytest.param("gemma3", "auto", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", "auto", marks=pytest.mark.slow),
     ],
 )
 def test_tiny_models_answer_the_same_wherever_their_kv_was(
@@ -257,7 +257,8 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
     """Computed, in the device's pool, in host memory, on disk and there after a restart."""
     more = {"kv_lora_rank": 32} if (family, kv_dtype) == ("deepseek-v3", "int8") else {}
     folder = make_tiny_model(family, tmp_path / "model", **more)[0]
-    tokens = [[(n * 7 + i * 13) % 200 + 2 for i in range(150)] for n in range(5)]
+    # One of them fits into the pool, with a half of another.
+    tokens = [[(n * 7 + i * 13) % 200 + 2 for i in range(150)] for n in range(3)]
 
     def engine(**settings: Any) -> Engine:
         config = EngineConfig(
@@ -285,14 +286,14 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
 
     plain = engine()
     expected = [answer(plain, prompt)[:2] for prompt in tokens]
-    assert answer(plain, tokens[4]) == (*expected[4], CachedTokens(device=144))
+    assert answer(plain, tokens[-1]) == (*expected[-1], CachedTokens(device=144))
     for place, settings in {
-        "host": {"kv_host_bytes": 1 << 24},
-        "disk": {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 1 << 24},
+        "host": {"kv_host_bytes": 1 << 22},
+        "disk": {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 1 << 22},
     }.items():
         tiered = engine(**settings)
-        for number in range(5):
-            assert answer(tiered, tokens[number]) == (*expected[number], CachedTokens())
+        for prompt, right in zip(tokens, expected, strict=True):
+            assert answer(tiered, prompt) == (*right, CachedTokens())
         *loaded, cached = answer(tiered, tokens[0])
         assert tuple(loaded) == expected[0]
         assert cached.total == 144
@@ -300,8 +301,8 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
         assert answer(tiered, tokens[0]) == (*expected[0], CachedTokens(device=144))
         tiered.close()
     again = engine(**settings)
-    for number in range(5):
-        assert answer(again, tokens[number]) == (*expected[number], CachedTokens(disk=144))
+    for prompt, right in zip(tokens, expected, strict=True):
+        assert answer(again, prompt) == (*right, CachedTokens(disk=144))
     again.close()
 
 
@@ -310,7 +311,7 @@ def test_where_prompts_part_is_in_a_tier_from_the_second_on(tmp_path: Path) -> N
     windows = (None, 6)
     shared = [1, 2, 3] * 8
     # There is room for all that is copied, in the pool and in the tier, however late copies are.
-    sizes = {"num_blocks": 64, "max_num_seqs": 8, "kv_host_bytes": 4 * TIER_BYTES}
+    sizes = {"num_blocks": 64, "max_num_seqs": 8, "kv_host_bytes": 8 * TIER_BYTES}
     engine = toy(windows, "host", tmp_path, **sizes)
     found = []
     for own in (4, 5, 6, 7):

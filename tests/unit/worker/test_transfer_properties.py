@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -207,5 +208,13 @@ class TransferMachine(TransferCluster, RuleBasedStateMachine):
             self.stop()
 
 
-TransferMachine.TestCase.settings = settings(max_examples=90, stateful_step_count=40, deadline=None)
+class LongTransferMachine(TransferMachine):
+    """The same with many more examples: each run draws others."""
+
+
+TransferMachine.TestCase.settings = settings(max_examples=45, stateful_step_count=40, deadline=None)
 TestTransferMachine = TransferMachine.TestCase
+LongTransferMachine.TestCase.settings = settings(
+    max_examples=900, stateful_step_count=40, deadline=None
+)
+TestLong = pytest.mark.timeout(3600)(pytest.mark.slow(LongTransferMachine.TestCase))

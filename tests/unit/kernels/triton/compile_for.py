@@ -2,6 +2,7 @@
 
 `python tests/unit/kernels/triton/compile_for.py 90` writes a line for the first config of each
 kernel, with -v for all: registers a thread, bytes spilled, shared memory, as ptxas reports them.
+With -s it leaves out forms that are like others.
 """
 
 from __future__ import annotations
@@ -73,16 +74,6 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         decode_attention._attend_split,
         PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-        LLAMA3 | {"ROWS": 16},
-    ),
-    (
-        decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-        MISTRAL | {"ROWS": 16},
-    ),
-    (
-        decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
         GEMMA2 | {"ROWS": 16},
     ),
     (
@@ -102,16 +93,6 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         decode_attention._weigh_splits,
         {"partials": "*fp32", "log_sums": "*fp32", "out": "*bf16", "sinks": "*bf16"},
         {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 16, "HAS_SINKS": True},
-    ),
-    (
-        prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
-        LLAMA3,
-    ),
-    (
-        prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
-        MISTRAL,
     ),
     (
         prefill_attention._attend_chunks,
@@ -189,12 +170,6 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         | {"slots": "*i32", "experts": "*i32"},
         MIXTRAL | {"ROWS": 16, "HAS_BIAS": True},
     ),
-    (
-        grouped_linear._grouped_linear,
-        dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
-        | {"slots": "*i32", "experts": "*i32"},
-        MIXTRAL | {"ROWS": 64, "HAS_BIAS": False},
-    ),
     *(
         (
             packed_linear._packed_linear,
@@ -203,7 +178,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             | dict.fromkeys(("scales", "mins"), "*fp16"),
             PACKED | form | size,
         )
-        for form, size in ((AWQ, DECODE), (AWQ, PREFILL), (Q4_1, DECODE), (Q8_0, PREFILL))
+        for form, size in ((AWQ, DECODE), (Q4_1, DECODE), (Q8_0, PREFILL))
     ),
     (
         blocks._move_words,
@@ -225,6 +200,42 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
 ]
 
+# Other sizes, and forms of which those above have each branch.
+MORE_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+    (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
+        LLAMA3 | {"ROWS": 16},
+    ),
+    (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
+        MISTRAL | {"ROWS": 16},
+    ),
+    (
+        prefill_attention._attend_chunks,
+        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
+        LLAMA3,
+    ),
+    (
+        prefill_attention._attend_chunks,
+        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
+        MISTRAL,
+    ),
+    (
+        grouped_linear._grouped_linear,
+        dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+        | {"slots": "*i32", "experts": "*i32"},
+        MIXTRAL | {"ROWS": 64, "HAS_BIAS": False},
+    ),
+    (
+        packed_linear._packed_linear,
+        dict.fromkeys(("x", "bias", "out"), "*bf16")
+        | {"numbers": "*u8", "zeros": "*u8"}
+        | dict.fromkeys(("scales", "mins"), "*fp16"),
+        PACKED | AWQ | PREFILL,
+    ),
+]
 # Groups and heads that are no power of 2.
 ODD_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
@@ -290,7 +301,8 @@ def resources(compiled: Any, arch: int) -> tuple[int, int, int]:
 def main() -> None:
     arch = int(sys.argv[1])
     target = GPUTarget("cuda", arch, 32)
-    kernels = KERNELS + ODD_KERNELS if "-v" in sys.argv else KERNELS
+    kernels = KERNELS if "-s" in sys.argv else KERNELS + MORE_KERNELS
+    kernels = kernels + ODD_KERNELS if "-v" in sys.argv else kernels
     for kernel, types, constants in kernels:
         lines = []
         for config, compiled in compile_kernel(kernel, types, constants, target):

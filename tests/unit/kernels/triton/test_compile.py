@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[4]
 @pytest.mark.parametrize(
     ("arch", "options"),
     [
-        (90, []),
+        (90, ["-s"]),
         pytest.param(80, [], marks=pytest.mark.slow),
         pytest.param(90, ["-v"], marks=pytest.mark.slow),
     ],
