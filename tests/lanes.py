@@ -31,7 +31,8 @@ ALONE = (
     "tests/security/test_slow_connections.py",
 )
 WAITING = (
-    *("tests/e2e/test_documents.py", "tests/e2e/test_gateway.py", "tests/parity"),
+    *(f"tests/e2e/test_{name}.py" for name in ("documents", "gateway", "old_worker")),
+    "tests/parity",
     *("tests/chart/test_run.py", "tests/chart/test_tls.py"),
     *(f"tests/security/test_{name}.py" for name in ("certificates", "fuzz")),
     *(f"tests/service/test_{name}.py" for name in ("cluster_launcher", "cluster_pools", "join")),

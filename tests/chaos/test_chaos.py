@@ -17,8 +17,8 @@ but the test takes no worker that ends unasked.
 CHAOS_KV_DTYPE=int8 gives all workers a quantized KV cache, and CHAOS_MODEL=gemma3 a random model of
 that family (tests/parity/models.py), with a KV group for its windows. What is right is then what
 one worker answers before any fault, for the reference answers are the built-in model's with float32
-KV. The short form also runs with both: its model is so small that faults and deadlines are all that
-it waits for.
+KV. In CI the short form runs with both: its model is so small that faults and deadlines are all
+that it waits for. With the built-in model it is slow.
 """
 
 from __future__ import annotations
@@ -130,7 +130,14 @@ LONG = Chaos(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("form", dict.fromkeys([FORM, GROUPS_AND_INT8]), ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=[] if form == GROUPS_AND_INT8 else pytest.mark.slow)
+        for form in dict.fromkeys([FORM, GROUPS_AND_INT8])
+    ],
+    ids=str,
+)
 async def test_short(tmp_path: Path, form: KvForm) -> None:
     await run(SHORT, tmp_path, form)
 

@@ -100,7 +100,7 @@ def test_grpc_client_has_log_probabilities(cluster: LocalCluster) -> None:
 
 
 async def test_several_prompts_have_the_tokens_that_each_has_alone(cluster: LocalCluster) -> None:
-    prompts, expected = golden()
+    prompts, expected = golden(0, 1, 2, 3, 4, 5)
     async with open_client(cluster) as client:
         streamed: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
         async for event in stream_completion(client, [], prompt=prompts):
@@ -240,34 +240,33 @@ def test_bad_utf8_over_grpc(cluster: LocalCluster) -> None:
 async def test_what_does_not_fit_now_waits_and_a_full_queue_answers_429(
     start_cluster: StartCluster,
 ) -> None:
-    options = ("--num-blocks", "60", "--queue-max", "2", "--transport", "nixl")
-    prompt, expected = golden(6)[0][0], golden(6)[1][0]
+    # Of 170 tokens and those that the first one makes, which takes a while.
+    options = ("--num-blocks", "20", "--queue-max", "2", "--transport", "nixl")
+    (prompt,), (expected,) = golden(5)
     with start_cluster(*options) as cluster:
         decode = cluster.workers["decode-0"]
 
-        async def tokens(first: int) -> list[int]:
+        async def tokens(first: int, max_tokens: int) -> list[int]:
             # Another first token: nothing is shared, so two of them do not fit at once.
             async with open_client(cluster) as client:
-                events = [
-                    e async for e in stream_completion(client, [first, *prompt[1:]], max_tokens=24)
-                ]
-            return tokens_of(events)
+                asked = stream_completion(client, [first, *prompt[1:]], max_tokens=max_tokens)
+                return tokens_of([event async for event in asked])
 
-        running = asyncio.create_task(tokens(prompt[0]))
+        running = asyncio.create_task(tokens(prompt[0], 64))
         await asyncio.to_thread(
             wait_for, lambda: decode.state().load.blocks_used, deadline_s=30, what="first"
         )
-        waiting = [asyncio.create_task(tokens(first)) for first in (7, 8)]
+        waiting = [asyncio.create_task(tokens(first, 8)) for first in (7, 8)]
         await asyncio.to_thread(
             wait_for, lambda: decode.state().load.num_waiting == 2, deadline_s=30, what="queue"
         )
         async with open_client(cluster) as client:
-            body = {"prompt": [9, *prompt[1:]], "max_tokens": 24}
+            body = {"prompt": [9, *prompt[1:]], "max_tokens": 8}
             refused = await client.post("/v1/completions", json=body)
             assert refused.status_code == 429, refused.text
             assert float(refused.headers["retry-after"]) > 0
             assert refused.json()["error"]["code"] == "queue_full"
-            assert await running == expected[:24]
-            assert [len(t) for t in await asyncio.gather(*waiting)] == [24, 24]
+            assert await running == expected
+            assert [len(t) for t in await asyncio.gather(*waiting)] == [8, 8]
             assert (await complete(client, prompt, max_tokens=4)).token_ids == expected[:4]
         await asyncio.to_thread(cluster.wait_idle)

@@ -1,7 +1,8 @@
 """The documents' commands as a reader types them, on the cluster that the README starts.
 
-Ports, traces and folders are replaced by this test's own (`substitute`); nothing else is. Commands
-that cannot run here are checked by tests/unit/docs/test_commands.py.
+Ports, traces and folders are replaced by this test's own (`substitute`), and so are sizes of what
+takes long; nothing else is. Commands that cannot run here are checked by
+tests/unit/docs/test_commands.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ BIN = Path(sys.executable).parent
 START_DEADLINE_S = 180.0
 COMMAND_DEADLINE_S = 120.0
 STARTS, *REST = [command for command in commands() if command.is_run]
+BOUNDED = '"max_tokens": 100, "kv_budget": {"tokens": 50'  # KV leaves the budget, but sooner
 TRACES = {
     "mooncake_conversation_trace.jsonl": "mooncake_small.jsonl",
     "azure_llm_2023_conversation.csv": "azure_small.csv",
@@ -73,6 +75,7 @@ class Documented:
         for trace, small in TRACES.items():
             text = text.replace(trace, str(ROOT / "tests" / "data" / small))
         if command.words[0] == "curl":
+            text = text.replace('"max_tokens": 2000, "kv_budget": {"tokens": 1024', BOUNDED)
             return text.replace("curl ", "curl -sS --fail-with-body ", 1)
         if command.needs_cluster:
             return f"{text} --url {self.admin_url}"

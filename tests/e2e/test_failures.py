@@ -47,6 +47,7 @@ def held(cluster: LocalCluster) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow  # in CI tests/chaos kills them, too
 async def test_prefill_worker_killed_under_sixteen_streams(start_cluster: StartCluster) -> None:
     prompts, expected = golden(0, 4, 5, 6)
     with start_cluster("--local-prefill-max-tokens", "0") as cluster:
@@ -100,10 +101,16 @@ async def test_a_hung_engine_is_ended_and_a_stopped_worker_is_not(
 @pytest.mark.parametrize(
     ("options", "phases"),
     [
-        (("--max-num-seqs", "1", "--num-blocks", "60"), ("queued", "prefill", "decode")),
-        (("--transfer-delay", "20"), ("transfer",)),
+        pytest.param(
+            ("--max-num-seqs", "1", "--num-blocks", "60"),
+            ("queued", "prefill", "decode"),
+            id="computing",
+        ),
+        # In CI tests/service/test_transports.py has clients that go during a pull.
+        pytest.param(
+            ("--transfer-delay", "20"), ("transfer",), id="transfer", marks=pytest.mark.slow
+        ),
     ],
-    ids=["computing", "transfer"],
 )
 async def test_client_that_disconnects_leaves_nothing(
     start_cluster: StartCluster, options: tuple[str, ...], phases: tuple[str, ...]
@@ -141,6 +148,7 @@ async def test_client_that_disconnects_leaves_nothing(
                 pytest.fail(f"still held after a disconnect in phase {phase}: {held(cluster)}")
 
 
+@pytest.mark.slow  # in CI tests/chaos has two and two, and test_roles.py a worker that joins
 async def test_two_and_two_serve_64_and_workers_join_meanwhile(start_cluster: StartCluster) -> None:
     prompts, expected = golden(0, 1, 2, 3, 4, 5)
     with start_cluster(prefill=2, decode=2) as cluster:

@@ -52,9 +52,8 @@ def hermes(
     folder = tmp_path_factory.mktemp("hermes")
     cluster = LocalCluster(redis_server, folder)
     cluster.model = str(with_template(folder / "tiny", HERMES_TEMPLATE))
-    cluster.options = [*cluster.options, "--prefill-at", "remote", "--transport", "nixl"]
     try:
-        yield cluster.start(prefill=1, decode=1)
+        yield cluster.start(prefill=0, decode=1)
     finally:
         cluster.close()
 

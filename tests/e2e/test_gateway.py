@@ -156,7 +156,7 @@ async def test_no_request_is_lost_when_the_picker_is_killed(gateway: Gateway) ->
         async with client(fails_open) as open_http, client(fails_closed) as closed_http:
             clients = [open_http, closed_http, open_http, closed_http]
             calls = [
-                complete(http, p, max_tokens=256)
+                complete(http, p, max_tokens=96)
                 for http, p in zip(clients, prompts[:4], strict=True)
             ]
             live = [asyncio.create_task(call) for call in calls]

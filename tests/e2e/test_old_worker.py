@@ -66,8 +66,8 @@ async def test_an_old_worker_and_a_new_one_exchange_blocks(
             )
         cluster.wait_ready()
         prompts, expected = golden(*PROMPTS)
-        answers = await complete_all(cluster, prompts)
-        assert [a.token_ids for a in answers] == expected
+        answers = await complete_all(cluster, prompts, max_tokens=32)
+        assert [a.token_ids for a in answers] == [tokens[:32] for tokens in expected]
         needed = (
             sum(-(-len(p) // 16) for p in prompts) - sum(a.cached_tokens for a in answers) // 16
         )

@@ -31,7 +31,7 @@ def leave(cluster: LocalCluster, worker_id: str) -> None:
     wait_for(lambda: worker_id not in cluster.records(), deadline_s=20, what="its leaving")
 
 
-@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+@pytest.mark.parametrize("transport", ["nixl", pytest.param("grpc", marks=pytest.mark.slow)])
 async def test_a_turn_starts_from_what_another_worker_has(
     start_cluster: StartCluster, transport: str
 ) -> None:

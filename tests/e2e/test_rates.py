@@ -23,7 +23,7 @@ async def records(cluster: LocalCluster) -> dict[str, WorkerRecord]:
 async def test_rates_appear_in_records_state_and_metrics_and_place_prompts(
     start_cluster: StartCluster,
 ) -> None:
-    prompts, expected = golden(4, 5, 6, 7)
+    prompts, expected = golden(4, 5, 6)
     assert max(map(len, prompts)) > 64
     with start_cluster("--prefill-at", "auto", "--transport", "auto") as cluster:
         for _ in range(2):

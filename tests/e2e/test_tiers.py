@@ -21,7 +21,7 @@ from tests.tiny_models import make_tiny_model
 PLACEMENT = "x-tandem-placement"
 HELD = "tandem_kv_tier_blocks_held"
 WRITTEN = "tandem_kv_tier_blocks_written_total"
-NUM_BLOCKS = 48  # of a pool; the chat and its answer take 34
+NUM_BLOCKS = 20  # of a pool; the chat and its answer take 13
 
 
 def ask(
@@ -47,7 +47,7 @@ def push_out(cluster: LocalCluster, worker_id: str) -> None:
     name = "tandem_prefill_tokens_total"
     enough = metric(cluster, worker_id, name) + 2 * NUM_BLOCKS * 16
     for _ in range(20):
-        ask(cluster, [rng.randrange(100, 40_000) for _ in range(480)], 1)
+        ask(cluster, [rng.randrange(100, 40_000) for _ in range(10 * NUM_BLOCKS)], 1)
         if metric(cluster, worker_id, name) >= enough:
             return
     raise AssertionError(f"{worker_id} got too few prompts")
@@ -56,7 +56,7 @@ def push_out(cluster: LocalCluster, worker_id: str) -> None:
 def test_a_chat_returns_to_the_worker_that_can_load_it(
     start_cluster: StartCluster, tmp_path: Path
 ) -> None:
-    (prompt,), (expected,) = golden(6)
+    (prompt,), (expected,) = golden(5)
     options = ("--num-blocks", str(NUM_BLOCKS), "--kv-disk-path", str(tmp_path / "kv"))
     with start_cluster("--prefill-at", "local", *options, prefill=0, decode=2) as cluster:
         first, chosen = ask(cluster, prompt, 32, session="chat")
@@ -104,7 +104,7 @@ def test_the_tree_knows_what_a_tier_has_of_windows(
         shutil.copy(resolve("smollm2").path / name, path)
     options = ("--num-blocks", str(NUM_BLOCKS), "--kv-disk-path", str(tmp_path / "kv"))
     rng = random.Random(8)
-    prompt = [rng.randrange(100, 40_000) for _ in range(300)]
+    prompt = [rng.randrange(100, 40_000) for _ in range(170)]
     with running_cluster(
         redis_server, tmp_path, "--prefill-at", "local", *options, model=str(path), prefill=0
     ) as cluster:

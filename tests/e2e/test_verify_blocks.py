@@ -35,7 +35,9 @@ def pool_of(cluster: LocalCluster, worker_id: str) -> mmap.mmap:
     raise AssertionError(f"{worker_id} maps no pool")
 
 
-@pytest.mark.parametrize("form", [KvForm(), GROUPS_AND_INT8], ids=str)
+@pytest.mark.parametrize(
+    "form", [pytest.param(KvForm(), marks=pytest.mark.slow), GROUPS_AND_INT8], ids=str
+)
 async def test_a_block_that_changes_at_its_producer_is_caught(
     start_cluster: StartCluster, tmp_path: Path, form: KvForm
 ) -> None:

@@ -1,14 +1,16 @@
 """The same request gets the same answer, whichever way its KV came.
 
 All tokens are equal between five ways (ways.py) in `invariant` numerics, and all log probabilities
-are transformers' within 1e-4. A failure ends with one request that can be pasted.
+are transformers' within 1e-4. A failure ends with one request that can be pasted. Adapters go the
+same ways on the same clusters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,25 +21,41 @@ from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tests.harness.models import HERMES_TEMPLATE, with_template
+from tests.parity import adapters
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.models import make_random_model
 from tests.parity.rows import Row, drawn, pairwise
 from tests.parity.ways import Way, all_disturbed, ask_all_ways, start_ways
 
 
+@dataclass(frozen=True)
+class Tiny:
+    """The folder that has the model and its adapters, and transformers' own of each by name."""
+
+    folder: Path
+    models: Mapping[str, PreTrainedModel]
+
+    @property
+    def base(self) -> PreTrainedModel:
+        return self.models[adapters.BASE]
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder = tmp_path_factory.mktemp("tiny")
-    return folder, make_random_model(folder)
+    (folder / adapters.BASE).mkdir()
+    base = make_random_model(folder / adapters.BASE)
+    return Tiny(folder, adapters.write_adapters(folder, base))
 
 
 @pytest.fixture(scope="module")
 def ways(
-    tiny: tuple[Path, PreTrainedModel],
+    tiny: Tiny,
     redis_server: EmbeddedRedis,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Way]]:
-    with start_ways(redis_server, tmp_path_factory.mktemp("ways"), str(tiny[0])) as started:
+    model, folder = str(tiny.folder / adapters.BASE), tmp_path_factory.mktemp("ways")
+    with start_ways(redis_server, folder, model, *adapters.options(tiny.folder)) as started:
         yield started
 
 
@@ -59,17 +77,22 @@ def check(
                 pytest.fail(f"{row}: {name} and aggregated differ in {reason}\n{smallest}")
 
 
-def test_pairs_of_fields(ways: dict[str, Way], tiny: tuple[Path, PreTrainedModel]) -> None:
-    check(ways, tiny[1], pairwise(1) + pairwise(2))
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_pairs_of_fields(seed: int, ways: dict[str, Way], tiny: Tiny) -> None:
+    check(ways, tiny.base, pairwise(seed))
+
+
+def test_adapters_beside_their_base(ways: dict[str, Way], tiny: Tiny) -> None:
+    adapters.check(ways, tiny.folder, tiny.models)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_long(ways: dict[str, Way], tiny: tuple[Path, PreTrainedModel]) -> None:
+def test_long(ways: dict[str, Way], tiny: Tiny) -> None:
     seed, count = int(os.environ.get("PARITY_SEED", "1")), int(os.environ.get("PARITY_ROWS", "500"))
     rows = drawn(seed, count)
     for start in range(0, count, 50):
-        check(ways, tiny[1], rows[start : start + 50])
+        check(ways, tiny.base, rows[start : start + 50])
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Quantized KV gets the same tokens, whichever way it came: scales travel with their numbers.
 
 They are those of one engine in this process. Each prompt is asked twice, with two completions: the
-second time its KV is cached, and a completion beside another one is a fork of it.
+second time its KV is cached, and a completion beside another one is a fork of it. In CI latents go
+two of the ways; tests/chaos has the int8 KV of heads, over gRPC and migrated, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.config.engine import KvDtype
 from tests.parity.models import engine_tokens, make_random_model
-from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways
 
 _NUM_TOKENS = 80
 _PROMPTS = [
@@ -40,25 +41,32 @@ def _token_ids(answer: Answer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"),
+    ("family", "kv_dtype", "names"),
     [
-        ("llama", "int8"),
-        ("deepseek_v3", "int8"),
+        pytest.param("deepseek_v3", "int8", ("nixl", "preempted"), id="deepseek_v3-int8-some"),
         *(
-            pytest.param("llama", each, marks=pytest.mark.slow)
-            for each in ("fp8_e4m3", "k8v4", "int4")
+            pytest.param(family, kv_dtype, WAYS, id=f"{family}-{kv_dtype}", marks=pytest.mark.slow)
+            for family, kv_dtype in (
+                ("deepseek_v3", "int8"),
+                *(("llama", each) for each in ("int8", "fp8_e4m3", "k8v4", "int4")),
+            )
         ),
     ],
 )
-def test_five_ways(
-    redis_server: EmbeddedRedis, tmp_path: Path, family: str, kv_dtype: KvDtype
+def test_each_way(
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+    family: str,
+    kv_dtype: KvDtype,
+    names: tuple[str, ...],
 ) -> None:
     (tmp_path / "model").mkdir()
     model = str(tmp_path / "model")
     make_random_model(tmp_path / "model", family)
     made = engine_tokens(model, _PROMPTS, kv_dtype=kv_dtype, max_tokens=_NUM_TOKENS)
     expected, asked = [[tokens] * 2 for tokens in made], [_asked(prompt) for prompt in _PROMPTS]
-    with start_ways(redis_server, tmp_path, model, "--kv-dtype", kv_dtype) as ways:
+    more = ("--kv-dtype", kv_dtype)
+    with start_ways(redis_server, tmp_path, model, *more, names=names) as ways:
         with all_disturbed(ways):
             for _ in range(2):
                 answers = asyncio.run(ask_all_ways(ways, asked))

@@ -18,7 +18,7 @@ from tests.security.fuzz.served import DEADLINE_S, Served, serving
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(170)]
 
-NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "10000"))
+NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "5000"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 
 

@@ -48,13 +48,18 @@ async def right_answers(model: str) -> list[list[int]]:
     return answers
 
 
+@pytest.fixture(scope="module")
+def expected(models: tuple[str, str]) -> list[list[int]]:
+    """The answers of a process without a tier."""
+    return asyncio.run(right_answers(models[0]))
+
+
 async def test_what_one_process_wrote_another_loads(
-    server: ObjectStoreServer, models: tuple[str, str]
+    server: ObjectStoreServer, models: tuple[str, str], expected: list[list[int]]
 ) -> None:
     """The second process finds the blocks by asking the store alone. Another model is apart."""
     model, other = models
     async with asyncio.timeout(DEADLINE_S):
-        expected = await right_answers(model)
         first = await start(server, model)
         assert await ask(first, "first", PROMPTS[3:4]) == expected[3:4]
         await first.wait_for_writes(4)  # all that are full
@@ -75,11 +80,10 @@ async def test_what_one_process_wrote_another_loads(
 
 
 async def test_no_fault_of_the_store_changes_a_token(
-    server: ObjectStoreServer, models: tuple[str, str]
+    server: ObjectStoreServer, models: tuple[str, str], expected: list[list[int]]
 ) -> None:
     model, _ = models
     async with asyncio.timeout(DEADLINE_S):
-        expected = await right_answers(model)
         first = await start(server, model)
         assert await ask(first, "whole", PROMPTS) == expected
         await first.wait_for_writes(8)  # some left the small pool before they were written

@@ -28,13 +28,12 @@ WHOLE = NUM_BLOCKS
 
 
 def ways(*names: str) -> list[Any]:
-    """Each transport with the blocks of each model; one in the long form only."""
-    is_long = ("nixl by tcp", MODELS[-1]) if len(MODELS) > 1 else None
+    """Each transport with the blocks of each model; of a second model only by memory in CI."""
     return [
         pytest.param(
             (name, model),
             id=f"{name} of {model}",
-            marks=[pytest.mark.slow] if (name, model) == is_long else [],
+            marks=[pytest.mark.slow] if model != MODELS[0] and name != "nixl by memory" else [],
         )
         for name in names
         for model in MODELS

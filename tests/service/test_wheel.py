@@ -95,7 +95,7 @@ def test_only_the_wheel_is_imported(python: Path) -> None:
     assert harness.run([str(python.parent / "tandem"), "--version"]).startswith("tandem ")
 
 
-@pytest.mark.parametrize("first", ["tandem", "kernels"])
+@pytest.mark.parametrize("first", ["tandem", pytest.param("kernels", marks=pytest.mark.slow)])
 def test_it_lies_beside_hugging_faces_kernels(
     first: str, wheel: Path, kernels_wheel: Path, python: Path, tmp_path: Path
 ) -> None:

@@ -50,8 +50,9 @@ def is_async() -> None:
 
 
 def calls_tools() -> None:
-    more = {"model": MODEL, "max_tokens": 200, "tools": [WEATHER]}
-    made = client.messages.create(messages=ASKED, tool_choice={"type": "any"}, **more)
+    more = {"model": MODEL, "tools": [WEATHER]}
+    asked = {"messages": ASKED, "tool_choice": {"type": "any"}, "max_tokens": 200}
+    made = client.messages.create(**asked, **more)
     call = next(block for block in made.content if block.type == "tool_use")
     assert set(call.input) == {"city"}
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
@@ -60,7 +61,7 @@ def calls_tools() -> None:
         {"role": "assistant", "content": made.content},
         {"role": "user", "content": [result]},
     ]
-    assert client.messages.create(messages=told, **more).content
+    assert client.messages.create(messages=told, max_tokens=20, **more).content
 
 
 def counts() -> None:

@@ -7,26 +7,25 @@ cached. One adapter is there from the start, the other is loaded while the clust
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 import torch
 from transformers import PreTrainedModel
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.models.source import read_folder
 from tests.harness.client import open_client
 from tests.lora_adapters import ALL, merged, write_adapter
-from tests.parity.models import make_random_model
-from tests.parity.ways import Answer, Asked, Way, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import Answer, Asked, Way, all_disturbed, ask_all_ways
 
 _NUM_TOKENS = 48
 _PROMPTS = [
     torch.randint(1000, 9000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (97, 90, 65, 100)
 ]
-_BASE = "model"
-_NAMES = (_BASE, "early", "late")
+BASE = "model"
+_NAMES = (BASE, "early", "late")
 
 
 def _asked(name: str, prompt: list[int]) -> Asked:
@@ -57,36 +56,44 @@ def _check(model: PreTrainedModel, prompt: list[int], made: list[int]) -> None:
     assert logits.argmax(-1).tolist() == made
 
 
-def test_five_ways(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
-    (tmp_path / _BASE).mkdir()
-    base = make_random_model(tmp_path / _BASE)
-    config = read_folder(tmp_path / _BASE).config
-    models = {_BASE: base}
+def write_adapters(folder: Path, base: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """Writes both beside the folder BASE of the base model; returns the models by the names that
+    requests have for them."""
+    config = read_folder(folder / BASE).config
+    models = {BASE: base}
     for seed, (name, targets) in enumerate({"early": ALL, "late": ("q_proj", "v_proj")}.items()):
-        made = write_adapter(tmp_path / name, config, seed=seed, target_modules=list(targets))
+        made = write_adapter(folder / name, config, seed=seed, target_modules=list(targets))
         models[name] = merged(base, made)
+    return models
+
+
+def options(folder: Path) -> tuple[str, ...]:
+    """The workers' options for the adapter that is there from the start."""
+    return "--lora", f"early={folder / 'early'}", "--max-loras", "2"
+
+
+def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrainedModel]) -> None:
+    """Checks all ways, and then that the files of an adapter may be replaced."""
     asked = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
     bodies = [_asked(*one) for one in asked]
-    options = ("--lora", f"early={tmp_path / 'early'}", "--max-loras", "2")
-    with start_ways(redis_server, tmp_path, str(tmp_path / _BASE), *options) as ways:
-        for way in ways.values():
-            reply = asyncio.run(_load(way, tmp_path / "late"))
-            assert reply.status_code == 200, reply.text
-        with all_disturbed(ways):
-            first, again = (asyncio.run(ask_all_ways(ways, bodies)) for _ in range(2))
-        expected = list(map(_token_ids, first["aggregated"]))
-        for (name, prompt), found in zip(asked, expected, strict=True):
-            _check(models[name], prompt, found)
-        for name in ways:
-            for answers in (first[name], again[name]):
-                assert list(map(_token_ids, answers)) == expected, name
-                assert [answer["model"] for answer in answers[:3]] == list(_NAMES)
-        asyncio.run(_reload(ways["nixl"], tmp_path, base))
+    for way in ways.values():
+        reply = asyncio.run(_load(way, folder / "late"))
+        assert reply.status_code == 200, reply.text
+    with all_disturbed(ways):
+        first, again = (asyncio.run(ask_all_ways(ways, bodies)) for _ in range(2))
+    expected = list(map(_token_ids, first["aggregated"]))
+    for (name, prompt), found in zip(asked, expected, strict=True):
+        _check(models[name], prompt, found)
+    for name in ways:
+        for answers in (first[name], again[name]):
+            assert list(map(_token_ids, answers)) == expected, name
+            assert [answer["model"] for answer in answers[:3]] == list(_NAMES)
+    asyncio.run(_reload(ways["nixl"], folder, models[BASE]))
 
 
 async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
     """Other files under one name: no block of the old ones is found, here or by a transfer."""
-    config = read_folder(folder / _BASE).config
+    config = read_folder(folder / BASE).config
     made = write_adapter(folder / "late", config, seed=9, target_modules=["q_proj", "v_proj"])
     assert (await _load(way, folder / "late")).status_code == 400
     reply = await _load(way, folder / "late", load_inplace=True)
@@ -100,4 +107,4 @@ async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected_cached
         listed = (await client.get("/v1/models")).json()["data"]
         told = [(model["id"], model["parent"]) for model in listed]
-        assert told == [(_BASE, None), ("early", _BASE), ("late", _BASE)]
+        assert told == [(BASE, None), ("early", BASE), ("late", BASE)]
