@@ -44,8 +44,8 @@ _answers: dict[str, list[list[int]]] = {}  # of a process without a tier, by fam
 @pytest.mark.parametrize(
     ("family", "engine_module"),
     [
-        pytest.param("llama", ENGINE, marks=pytest.mark.slow),
-        ("gemma3", ENGINE),
+        # In CI test_no_fault_changes_a_token kills these.
+        *(pytest.param(each, ENGINE, marks=pytest.mark.slow) for each in ("llama", "gemma3")),
         ("gemma3", STAGED_ENGINE),
     ],
 )

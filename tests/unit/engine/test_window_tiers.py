@@ -257,8 +257,7 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
     """Computed, in the device's pool, in host memory, on disk and there after a restart."""
     more = {"kv_lora_rank": 32} if (family, kv_dtype) == ("deepseek-v3", "int8") else {}
     folder = make_tiny_model(family, tmp_path / "model", **more)[0]
-    # One of them fits into the pool, with a half of another.
-    tokens = [[(n * 7 + i * 13) % 200 + 2 for i in range(150)] for n in range(3)]
+    tokens = [[(n * 7 + i * 13) % 200 + 2 for i in range(150)] for n in range(5)]
 
     def engine(**settings: Any) -> Engine:
         config = EngineConfig(
