@@ -46,6 +46,11 @@ def weights_of(num_bits: int, has_zeros: bool) -> dict[str, Any]:
     }
 
 
+def scales_of(*size: int) -> torch.Tensor:
+    """Returns scales that float16 holds: a matrix with others would be converted."""
+    return ((torch.rand(size) + 0.5) / 100).bfloat16()
+
+
 def write_folder(folder: Path, preset: str) -> Path:
     """Writes a Llama with 120 MB of matrices in int4, or 240 MB in int8, as a preset says."""
     num_bits, has_zeros = PRESETS[preset]
@@ -69,7 +74,7 @@ def write_folder(folder: Path, preset: str) -> Path:
         if has_zeros:
             zeros = num_out // word, num_in // GROUP
             stored[f"{stem}weight_zero_point"] = torch.randint(-(1 << 31), 1 << 31, zeros).int()
-        stored[f"{stem}weight_scale"] = (torch.rand(num_out, num_in // GROUP) / 100).bfloat16()
+        stored[f"{stem}weight_scale"] = scales_of(num_out, num_in // GROUP)
         stored[f"{stem}weight_shape"] = torch.tensor(shape)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -43,9 +43,11 @@ class PackedGroups:
         a whole row, or for all rows."""
         num_out = len(numbers)
         scales = scales.expand(num_out, -1)
-        data = numbers.contiguous()
+        data = numbers
         if numbers.dtype == torch.uint8:
-            data = data[:, ::2] | data[:, 1::2] << 4
+            data = numbers[:, 1::2] << 4
+            data |= numbers[:, ::2]
+        data = data.contiguous()
         if zeros is not None:
             zeros = zeros.expand(num_out, scales.shape[1]).contiguous()
         return cls(data, _narrowed(scales).contiguous(), zeros, None, group_of_input)

@@ -183,9 +183,11 @@ def join_parts(
 def _unpacked(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Returns the eight numbers of each int32 of a row side by side, as bytes, the lowest bits
     first or in another order."""
+    pairs = _bytes_of(words).view(*words.shape, 4)
     numbers = torch.empty((*words.shape, 8), dtype=torch.uint8)
-    for place, nibble in enumerate(order):
-        numbers[..., place] = (words >> 4 * nibble) & 15
+    for place, nibble in enumerate(order):  # by bytes, so that little is made beside them
+        pair = pairs[..., nibble // 2]
+        numbers[..., place] = pair >> 4 if nibble % 2 else pair & 15
     return numbers.flatten(-2)
 
 
