@@ -74,7 +74,7 @@ def attend(
             k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
             v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
         scores = product(queries, read(k, queries.dtype)) * scale
-        if has_scales(kv):
+        if has_scales(kv.dtype):
             k_scales_at = kv_scales + blocks.to(tl.int64) * (stride_block // 2) + keys % BLOCK_SIZE
             v_scales_at = k_scales_at + BLOCK_SIZE
             if MASKED:
@@ -83,7 +83,7 @@ def attend(
             else:
                 k_scales = tl.load(k_scales_at)
                 v_scales = tl.load(v_scales_at)
-            scores = scores * (k_scales.to(tl.float32) * unit(kv))[None, :]
+            scores = scores * (k_scales.to(tl.float32) * unit(kv.dtype))[None, :]
         if CAP > 0.0:  # tanh(x) is 2 sigmoid(2 x) - 1
             scores = 2.0 * CAP * tl.sigmoid(scores * (2.0 / CAP)) - CAP
         if MASKED:
@@ -92,8 +92,8 @@ def attend(
                 is_seen &= keys[None, :] > last_keys[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
         weights, accumulator, sums, maxima = weigh(scores, accumulator, sums, maxima, WINDOW)
-        if has_scales(kv):
-            weights = weights * (v_scales.to(tl.float32) * unit(kv))[None, :]
+        if has_scales(kv.dtype):
+            weights = weights * (v_scales.to(tl.float32) * unit(kv.dtype))[None, :]
         accumulator += product(weights.to(queries.dtype), read(v, queries.dtype))
     return accumulator, sums, maxima
 

@@ -29,10 +29,10 @@ def check_scales(layer_kv: torch.Tensor, scales: torch.Tensor | None) -> None:
         assert scales.stride()[2:] == (layer_kv.shape[3], 1)
 
 
-@triton.jit
-def has_scales(kv):
-    """Returns whether the pool behind a pointer is quantized."""
-    return kv.dtype.element_ty == tl.int8 or kv.dtype.element_ty == tl.uint8
+@triton.constexpr_function
+def has_scales(pointer_type):
+    """Returns whether the pool behind a pointer of this type is quantized."""
+    return pointer_type.element_ty in (tl.int8, tl.uint8)
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def read(numbers, dtype: tl.constexpr):
     return numbers.to(dtype)
 
 
-@triton.jit
-def unit(kv):
+@triton.constexpr_function
+def unit(pointer_type):
     """Returns what `read` leaves to the scales."""
-    return 256.0 if kv.dtype.element_ty == tl.uint8 else 1.0
+    return 256.0 if pointer_type.element_ty == tl.uint8 else 1.0
 
 
 @triton.jit

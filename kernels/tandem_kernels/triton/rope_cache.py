@@ -141,7 +141,7 @@ def _rotate_and_store(
     is_stored = is_kept & is_pair
     span = (slot // BLOCK_SIZE) * stride_block + kv_heads * stride_head
     kv_at = kv + span + is_value * stride_kv + (slot % BLOCK_SIZE) * HEAD_DIM + pairs
-    if has_scales(kv):
+    if has_scales(kv.dtype):
         dtype: tl.constexpr = queries.dtype.element_ty
         first = out_first.to(dtype).to(tl.float32)  # as the reference rounds
         second = out_second.to(dtype).to(tl.float32)
