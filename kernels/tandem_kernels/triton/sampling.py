@@ -47,16 +47,16 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     logits = edited(logits, [draw.edit for draw in draws])
-    params = _packed(draws)
+    numbers = _packed(draws)
     if logits.is_cuda:
-        params = params.pin_memory().to(logits.device, non_blocking=True)
+        numbers = numbers.pin_memory().to(logits.device, non_blocking=True)
     tile = max(16, next_power_of_2(vocab))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     listed_ids = torch.empty(num_rows, vocab, dtype=torch.int32, device=logits.device)
     listed_keys = torch.empty_like(listed_ids)
     _sample[(num_rows,)](
         logits,
-        params,
+        numbers,
         tokens,
         listed_ids,
         listed_keys,
@@ -86,7 +86,7 @@ def _signed(number: int) -> int:
 @triton.jit(do_not_specialize=["num_rows"])
 def _sample(
     logits,
-    params,
+    numbers,
     tokens,
     listed_ids,
     listed_keys,
@@ -100,12 +100,12 @@ def _sample(
     logits += row * stride_row
     listed_ids += row * vocab
     listed_keys += row * vocab
-    temperature = tl.load(params + row).to(tl.float64, bitcast=True).to(tl.float32)
-    top_p = tl.load(params + num_rows + row).to(tl.float64, bitcast=True)
-    min_p = tl.load(params + 2 * num_rows + row).to(tl.float64, bitcast=True).to(tl.float32)
-    top_k = tl.load(params + 3 * num_rows + row)
-    seed = tl.load(params + 4 * num_rows + row)
-    position = tl.load(params + 5 * num_rows + row)
+    temperature = tl.load(numbers + row).to(tl.float64, bitcast=True).to(tl.float32)
+    top_p = tl.load(numbers + num_rows + row).to(tl.float64, bitcast=True)
+    min_p = tl.load(numbers + 2 * num_rows + row).to(tl.float64, bitcast=True).to(tl.float32)
+    top_k = tl.load(numbers + 3 * num_rows + row)
+    seed = tl.load(numbers + 4 * num_rows + row)
+    position = tl.load(numbers + 5 * num_rows + row)
 
     largest, token = _largest(logits, vocab, TILE)
     if temperature > 0.0:

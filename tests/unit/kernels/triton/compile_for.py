@@ -15,7 +15,9 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
 
 from tandem_kernels.triton import (
     activation,
@@ -187,7 +189,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
     (
         sampling._sample,
-        {"logits": "*fp32", "params": "*i64", "tokens": "*i64"}
+        {"logits": "*fp32", "numbers": "*i64", "tokens": "*i64"}
         | {"listed_ids": "*i32", "listed_keys": "*i32"},
         {"TILE": 4096, "LEVELS_TILE": 1024},
     ),
@@ -275,8 +277,19 @@ def compile_kernel(
         }
         source = ASTSource(function, signature, constexprs, attrs)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        bind(function, target)
         compiled.append((str(config), triton.compile(source, target=target, options=options)))
     return compiled
+
+
+def bind(function: Any, target: GPUTarget) -> None:
+    """Has Triton take arguments as a launch does: in a function that it writes, whose own names an
+    argument must not have."""
+    binder = create_function_from_signature(
+        function.signature, function.params, CUDABackend(target)
+    )
+    bound, *_ = binder(**dict.fromkeys(function.arg_names, 16))
+    assert set(bound.values()) == {16}, bound
 
 
 def resources(compiled: Any, arch: int) -> tuple[int, int, int]:
