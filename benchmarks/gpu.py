@@ -289,7 +289,7 @@ def measure_model(bench: Bench, config: ModelConfig, weights: ModelWeights) -> f
     steps.prepare(pools)
     measure_steps(bench, steps, pools)
     with bench.part("tiers"):
-        measure_tiers(bench, steps, pools[0])
+        measure_tiers(bench, steps, pools)
     seconds = bench.wall_seconds(lambda: generate(bench, steps, pools), 1)
     print(f"ours: {size.batch * size.made / seconds:,.0f} tokens/s")
     return seconds

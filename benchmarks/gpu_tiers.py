@@ -71,9 +71,9 @@ class HostTier:
             raise RuntimeError(f"{load.num_read} of {len(parts)} blocks were loaded")
 
 
-def measure_tiers(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
+def measure_tiers(bench: Bench, steps: TritonSteps, pools: list[KvPool]) -> None:
     """Bytes, both directions, and the first token of a prompt that is in host memory."""
-    size, memory = bench.size, pool.memory
+    size, memory = bench.size, pools[0].memory
     num_tokens = size.chunks[-1]
     num_blocks, block_bytes = -(-num_tokens // size.block_size), memory.shape[1]
     num_bytes, first = num_blocks * block_bytes, len(memory) - num_blocks
@@ -96,21 +96,22 @@ def measure_tiers(bench: Bench, steps: TritonSteps, pool: KvPool) -> None:
         bench.add(f"{what} to host memory, {how} (floor: one copy)", out_s, measured_s)
         measured_s = bench.wall_seconds(partial(tier.load, first), size.repeats)
         bench.add(f"{what} from host memory, {how} (floor: one copy)", in_s, measured_s)
-    measure_first_token(bench, steps, pool, tiers["straight"], in_s)
+    measure_first_token(bench, steps, pools, tiers["straight"], in_s)
 
 
 def measure_first_token(
-    bench: Bench, steps: TritonSteps, pool: KvPool, tier: HostTier, in_s: float
+    bench: Bench, steps: TritonSteps, pools: list[KvPool], tier: HostTier, in_s: float
 ) -> None:
     """Loads a prompt and computes its last token. `in_s`: one copy of as many bytes."""
     size, num_tokens = bench.size, bench.size.chunks[-1]
-    first = len(pool.memory) - -(-num_tokens // size.block_size)
-    table = list(range(first, len(pool.memory)))
+    num_blocks = len(pools[0].memory)
+    first = num_blocks - -(-num_tokens // size.block_size)
+    table = list(range(first, num_blocks))
     whole = StepBatch([SequenceSlice([7] * num_tokens, num_tokens, table, True)])
     last = StepBatch([SequenceSlice([7], num_tokens, table, True)])
 
     def step(batch: StepBatch) -> list[int]:
-        return steps.sample(steps.forward(batch, [pool]), [_GREEDY])
+        return steps.sample(steps.forward(batch, pools), [_GREEDY])
 
     def from_host() -> None:
         tier.load(first)

@@ -29,7 +29,9 @@ def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.T
     what to divide by: infinity where the numbers are to be zeros."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
-    scales = round_up(torch.where(is_finite, largest / highest, 0.0))
+    # By a tensor: by a plain number CUDA multiplies with a reciprocal, which is another rounding.
+    wanted = largest / torch.full_like(largest, highest)
+    scales = round_up(torch.where(is_finite, wanted, 0.0))
     divisors = torch.where(is_finite & (scales > 0), scales.float(), torch.inf)
     return torch.where(is_finite, scales, torch.nan), divisors
 

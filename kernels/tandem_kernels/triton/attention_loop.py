@@ -73,7 +73,7 @@ def attend(
         else:
             k = tl.load(k_at, mask=is_dim[:, None], other=0.0)
             v = tl.load(v_at, mask=is_dim[None, :], other=0.0)
-        scores = product(queries, read(k, queries.dtype)) * scale
+        scores = product(queries, read(k, queries.dtype))
         if has_scales(kv.dtype):
             k_scales_at = kv_scales + blocks.to(tl.int64) * (stride_block // 2) + keys % BLOCK_SIZE
             v_scales_at = k_scales_at + BLOCK_SIZE
@@ -85,13 +85,15 @@ def attend(
                 v_scales = tl.load(v_scales_at)
             scores = scores * (k_scales.to(tl.float32) * unit(kv.dtype))[None, :]
         if CAP > 0.0:  # tanh(x) is 2 sigmoid(2 x) - 1
-            scores = 2.0 * CAP * tl.sigmoid(scores * (2.0 / CAP)) - CAP
+            scores = 2.0 * CAP * tl.sigmoid(scores * (scale * 2.0 / CAP)) - CAP
         if MASKED:
             is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
             if WINDOW:
                 is_seen &= keys[None, :] > last_keys[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
-        weights, accumulator, sums, maxima = weigh(scores, accumulator, sums, maxima, WINDOW)
+        weights, accumulator, sums, maxima = weigh(
+            scores, 1.0 if CAP > 0.0 else scale, accumulator, sums, maxima, WINDOW
+        )
         if has_scales(kv.dtype):
             weights = weights * (v_scales.to(tl.float32) * unit(kv.dtype))[None, :]
         accumulator += product(weights.to(queries.dtype), read(v, queries.dtype))
@@ -99,14 +101,14 @@ def attend(
 
 
 @triton.jit
-def weigh(scores, accumulator, sums, maxima, WINDOW: tl.constexpr):
+def weigh(scores, scale, accumulator, sums, maxima, WINDOW: tl.constexpr):
     """Returns the weights of a turn's scores, and the state to add their values to: rescaled, and
     with the turn in its sums and maxima."""
-    new_maxima = tl.maximum(maxima, tl.max(scores, 1))
+    new_maxima = tl.maximum(maxima, tl.max(scores, 1) * scale)
     base = new_maxima
     if WINDOW:  # a row that has seen nothing yet
         base = tl.where(base == float("-inf"), 0.0, base)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * scale - base[:, None])  # one rounding: a fused operation
     shrink = tl.exp2(maxima - base)
     return weights, accumulator * shrink[:, None], sums * shrink + tl.sum(weights, 1), new_maxima
 

@@ -127,6 +127,6 @@ def attend_latents(
         if MASKED:
             is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
             scores = tl.where(is_seen, scores, float("-inf"))
-        weights, accumulator, sums, maxima = weigh(scores, accumulator, sums, maxima, 0)
+        weights, accumulator, sums, maxima = weigh(scores, 1.0, accumulator, sums, maxima, 0)
         accumulator += product(weights.to(absorbed.dtype), latents)
     return accumulator, sums, maxima

@@ -41,7 +41,7 @@ class TritonSteps:
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles, tunes and records what steps over the pools of the KV groups need, so that no
-        request waits for it. Writes into the pools: nothing is in them yet."""
+        request waits for it. The pools are zeros before it, and after it."""
         block_size, device = pools[0].block_size, pools[0].device
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
@@ -64,6 +64,8 @@ class TritonSteps:
                 )
                 logits, _ = self._run_mixed(StepBatch([piece]), pools, wants_event=False)
             sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
+            for pool in pools:
+                pool.memory.zero_()
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
