@@ -98,6 +98,7 @@ def prefill_attention(
         triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=num_warps, num_stages=num_stages)
         for rows, keys, num_warps, num_stages in (
             (64, 64, 4, 3),
+            (64, 64, 4, 2),
             (16, 64, 4, 3),
             (32, 64, 4, 3),
             (64, 32, 4, 5),
