@@ -265,8 +265,9 @@ def test_matrices_of_int4(int4_folder: Path, kernels: str) -> None:
     check(str(int4_folder), "auto", bytes_once_loaded(int4_folder), kernels)
 
 
-def test_experts_of_mxfp4(mxfp4_folder: Path) -> None:
-    check(str(mxfp4_folder), "auto", bytes_once_loaded(mxfp4_folder))
+@pytest.mark.parametrize("kernels", ["native", _SLOW_TORCH])
+def test_experts_of_mxfp4(mxfp4_folder: Path, kernels: str) -> None:
+    check(str(mxfp4_folder), "auto", bytes_once_loaded(mxfp4_folder), kernels, num_tokens=64)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -324,10 +325,11 @@ def k_types_file(path: Path, name: str) -> Path:
     return tiny_gguf.write_gguf(path, tensors, keys=keys, types=types)
 
 
+@pytest.mark.parametrize("kernels", ["native", _SLOW_TORCH])
 @pytest.mark.parametrize("dtype", _NUM_BYTES)
-def test_a_folder(random_model: tuple[str, list[int]], dtype: str) -> None:
+def test_a_folder(random_model: tuple[str, list[int]], dtype: str, kernels: str) -> None:
     folder, numbers = random_model
-    check(folder, dtype, [number * _NUM_BYTES[dtype] for number in numbers])
+    check(folder, dtype, [number * _NUM_BYTES[dtype] for number in numbers], kernels)
 
 
 @pytest.mark.parametrize("kernels", ["native", _SLOW_TORCH])

@@ -153,6 +153,7 @@ def test_matrices_of_compressed_tensors(preset: str, kernels: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_latents_and_experts_of_a_gguf_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_latents_and_experts_of_a_gguf_file(kernels: str, tmp_path: Path) -> None:
     file = write_deepseek(tmp_path / "deepseek.gguf")
-    check(str(file), "auto", bytes_of_deepseek(file))
+    check(str(file), "auto", bytes_of_deepseek(file), kernels, num_tokens=64)
