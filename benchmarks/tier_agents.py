@@ -41,7 +41,7 @@ from tandem.engine.tiers.keep_policy import LeastRecentlyUsed
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import ModelFolder
 from tandem.perf_model.soonest import Reach
-from tandem.retention import Retention
+from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
 from tests.tiny_models import make_tiny_model
 
 RESULTS = Path(__file__).parent / "results" / "tier_agents.json"
@@ -113,7 +113,9 @@ class Player:
         spec = SequenceSpec(
             *(str(number), prompt, len(prompt), Mode.LOCAL, SamplingParams()),
             max_tokens=1,
-            retention=Retention(returns=returns),
+            retention=Retention(
+                returns=returns, priority=PRIORITY_MAX if returns else PRIORITY_DEFAULT
+            ),
         )
         start = time.perf_counter()
         engine.add(spec)

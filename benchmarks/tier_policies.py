@@ -5,7 +5,8 @@
 The device's pool holds a tenth of the trace's working set (agents_trace.py). The pool, the tier and
 its policies are the engine's own; blocks have one byte, and an infinite cache is an infinite tier.
 With pins, a session's prompt is pinned for a minute, in the pool and in the tier, while its tool
-runs. Beside them stands LMCache's policy: whole chunks of 256 tokens, all of which are taken, and
+runs. With the policy `priority`, requests of sessions have the highest one, and others the default.
+Beside them stands LMCache's policy: whole chunks of 256 tokens, all of which are taken, and
 the least recently used of which is evicted. Writes benchmarks/results/tier_policies.json.
 """
 
@@ -34,7 +35,7 @@ from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.keep_policy import keep_policy
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
-from tandem.retention import PRIORITY_DEFAULT
+from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX
 
 RESULTS = Path(__file__).parent / "results" / "tier_policies.json"
 DEVICE = 0.1  # of the working set
@@ -57,6 +58,7 @@ POLICIES = {
     "lru, pins": Policy("lru", pins=True),
     "value, sessions": Policy("value", knows_sessions=True),
     "value, sessions, pins": Policy("value", knows_sessions=True, pins=True),
+    "priority, sessions": Policy("priority", knows_sessions=True),
 }
 
 
@@ -112,7 +114,8 @@ class OwnTier:
 
     def take(self, request: Request) -> None:
         returns = self._policy.knows_sessions and request.in_session
-        self._tiers.use(request.blocks, keep=returns, priority=PRIORITY_DEFAULT)
+        priority = PRIORITY_MAX if returns else PRIORITY_DEFAULT
+        self._tiers.use(request.blocks, keep=returns, priority=priority)
         for pool in self._pools:
             pool.expire_pins(request.at)
             if self._policy.pins and request.calls_tool:
