@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -45,13 +46,16 @@ ROWS = (1, 4, 16, 64, 256, 512, 1024)
 DEADLINE_S = 60.0
 
 
-def open_pool(name: str) -> tuple[torch.Tensor, TransferThread, SimpleQueue[TransferEvent]]:
+def open_pool(
+    name: str, with_context: bool
+) -> tuple[torch.Tensor, TransferThread, SimpleQueue[TransferEvent]]:
     layout = layout_of(MODEL, NUM_BLOCKS)
     memory = torch.zeros(NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     pool = LocalPool(memory.data_ptr(), memory.numel(), 0, "VRAM", layout)
     events: SimpleQueue[TransferEvent] = SimpleQueue()
-    thread = TransferThread(pool, TransferConfig(), name, events.put)
+    use = partial(torch.cuda.set_device, 0) if with_context else None
+    thread = TransferThread(pool, TransferConfig(), name, events.put, use)
     thread.start()
     return memory, thread, events
 
@@ -63,8 +67,8 @@ def content(num_blocks: int, block_bytes: int) -> torch.Tensor:
     return ((ids * 7919 + places * 31 + places // 257) % 251).to(torch.uint8)
 
 
-def produce() -> None:
-    memory, thread, events = open_pool("bench-source")
+def produce(with_context: bool) -> None:
+    memory, thread, events = open_pool("bench-source", with_context)
     for first in range(0, NUM_BLOCKS, 64):
         memory[first : first + 64] = content(NUM_BLOCKS, 1)[first : first + 64]
     memory[:, :4096] = content(NUM_BLOCKS, 4096)
@@ -79,8 +83,8 @@ def produce() -> None:
     thread.stop()
 
 
-def consume(line: bytes, repeats: int) -> list[dict[str, float]]:
-    memory, thread, events = open_pool("bench-reader")
+def consume(line: bytes, repeats: int, with_context: bool) -> list[dict[str, float]]:
+    memory, thread, events = open_pool("bench-reader", with_context)
     metadata, remote = msgspec.msgpack.decode(base64.b64decode(line), type=tuple[bytes, RemotePool])
     thread.connect("source", metadata, remote)
     connected = events.get(timeout=DEADLINE_S)
@@ -139,19 +143,25 @@ def main() -> None:
     )
     parser.add_argument("--producer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument(
+        "--without-context", action="store_true", help="transfer threads without CUDA's context"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.producer:
-        produce()
+        produce(not options.without_context)
         return
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
     command = [sys.executable, "-m", "benchmarks.gpu_transfer", "--producer"]
+    if options.without_context:
+        command.append("--without-context")
     source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert source.stdin is not None
     assert source.stdout is not None
     try:
-        rows = consume(source.stdout.readline(), options.repeats)
+        line = source.stdout.readline()
+        rows = consume(line, options.repeats, not options.without_context)
     finally:
         source.stdin.close()
         source.wait(DEADLINE_S)

@@ -4,6 +4,7 @@ NIXL.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -55,6 +56,21 @@ def pull(**changes: object) -> Pull:
         "deadline_s": DEADLINE_S,
     }
     return Pull(**(fields | changes))
+
+
+def test_what_is_to_run_first_runs_first_and_in_the_thread() -> None:
+    ran: SimpleQueue[str] = SimpleQueue()
+    under_test = thread.TransferThread(
+        POOL,
+        TransferConfig(),
+        "first",
+        lambda _: ran.put("event"),
+        lambda: ran.put(threading.current_thread().name),
+    )
+    under_test.start()
+    under_test.submit(pull())
+    assert [ran.get(timeout=DEADLINE_S) for _ in range(2)] == ["transfer", "event"]
+    under_test.stop()
 
 
 def test_loading_a_missing_nixl_tells_why(without_nixl: None) -> None:

@@ -60,13 +60,16 @@ class TransferThread:
         config: TransferConfig,
         agent_name: str,
         on_event: Callable[[messages.TransferEvent], None],
+        on_start: Callable[[], None] | None = None,
     ) -> None:
-        """`on_event` runs in the transfer thread and must be quick."""
+        """`on_event` runs in the transfer thread and must be quick; `on_start` runs there first."""
         self._pool = pool
         self._config = config
         self._agent_name = agent_name
         self._on_event = on_event
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        if on_start is not None:
+            self._commands.put(on_start)
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._mode = host_identity(config.nixl_tcp).mode
         self._transport = NixlConsumer(

@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 
 from tandem.engine.cache.pool_bytes import pool_bytes
@@ -79,6 +80,7 @@ class EngineProcess:
             settings.transfer,
             f"{settings.worker_id}-{settings.epoch}",
             self._on_transfer_event,
+            self._use_device,
         )
         self._tick = 0
         self._num_commands = 0  # applied
@@ -289,6 +291,12 @@ class EngineProcess:
         if data is not None:
             frames.append(data)
         self._commands.send_multipart(frames, copy=len(frames) == 1)
+
+    def _use_device(self) -> None:
+        """Makes the pool's CUDA context that of this thread: UCX opens a peer's memory in it, and
+        without one reads nothing straight from another process's."""
+        if self._runner.kv.device.type == "cuda":
+            torch.cuda.set_device(self._runner.kv.device)
 
     def _local_pool(self) -> LocalPool:
         kv = self._runner.kv
