@@ -24,15 +24,16 @@ inline void expand_to_floats(const Matrix& matrix, int panel, int num, float* to
         const int first = first_input(matrix.in, block), end = first_input(matrix.in, block + 1);
         for (int p = panel; p < panel + num; ++p) {
             const Fp8* from = panels + p * panel_numbers(matrix.in) + first * kPanel;
-            Floats scales[kVectors];
-            for (int k = first; k < end; ++k, from += kPanel, to += kPanel) {
-                if (k == first || k % matrix.scale_inputs == 0)
-                    for (int v = 0; v < kVectors; ++v)
-                        scales[v] = load(scales_at(matrix, p, k) + v * kLanes);
-                for (int v = 0; v < kVectors; ++v) {
-                    const Floats weights = load(from + v * kLanes) * scales[v];
-                    store(to + v * kLanes, rounds ? rounded_to_bf16(weights) : weights);
-                }
+            for (int k = first, end_run; k < end; k = end_run) {  // inputs that share scales
+                end_run = std::min(end, k - k % matrix.scale_inputs + matrix.scale_inputs);
+                Floats scales[kVectors];
+                for (int v = 0; v < kVectors; ++v)
+                    scales[v] = load(scales_at(matrix, p, k) + v * kLanes);
+                for (int i = k; i < end_run; ++i, from += kPanel, to += kPanel)
+                    for (int v = 0; v < kVectors; ++v) {
+                        const Floats weights = load(from + v * kLanes) * scales[v];
+                        store(to + v * kLanes, rounds ? rounded_to_bf16(weights) : weights);
+                    }
             }
         }
     }
