@@ -86,7 +86,12 @@ setup(
                 )
             ],
             # Debug information would be most of the file, and a quarter of the compiler's time.
-            extra_compile_args=["-std=c++17", "-O3", "-g0", "-fopenmp", "-Wno-psabi"],
+            # GCC 14 to 16 leave a loop with one AVX2 sum unfused, and fuse two: a row alone could
+            # have other bits than among others.
+            extra_compile_args=[
+                *("-std=c++17", "-O3", "-g0", "-fopenmp", "-Wno-psabi"),
+                "--param=avoid-fma-max-bits=0",
+            ],
             extra_link_args=["-fopenmp"],
             optional=True,
         ),
