@@ -1,6 +1,6 @@
 """Measures NIXL between the KV pools of two processes on one GPU.
 
-    python -m benchmarks.gpu_transfer       one CUDA device, half a minute; from the root
+    python -m benchmarks.gpu_transfer       one CUDA device, from the root
 
 ours  `TransferThread.submit` until its `Settled` is here: n blocks of Llama 3 8B's shape,
       scattered on both sides, each checked afterwards
@@ -15,6 +15,7 @@ import argparse
 import base64
 import itertools
 import json
+import select
 import statistics
 import subprocess
 import sys
@@ -69,8 +70,7 @@ def content(num_blocks: int, block_bytes: int) -> torch.Tensor:
 
 def produce(with_context: bool) -> None:
     memory, thread, events = open_pool("bench-source", with_context)
-    for first in range(0, NUM_BLOCKS, 64):
-        memory[first : first + 64] = content(NUM_BLOCKS, 1)[first : first + 64]
+    memory[:] = content(NUM_BLOCKS, 1)
     memory[:, :4096] = content(NUM_BLOCKS, 4096)
     torch.cuda.synchronize()
     thread.producer(1)
@@ -160,11 +160,18 @@ def main() -> None:
     assert source.stdin is not None
     assert source.stdout is not None
     try:
-        line = source.stdout.readline()
+        readable, _, _ = select.select([source.stdout], [], [], DEADLINE_S)
+        line = source.stdout.readline() if readable else b""
+        if not line:
+            sys.exit("the producer did not come up")
         rows = consume(line, options.repeats, not options.without_context)
     finally:
         source.stdin.close()
-        source.wait(DEADLINE_S)
+        try:
+            source.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            source.kill()
+            source.wait()
     result = {"device": torch.cuda.get_device_name(), "model": MODEL, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
