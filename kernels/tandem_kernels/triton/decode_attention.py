@@ -8,6 +8,9 @@ gives a partial result with the logarithm of its sum, and a second kernel weighs
     2  program (sequence, head): out = sum of partial * 2^(log sum - largest log sum), normalized
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +21,7 @@ from tandem_kernels.triton.tuning import device_name, next_power_of_2, num_multi
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 _SPLITS_MAX = 64
+_TILE_PER_WARP_MAX = 4096  # numbers of keys; with twice as many registers spill
 
 
 def decode_attention(
@@ -132,6 +136,12 @@ def choose_num_splits(
     return 1 << (max(1, min(wanted, useful, _SPLITS_MAX)).bit_length() - 1)
 
 
+def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether registers hold a tile of keys."""
+    tile: int = config.kwargs["KEYS"] * arguments["BLOCK_D"]
+    return tile <= _TILE_PER_WARP_MAX * config.num_warps
+
+
 @tuned(
     [
         triton.Config({"KEYS": keys}, num_warps=num_warps, num_stages=num_stages)
@@ -146,6 +156,7 @@ def choose_num_splits(
         )
     ],
     key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "HAS_SINKS", "num_splits"],
+    fits=_fits,
 )
 @triton.jit(
     do_not_specialize=["num_splits", "stride_table"],

@@ -8,7 +8,7 @@ Triton also compiles a kernel anew when an integer becomes 1 or a multiple of 16
 a step would wait seconds for that. So what changes from step to step is marked do_not_specialize.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,14 +17,28 @@ import triton
 from triton import knobs
 
 
-def tuned(configs: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
+def tuned(
+    configs: Sequence[triton.Config],
+    key: Sequence[str],
+    fits: Callable[[triton.Config, Mapping[str, Any]], bool] = lambda config, arguments: True,
+) -> Callable[[Any], Any]:
     """Decorates a jitted kernel. `key`: names of the arguments that make a class of shapes.
 
-    A kernel is run many times while it is tuned: it must not read what it writes.
+    `fits` says whether a config is tried for such arguments. If none is, the first one is taken. A
+    kernel is run many times while it is tuned: it must not read what it writes.
     """
+
+    def fitting(
+        configs: list[triton.Config], _: Mapping[str, Any], **arguments: Any
+    ) -> list[triton.Config]:
+        return [config for config in configs if fits(config, arguments)] or configs[:1]
+
     tried = list(configs[:1] if is_interpreted() else configs)
     decorate: Callable[[Any], Any] = triton.autotune(
-        configs=tried, key=[*key, "DEVICE"], cache_results=True
+        configs=tried,
+        key=[*key, "DEVICE"],
+        prune_configs_by={"early_config_prune": fitting},
+        cache_results=True,
     )
     return decorate
 

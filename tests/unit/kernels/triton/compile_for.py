@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import create_function_from_signature
 
 from tandem_kernels.triton import (
@@ -257,8 +258,9 @@ def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget
 ) -> list[tuple[str, Any]]:
     """Returns (config, compiled kernel) of each config that the kernel is tuned over."""
-    configs = getattr(kernel, "configs", [triton.Config({}, num_warps=8)])
-    function = getattr(kernel, "fn", kernel) if hasattr(kernel, "configs") else kernel
+    configs, function = [triton.Config({}, num_warps=8)], kernel
+    if isinstance(kernel, Autotuner):
+        configs, function = kernel.early_config_prune(kernel.configs, {}, **constants), kernel.fn
     compiled = []
     for config in configs if "-v" in sys.argv else configs[:1]:
         constexprs = constants | config.kwargs
