@@ -9,9 +9,8 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 3 : 2;  // of a tile
 constexpr int kTileBytesAtOnce = 256 << 10;  // of inputs, in the second-level cache
-constexpr int kStreamedRows = 3;             // at most, of a tile that fetches units ahead
-constexpr int kUnitsAhead = 6;               // of AVX-512
-constexpr int kBytesAhead = 1152;            // of AVX2
+constexpr int kStreamedRows = 3;             // at most, of a tile that reads its weights once
+constexpr int kBytesAhead = 1152;            // fetched by AVX2
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
 
@@ -274,48 +273,69 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
     }
 }
 
-// MR rows of a unit with NV vectors of the outputs of a panel, added to what is there.
+// MR rows of the inputs that share a scale of weights, with NV vectors of the outputs of a panel.
 template <class F, int MR, int NV>
-inline __attribute__((always_inline)) void multiply_unit(const InputUnit* x, const char* unit, int v,
-                                                         Floats (&sums)[kVectors][MR]) {
-    constexpr int kScales = F::kNumScales;
+inline __attribute__((always_inline)) void dot_part(const InputUnit* x, const char* unit, int part,
+                                                    int v, Floats (&scaled)[NV][MR]) {
+    constexpr int kHalves = 4 / F::kNumScales;
 #pragma GCC unroll 4
-    for (int part = 0; part < kScales; ++part) {
-        Floats scaled[NV][MR];
+    for (int n = 0; n < NV; ++n)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m)
+            scaled[n][m] = F::kHasMins || F::kHasZeros ? Floats{} : Floats{} + x[m].sums[part];
+#pragma GCC unroll 4
+    for (int half = kHalves * part; half < kHalves * (part + 1); ++half) {
+        Ints ints[NV][MR];
+        dot_half<F, MR, NV>(x, unit, half, v, ints);
 #pragma GCC unroll 4
         for (int n = 0; n < NV; ++n)
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m)
-                scaled[n][m] = F::kHasMins || F::kHasZeros ? Floats{} : Floats{} + x[m].sums[part];
+                scaled[n][m] += to_floats(ints[n][m]) * all(x[m].scales[half]);
+    }
+}
+
+// Adds what `dot_part` found, times the scale of the weights.
+template <class F, int MR, int NV>
+inline __attribute__((always_inline)) void add_part(const InputUnit* x, const char* unit, int part,
+                                                    int v, Floats (&scaled)[NV][MR],
+                                                    Floats (&sums)[kVectors][MR]) {
 #pragma GCC unroll 4
-        for (int half = 4 / kScales * part; half < 4 / kScales * (part + 1); ++half) {
-            Ints ints[NV][MR];
-            dot_half<F, MR, NV>(x, unit, half, v, ints);
-#pragma GCC unroll 4
-            for (int n = 0; n < NV; ++n)
+    for (int n = 0; n < NV; ++n) {
+        const auto of_outputs = [&](const char* from) __attribute__((always_inline)) {
+            return scales_of<F>(from + part * kScaleBytes, v + n);
+        };
+        if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
+            const Floats zeros = of_outputs(unit + F::kZeros);
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m)
-                    scaled[n][m] += to_floats(ints[n][m]) * all(x[m].scales[half]);
+            for (int m = 0; m < MR; ++m) scaled[n][m] += zeros * all(x[m].sums[part]);
         }
-#pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) {
-            const auto of_outputs = [&](const char* from) __attribute__((always_inline)) {
-                return scales_of<F>(from + part * kScaleBytes, v + n);
-            };
-            if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
-                const Floats zeros = of_outputs(unit + F::kZeros);
+        const Floats scales = of_outputs(unit + F::kScales);
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) scaled[n][m] += zeros * all(x[m].sums[part]);
-            }
-            const Floats scales = of_outputs(unit + F::kScales);
+        for (int m = 0; m < MR; ++m) sums[v + n][m] += scaled[n][m] * scales;
+        if constexpr (F::kHasMins) {
+            const Floats mins = of_outputs(unit + F::kMins);
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) sums[v + n][m] += scaled[n][m] * scales;
-            if constexpr (F::kHasMins) {
-                const Floats mins = of_outputs(unit + F::kMins);
-#pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) sums[v + n][m] += mins * all(x[m].sums[part]);
-            }
+            for (int m = 0; m < MR; ++m) sums[v + n][m] += mins * all(x[m].sums[part]);
         }
+    }
+}
+
+// MR rows of a unit with NV vectors of the outputs of a panel, added to what is there.
+template <class F, int MR, int NV>
+inline __attribute__((always_inline)) void multiply_unit(const InputUnit* x, const char* unit, int v,
+                                                         Floats (&sums)[kVectors][MR]) {
+    // Few rows read a stream, line after line: first all numbers, then what scales them.
+    constexpr bool kStreams = TANDEM_LANES == 16 && MR <= kStreamedRows;
+    constexpr int kAtOnce = kStreams ? F::kNumScales : 1;
+#pragma GCC unroll 4
+    for (int part = 0; part < F::kNumScales; part += kAtOnce) {
+        Floats scaled[kAtOnce][NV][MR];
+#pragma GCC unroll 4
+        for (int i = 0; i < kAtOnce; ++i) dot_part<F, MR, NV>(x, unit, part + i, v, scaled[i]);
+        if constexpr (kStreams) asm volatile("" : : : "memory");
+#pragma GCC unroll 4
+        for (int i = 0; i < kAtOnce; ++i) add_part<F, MR, NV>(x, unit, part + i, v, scaled[i], sums);
     }
 }
 
@@ -325,13 +345,11 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
                                                           int units,
                                                           Floats (&sums)[kVectors][MR]) {
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
-        // Few rows read a stream, of which the processor fetches too little by itself: high bits are
-        // out of order, and AVX2 takes many instructions for each line.
-        if constexpr ((F::kHighBytes > 0 || TANDEM_LANES == 8) && MR <= kStreamedRows) {
-            constexpr int kAhead = TANDEM_LANES == 8 ? kBytesAhead : kUnitsAhead * F::kUnitBytes;
+        // Few rows read a stream, of which the processor fetches too little by itself where a line
+        // takes many instructions.
+        if constexpr (TANDEM_LANES == 8 && MR <= kStreamedRows)
             for (int line = 0; line < F::kUnitBytes; line += kLine)
-                __builtin_prefetch(unit + kAhead + line, 0, 3);
-        }
+                __builtin_prefetch(unit + kBytesAhead + line, 0, 3);
         // One row reads its lines in their order, and numbers of 8 bits share broadcast inputs. Else
         // more rows have no registers for two vectors, and a compiler would keep the inputs for the
         // next one.
