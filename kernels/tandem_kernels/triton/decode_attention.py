@@ -138,8 +138,8 @@ def choose_num_splits(
 
 def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
     """Returns whether registers hold a tile of keys."""
-    tile: int = config.kwargs["KEYS"] * arguments["BLOCK_D"]
-    return tile <= _TILE_PER_WARP_MAX * config.num_warps
+    tile = config.kwargs["KEYS"] * arguments["BLOCK_D"]
+    return bool(tile <= _TILE_PER_WARP_MAX * config.num_warps)
 
 
 @tuned(
