@@ -12,6 +12,7 @@ gets the tiles from (first row of s) // ROWS + s on, which always are enough, an
 many; that one ends at once.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
 SMALL_TOKENS = 256  # fewer are tuned apart
+_TILES_PER_WARP_MAX = 5120  # numbers of sums and scores; with a fifth more registers spill
 
 
 def prefill_attention(
@@ -93,6 +95,13 @@ def prefill_attention(
     return out
 
 
+def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether registers hold the sums of a tile of rows, and its scores."""
+    rows, keys = config.kwargs["ROWS"], config.kwargs["KEYS"]
+    tiles = rows * (arguments["BLOCK_D"] + keys)
+    return bool(tiles <= _TILES_PER_WARP_MAX * config.num_warps)
+
+
 @tuned(
     [
         triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=num_warps, num_stages=num_stages)
@@ -108,6 +117,7 @@ def prefill_attention(
         )
     ],
     key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "HAS_SINKS", "size_class"],
+    fits=_fits,
 )
 @triton.jit(
     do_not_specialize=["num_seqs", "size_class", "stride_table"],
