@@ -27,21 +27,23 @@ class CachedBlocks:
         """The last reference of a hashed block is gone."""
         block = self._blocks[block_id]
         self._num[block.copy] += 1
-        self.update(block_id)
+        if not block.num_children:
+            self._queue(block).add(block_id, (block.worth, block.last_used))
 
     def discard(self, block_id: int) -> None:
         """A cached block is referenced again, or evicted; it has its copy and its pin still."""
         block = self._blocks[block_id]
         self._num[block.copy] -= 1
-        self._queue(block_id).discard(block_id)
+        if not block.num_children:
+            self._queue(block).discard(block_id)
 
     def update(self, block_id: int) -> None:
         """A block got its first child, lost its last one, was used or is worth more; ignores
         referenced ones."""
         block = self._blocks[block_id]
-        leaves = self._queue(block_id)
+        leaves = self._queue(block)
         leaves.discard(block_id)
-        if self._is_leaf(block_id):
+        if self._is_leaf(block):
             leaves.add(block_id, (block.worth, block.last_used))
 
     def oldest(self, copy: Copy) -> int | None:
@@ -64,19 +66,14 @@ class CachedBlocks:
             assert self._num[copy] == len(found), f"{len(found)} are {copy.value}"
         for half in self._leaves:
             for leaves in half.values():
-                expected_leaves = {
-                    b for b in expected if self._is_leaf(b) and self._queue(b) is leaves
-                }
-                assert leaves.block_ids() == expected_leaves, (
-                    "what can be evicted is not the leaves"
-                )
+                found = {b for b in expected if self._is_leaf(self._blocks[b])}
+                found = {b for b in found if self._queue(self._blocks[b]) is leaves}
+                assert leaves.block_ids() == found, "what can be evicted is not the leaves"
 
-    def _queue(self, block_id: int) -> EvictionQueue[int]:
-        block = self._blocks[block_id]
+    def _queue(self, block: Block) -> EvictionQueue[int]:
         return self._leaves[block.is_pinned][block.copy]
 
-    def _is_leaf(self, block_id: int) -> bool:
-        block = self._blocks[block_id]
+    def _is_leaf(self, block: Block) -> bool:
         return not block.num_references and not block.num_children
 
 

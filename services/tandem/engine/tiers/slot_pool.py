@@ -38,6 +38,13 @@ class SlotPool(BlockPool):
             return found
         return next((i for i in range(found) if block_hashes[i] in self._bad), found)
 
+    def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """References the slots of blocks that are here, and returns them, until `release`."""
+        slots = [self._by_hash[block_hash] for block_hash in block_hashes]
+        for slot in slots:
+            self._reference(slot)
+        return slots
+
     def has(self, block_hash: bytes) -> bool:
         """Returns whether the block can be read here."""
         return self.find(block_hash) is not None and block_hash not in self._bad

@@ -102,9 +102,7 @@ class Sources:
             chain = block_hashes[: wanted[-1].chain_index + 1]
         else:
             chain = [block_hashes[block.chain_index] for block in wanted]
-        held = tier.groups[group].pool.reserve(chain, len(chain))
-        assert held is not None
-        return held.block_table
+        return tier.groups[group].pool.hold(chain)
 
     def depth(self, block_hashes: Sequence[bytes], tiers: Sequence[Tier]) -> int:
         """Returns how many first blocks of a chain come from the pools or from these tiers."""

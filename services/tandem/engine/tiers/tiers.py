@@ -69,6 +69,8 @@ class Tiers:
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
         self._given_up: list[Load] = []  # in flight, without a sequence
         self._has_settled = False  # in the last turn that did something
+        # That the policies have not counted: blocks, whether to keep them, and their priority.
+        self._uses: list[tuple[Sequence[bytes], bool, int]] = []
         self.clock = time.monotonic
         self._writes = Writes(self._groups, tiers, self._writers, lambda: self.clock())
         self.turn_s = TURN_S
@@ -98,11 +100,13 @@ class Tiers:
 
         It does not do both in one turn, if there is both to do. After a step of the model neither
         code nor data is in the processor's caches, so the first block takes many times as long as
-        the next ones.
+        the next ones. Before writes, the policies count the uses since the last turn: a tier takes
+        what was used often.
         """
         if not self.tiers:
             return
         until = time.perf_counter() + self.turn_s
+        self._count_uses()
         if self.lookups.has_ended:
             self.lookups.turn(until)
             self._follow_evictions()
@@ -121,9 +125,11 @@ class Tiers:
             tier.take_rate(rate)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool, priority: int) -> None:
-        """A sequence computed or reuses these blocks; `keep`: they are likely to return."""
-        for tier in self.tiers:
-            tier.policy.use(block_hashes, keep=keep, priority=priority)
+        """A sequence computed or reuses these blocks; `keep`: they are likely to return.
+
+        The next turn counts it: this step may also start a load, which takes as long."""
+        if self.tiers:
+            self._uses.append((block_hashes, keep, priority))
 
     def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[Reach]:
         """Returns how many first blocks of a chain come from each tier, or from those before it,
@@ -273,6 +279,12 @@ class Tiers:
         load.submitted_at = self._progress_at[load.tier] = self.clock()
         load.progress_at, load.tier = 0.0, tier
         self._readers[tier].submit(load)
+
+    def _count_uses(self) -> None:
+        for block_hashes, keep, priority in self._uses:
+            for tier in self.tiers:
+                tier.policy.use(block_hashes, keep=keep, priority=priority)
+        self._uses.clear()
 
     def _follow_evictions(self) -> None:
         for tier in self.tiers:
