@@ -44,6 +44,12 @@ setup(
             extra_compile_args=["-O3"],
             optional=True,
         ),
+        Extension(
+            "tandem.engine.tiers._sketch_cells",
+            ["services/tandem/engine/tiers/_sketch_cells.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
         # One binary with all instruction sets; it chooses at run time.
         Extension(
             "tandem_kernels.native._decoder",

@@ -13,7 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-COMPILED = ("tandem._block_hash", "tandem_kernels.native._decoder")
+COMPILED = (
+    "tandem._block_hash",
+    "tandem.engine.tiers._sketch_cells",
+    "tandem_kernels.native._decoder",
+)
 
 # Only how it is built is tested, not how fast it is: the compiler takes a third of the time.
 _COMPILER = """#!/bin/bash

@@ -100,6 +100,7 @@ class Engine:
         for sequence in (*loaded, *schedule.admitted):
             self._scheduler.loads.use(sequence)  # before tiers look again at its cached blocks
             self._pending.admitted(sequence)
+        self._tiers.write()
         self._pending.tell_final(on_final)
         # Peers wait for what admission found out: tell them first, compute in the next step.
         if schedule.chunks and not self._pending.starts_a_transfer:

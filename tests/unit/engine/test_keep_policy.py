@@ -11,6 +11,7 @@ import pytest
 
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.tiers import frequency_sketch
 from tandem.engine.tiers.device_blocks import HostPages
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
 from tandem.engine.tiers.host_storage import HostStorage
@@ -32,6 +33,30 @@ def name(number: int) -> bytes:
 
 
 class TestFrequencySketch:
+    def test_it_is_compiled_here(self) -> None:
+        assert frequency_sketch._sketch_cells is not None
+
+    def test_compiled_and_plain_agree(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rng = Random(5)
+        added = [[rng.randbytes(16) for _ in range(9)] for _ in range(60)]  # cells are shared
+        compiled, plain = FrequencySketch(16), FrequencySketch(16)
+        for number, blocks in enumerate(added):
+            compiled.add(blocks, 1 + number % 2)
+        monkeypatch.setattr(frequency_sketch, "_sketch_cells", None)
+        for number, blocks in enumerate(added):
+            plain.add(blocks, 1 + number % 2)
+        found = [plain.log2(block) for blocks in added for block in blocks]
+        monkeypatch.undo()
+        assert found == [compiled.log2(block) for blocks in added for block in blocks]
+
+    @pytest.mark.parametrize("block_hash", [b"short", b"x" * 17])
+    def test_what_is_no_block_hash_is_refused(self, block_hash: bytes) -> None:
+        sketch = FrequencySketch(16)
+        with pytest.raises(ValueError, match="16 bytes"):
+            sketch.add([block_hash])
+        with pytest.raises(ValueError, match="16 bytes"):
+            sketch.estimate(block_hash)
+
     def test_counts_uses(self) -> None:
         sketch = FrequencySketch(1000)
         for number in range(8):

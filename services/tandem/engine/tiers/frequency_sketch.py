@@ -4,6 +4,9 @@ A block counts in one cell of each row, by a part of its hash, and the smallest 
 estimate. A use weighs twice as much as one that lies a half-life before it, so what was used long
 ago fades, and two blocks that nobody uses keep their order. Compare TinyLFU (Einziger, Friedman and
 Manes, 2017), which halves all cells now and then.
+
+The cells are read and written by _sketch_cells.c. Where it could not be compiled, NumPy and Python
+do the same, and take several times as long.
 """
 
 import math
@@ -11,6 +14,11 @@ from collections.abc import Sequence
 from struct import Struct
 
 import numpy as np
+
+try:
+    from tandem.engine.tiers import _sketch_cells
+except ImportError:
+    _sketch_cells = None  # type: ignore[assignment]
 
 _ROWS = 4  # a block hash has 16 bytes: 4 for each row
 _PARTS = Struct("<4I")  # of a block hash
@@ -39,8 +47,10 @@ class FrequencySketch:
         if not block_hashes:
             return
         weight = num_uses * math.exp2(self._weight_log2)
-        parts = np.frombuffer(b"".join(block_hashes), "<u4").reshape(-1, _ROWS)
-        self._cells[(parts & np.uint32(self._width - 1)) + self._starts] += weight
+        if _sketch_cells is not None:
+            _sketch_cells.add(self._cells, block_hashes, weight)
+        else:
+            self._add_plainly(block_hashes, weight)
         self._weight_log2 += num_uses * len(block_hashes) / self._half_life
         if self._weight_log2 > _RESCALE_AT:
             self._cells *= math.exp2(-_RESCALE_AT)
@@ -58,6 +68,15 @@ class FrequencySketch:
         return self._scale_log2 + math.log2(count) if count else -math.inf
 
     def _smallest(self, block_hash: bytes) -> float:
+        if _sketch_cells is not None:
+            return _sketch_cells.smallest(self._cells, block_hash)
+        return self._smallest_plainly(block_hash)
+
+    def _add_plainly(self, block_hashes: Sequence[bytes], weight: float) -> None:
+        parts = np.frombuffer(b"".join(block_hashes), "<u4").reshape(-1, _ROWS)
+        np.add.at(self._cells, (parts & np.uint32(self._width - 1)) + self._starts, weight)
+
+    def _smallest_plainly(self, block_hash: bytes) -> float:
         a, b, c, d = _PARTS.unpack(block_hash)
         cells, width = self._view, self._width
         last = width - 1

@@ -3,11 +3,11 @@
     device block   CACHED, one of the oldest --Write--> CACHED with a copy --evict--> FREE
     sequence       WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
 
-The engine's thread decides and keeps the books, in `turn` and when a load ends. Two threads move
-the bytes of each tier, one each way, so a tier that hangs holds up no other. A write starts at the
-root of a chain and goes on to its leaf, and a tier evicts leaves first, so each tier holds whole
-prefixes. A load that fails or stands still costs the time to compute its blocks. It changes no
-token.
+The engine's thread decides and keeps the books, in `turn`, `write` and when a load ends. Two
+threads move the bytes of each tier, one each way, so a tier that hangs holds up no other. A write
+starts at the root of a chain and goes on to its leaf, and a tier evicts leaves first, so each tier
+holds whole prefixes. A load that fails or stands still costs the time to compute its blocks. It
+changes no token.
 
 A model with sliding windows has a pool for each KV group, and a tier the slots of each. A load
 brings all that a sequence needs at one depth, or nothing: a window of another depth is of no use.
@@ -68,7 +68,9 @@ class Tiers:
         self._ended: SimpleQueue[Load] = SimpleQueue()
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
         self._given_up: list[Load] = []  # in flight, without a sequence
-        self._has_settled = False  # in the last turn that did something
+        self._has_settled = False  # when it last wrote something
+        self._starts_load = False  # in this step
+        self._has_waited = False  # with its writes in the last step, for a load
         # That the policies have not counted: blocks, whether to keep them, and their priority.
         self._uses: list[tuple[Sequence[bytes], bool, int]] = []
         self.clock = time.monotonic
@@ -96,20 +98,24 @@ class Tiers:
         return sum(len(load.unsafe_parts) for load in self._given_up)
 
     def turn(self) -> None:
+        """Takes answers of look-ups, for `turn_s` or a little longer."""
+        if self.lookups.has_ended:
+            self.lookups.turn(time.perf_counter() + self.turn_s)
+            self._follow_evictions()
+
+    def write(self) -> None:
         """Takes what was written or starts further writes, for `turn_s` or a little longer.
 
-        It does not do both in one turn, if there is both to do. After a step of the model neither
+        It does not do both in one step, if there is both to do. After a step of the model neither
         code nor data is in the processor's caches, so the first block takes many times as long as
-        the next ones. Before writes, the policies count the uses since the last turn: a tier takes
-        what was used often.
+        the next ones. A step that starts a load leaves it to the next one for the same reason.
         """
-        if not self.tiers:
+        self._has_waited = self._starts_load and not self._has_waited
+        self._starts_load = False
+        if not self.tiers or self._has_waited:
             return
         until = time.perf_counter() + self.turn_s
         self._count_uses()
-        if self.lookups.has_ended:
-            self.lookups.turn(until)
-            self._follow_evictions()
         wants_writes = self._writes.are_wanted
         if self._writes.have_ended and not (wants_writes and self._has_settled):
             self._has_settled = True
@@ -127,7 +133,7 @@ class Tiers:
     def use(self, block_hashes: Sequence[bytes], *, keep: bool, priority: int) -> None:
         """A sequence computed or reuses these blocks; `keep`: they are likely to return.
 
-        The next turn counts it: this step may also start a load, which takes as long."""
+        It counts before the next writes, because a tier takes what was used often."""
         if self.tiers:
             self._uses.append((block_hashes, keep, priority))
 
@@ -172,6 +178,7 @@ class Tiers:
             go_on=self._go_on,
         )
         self._loads[sequence_id] = load
+        self._starts_load = True
         self._readers[load.tier].submit(load)
 
     def reach_of(self, load: Load) -> list[Reach]:
@@ -253,7 +260,7 @@ class Tiers:
             return
         until = self.clock() + _CLOSE_S
         while self.clock() < until and (self._writes.are_wanted or self._writes.are_under_way):
-            self.turn()
+            self.write()
             time.sleep(1e-3)
         for writer in self._writers:
             writer.close(max(0.0, until - self.clock()))
