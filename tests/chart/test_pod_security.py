@@ -18,7 +18,7 @@ _HOST = ("hostNetwork", "hostPID", "hostIPC")
 
 
 def violations(pod: dict[str, Any]) -> list[str]:
-    """What the standard `restricted` forbids of a pod."""
+    """Returns what the standard `restricted` forbids of a pod."""
     spec = pod["spec"]
     found = [field for field in _HOST if spec.get(field)]
     for volume in spec.get("volumes", []):
