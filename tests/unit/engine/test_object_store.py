@@ -372,3 +372,12 @@ def test_a_search_finds_the_deepest_runs_of_windows(data: st.DataObject) -> None
     if not ends:
         asked = sum(shelf.num_asked for shelf in shelves)
         assert asked <= -(-size // stride)
+
+
+def test_a_search_takes_no_run_for_the_deepest_before_all_its_blocks_were_asked_for() -> None:
+    """A request goes on after two blocks. The search also asks for blocks 0 and 10, but for block 1
+    only at the end."""
+    layout = GroupedToyRunner((None, 6), block_size=4).layout()
+    chain = [index.to_bytes(2, "big") for index in range(13)]
+    shelves = [Shelf(set(range(13))), Shelf({0, 1, 10, 12})]
+    assert {0, 1} <= set(search(shelves, layout, chain, 0)[1])

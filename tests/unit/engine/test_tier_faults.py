@@ -114,6 +114,7 @@ class Rig:
     def turn(self, num_turns: int = 99) -> None:
         """Lets the tiers and their threads do what they can."""
         for _ in range(num_turns):
+            self.tiers.turn()
             self.tiers.write()
             for thread in self.threads.values():
                 thread.run(len(thread.jobs))

@@ -43,6 +43,7 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def _loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads do not depend on how busy the machine is."""
     monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
+    monkeypatch.setattr(StepTimeModel, "prefill_rate", None)
     monkeypatch.setattr("tandem.engine.tiers.tiers.STALL_S", WAIT_S)
     monkeypatch.setattr("tandem.engine.tiers.writes.HUNG_S", WAIT_S)
 
@@ -104,6 +105,7 @@ def test_blocks_are_written_while_their_sequence_runs() -> None:
     engine.step()
     deadline = time.monotonic() + WAIT_S
     while tier(engine).blocks_written < 14 and time.monotonic() < deadline:
+        engine._tiers.turn()
         engine._tiers.write()
     assert engine.load().num_running == 1
     outcome = run(engine, prompt(1, 57), prompt(0, 57))

@@ -20,6 +20,7 @@ from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.manifest import HEADER_BYTES
 from tandem.engine.types import NewTokens, SamplingParams
 from tandem.errors import ConfigError
+from tandem.perf_model.step_time import StepTimeModel
 from tests.engine_driver import Outcome, make_spec
 from tests.grouped_toy import Windows, continuation, make_grouped_engine
 from tests.late_device import WAYS, choose
@@ -35,6 +36,7 @@ PLACES = ["host", "disk"]
 def _loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads do not depend on how busy the machine is. Chains are short."""
     monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
+    monkeypatch.setattr(StepTimeModel, "prefill_rate", None)
     monkeypatch.setattr(make_tiers, "CHAIN_TOKENS", 64)
 
 

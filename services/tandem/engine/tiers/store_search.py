@@ -87,6 +87,7 @@ def _search_windows(
             end = min(depth, index + stride)
             for number in windows:
                 ask(number, range(max(0, index - stride), end))
-            if deepest := layout.deepest_hit(chain, end, has):
+            # Of runs before `index` perhaps not all blocks were asked for yet.
+            if (deepest := layout.deepest_hit(chain, end, has)) >= max(1, index):
                 return deepest
     return 0

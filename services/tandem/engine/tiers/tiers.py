@@ -68,9 +68,10 @@ class Tiers:
         self._ended: SimpleQueue[Load] = SimpleQueue()
         self._loads: dict[str, Load] = {}  # in flight, by their sequence
         self._given_up: list[Load] = []  # in flight, without a sequence
-        self._has_settled = False  # when it last wrote something
+        self._settles = False  # in this step
         self._starts_load = False  # in this step
-        self._has_waited = False  # with its writes in the last step, for a load
+        self._has_settled = False  # since writes were started last
+        self._has_waited = False  # for a load, since then
         # That the policies have not counted: blocks, whether to keep them, and their priority.
         self._uses: list[tuple[Sequence[bytes], bool, int]] = []
         self.clock = time.monotonic
@@ -98,29 +99,33 @@ class Tiers:
         return sum(len(load.unsafe_parts) for load in self._given_up)
 
     def turn(self) -> None:
-        """Takes answers of look-ups, for `turn_s` or a little longer."""
-        if self.lookups.has_ended:
-            self.lookups.turn(time.perf_counter() + self.turn_s)
-            self._follow_evictions()
-
-    def write(self) -> None:
-        """Takes what was written or starts further writes, for `turn_s` or a little longer.
-
-        It does not do both in one step, if there is both to do. After a step of the model neither
-        code nor data is in the processor's caches, so the first block takes many times as long as
-        the next ones. A step that starts a load leaves it to the next one for the same reason.
-        """
-        self._has_waited = self._starts_load and not self._has_waited
-        self._starts_load = False
-        if not self.tiers or self._has_waited:
-            return
+        """Takes answers of look-ups and what was written, for `turn_s` or a little longer."""
         until = time.perf_counter() + self.turn_s
-        self._count_uses()
-        wants_writes = self._writes.are_wanted
-        if self._writes.have_ended and not (wants_writes and self._has_settled):
+        if self.lookups.has_ended:
+            self.lookups.turn(until)
+            self._follow_evictions()
+        waits = self._has_settled and self._writes.are_wanted
+        self._settles = self._writes.have_ended and not waits
+        if self._settles:
             self._has_settled = True
             self._writes.settle(until)
-        elif wants_writes:
+
+    def write(self) -> None:
+        """Counts uses and starts further writes, for `turn_s` or a little longer.
+
+        A step does either this, or takes what was written, or starts a load, if it can. After a
+        step of the model neither code nor data is in the processor's caches, so the first block
+        takes many times as long as the next ones.
+        """
+        waits = self._settles or (self._starts_load and not self._has_waited)
+        self._has_waited |= self._starts_load
+        self._starts_load = False
+        if waits or not self.tiers:
+            return
+        until = time.perf_counter() + self.turn_s
+        self._has_waited = False
+        self._count_uses()
+        if self._writes.are_wanted:
             self._has_settled = False
             self._writes.start(until)
             self._follow_evictions()
@@ -260,6 +265,7 @@ class Tiers:
             return
         until = self.clock() + _CLOSE_S
         while self.clock() < until and (self._writes.are_wanted or self._writes.are_under_way):
+            self.turn()
             self.write()
             time.sleep(1e-3)
         for writer in self._writers:
