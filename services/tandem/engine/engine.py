@@ -384,10 +384,9 @@ class Engine:
 
     def _check_queue(self, num_queued: int) -> None:
         if num_queued >= self._config.queue_max:
-            raise QueueFull(
-                f"{num_queued} requests wait already; the queue holds {self._config.queue_max}",
-                retry_after_s=1.0,
-            )
+            most = self._config.queue_max
+            message = f"{num_queued} requests wait already; the queue holds {most}"
+            raise QueueFull(message, retry_after_s=1.0)
 
     def _take_report(self, work: StepWork, started: float) -> StepReport:
         seconds = time.perf_counter() - started
