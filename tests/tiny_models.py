@@ -92,6 +92,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 20,
     "sliding_window": 40,
     "tie_word_embeddings": True,
+    "attention_bias": True,
 }
 
 # name: model class, config class, what the config has beyond the sizes
@@ -116,7 +117,11 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
     ),
     "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 40}),
     "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": _YARN}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
+    ),
     "qwen2-some-windows": (
         Qwen2ForCausalLM,
         Qwen2Config,
@@ -218,6 +223,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "residual_multiplier": 0.6,
             "logits_scaling": 2.5,
             "attention_bias": True,
+            "mlp_bias": True,
         },
     ),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 40, **_NO_PAD}),
