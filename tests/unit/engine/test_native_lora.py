@@ -19,6 +19,7 @@ from tests.unit.engine.native_shapes import BASE, QUANTIZED, QUANTIZED_BY_256, S
 LIBRARY = library.load()
 assert LIBRARY is not None, "the native kernels were not built"
 NAMES = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
+CACHE_LINE = 64  # bytes
 INSTRUCTIONS = [name for name in NAMES if LIBRARY.instructions(name)]
 SHAPES = (
     BASE,
@@ -75,6 +76,20 @@ def native(shape: Shape, instructions: str, num_threads: int) -> NativeDecoder:
     for each in adapters(shape, shape.weights):
         decoder.adapters.add(decoder.pack_adapter(each))
     return decoder
+
+
+def test_matrices_lie_in_the_order_in_which_a_step_reads_them() -> None:
+    decoder = native(BASE, "plain", 1)
+    packed = decoder.pack_adapter(adapter(BASE, "rank-8", 8, BASE.weights))
+    addresses = []
+    for layer in packed.layers:
+        for product in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
+            if product.num_parts:
+                parts = product.parts[: product.num_parts]
+                addresses += [product.a.panels, *(part.b.panels for part in parts)]
+    assert addresses == sorted(addresses)
+    assert len(addresses) == 11 + 4  # the second layer has v and down alone
+    assert all(address % CACHE_LINE == 0 for address in addresses)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)

@@ -7,16 +7,15 @@ from ctypes import pointer
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 from tandem.engine.executor.lora_weights import LoraWeights, Parts
+from tandem.engine.executor.packing import KINDS, HugePages
 from tandem.engine.scheduler.batch import SequenceSlice
 from tandem_kernels.lora import LoraHeads
 from tandem_kernels.native import library
-from tandem_kernels.native.library import Kind, Library, Matrix, address, packed_bytes
+from tandem_kernels.native.library import Library, Matrix, address, packed_bytes
 
-_KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _PRODUCTS = ("qkv", "attention_out", "gate_up", "down", "q_out")
 _HEADS = ("latent_keys", "latent_values")
 _LoraLayer = library.LoraLayer
@@ -27,6 +26,7 @@ class PackedLora:
 
     def __init__(self, library: Library, weights: LoraWeights) -> None:
         self._library = library
+        self._huge_pages = HugePages()
         self._kept: list[Any] = []  # what the structs point to
         self.digest = weights.digest
         self.rank = 0  # the largest of a product, all its parts together
@@ -46,6 +46,8 @@ class PackedLora:
         ranks = [len(part.a) for part in parts]
         firsts = [0, *accumulate(ranks)]
         self.rank = max(self.rank, firsts[-1])
+        a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
+        matrix = self._matrix(a)  # before those of B, as steps read them
         packed = (library.LoraPart * len(parts))(
             *(
                 library.LoraPart(self._matrix(part.b), part.first, first)
@@ -53,8 +55,7 @@ class PackedLora:
             )
         )
         self._kept.append(packed)
-        a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
-        return library.LoraProduct(a=self._matrix(a), parts=packed, num_parts=len(parts))
+        return library.LoraProduct(a=matrix, parts=packed, num_parts=len(parts))
 
     def _heads(self, heads: LoraHeads | None) -> Any:
         """Packs a product of each head."""
@@ -82,10 +83,9 @@ class PackedLora:
 
     def _matrix(self, weight: torch.Tensor) -> Matrix:
         num_out, num_in = weight.shape
-        kind = _KINDS[weight.dtype]
-        panels = np.empty(packed_bytes((num_out, num_in), kind), np.uint8)
+        kind = KINDS[weight.dtype]
+        panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
         self._library.pack(weight.data_ptr(), kind, (num_out, num_in), kind, panels)
-        self._kept.append(panels)
         return Matrix(panels=address(panels), num_in=num_in, num_out=num_out, kind=kind)
 
 

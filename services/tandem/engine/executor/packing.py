@@ -34,6 +34,23 @@ _MAPPED_AT_ONCE = 64 << 20
 _LINE = 64  # bytes
 
 
+class HugePages:
+    """Memory of matrices that are read one after another, freed with this object."""
+
+    def __init__(self) -> None:
+        self._mapped: list[npt.NDArray[np.uint8]] = []
+        self._free = np.empty(0, np.uint8)
+
+    def zeros(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Returns the next bytes, aligned to a cache line."""
+        size = -(-num_bytes // _LINE) * _LINE
+        if size > len(self._free):
+            self._free = np.frombuffer(own_pages(max(size, _MAPPED_AT_ONCE)), np.uint8)
+            self._mapped.append(self._free)
+        zeros, self._free = self._free[:num_bytes], self._free[size:]
+        return zeros
+
+
 class Packer:
     """Makes packed matrices, which live as long as it does."""
 
@@ -51,7 +68,7 @@ class Packer:
         self._int8 = int8
         self._instructions = instructions
         self._kept: list[Any] = []  # what the structs point to
-        self._free = np.empty(0, np.uint8)
+        self._huge_pages = HugePages()
 
     def keep(self, struct: object) -> None:
         """Lets a struct that others point to live as long."""
@@ -67,7 +84,7 @@ class Packer:
         weight = weight.contiguous()
         num_out, num_in = weight.shape
         kind = self._kind(weight, keeps_kind=keeps_kind)
-        panels = self._zeros(packed_bytes((num_out, num_in), kind))
+        panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
         scales = self._library.pack(
             weight.data_ptr(), KINDS[weight.dtype], (num_out, num_in), kind, panels
         )
@@ -132,7 +149,7 @@ class Packer:
         codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
         num_out, num_in = codes.shape
         kind = self._kind_of(parts[0])
-        panels = self._zeros(packed_bytes((num_out, num_in), kind))
+        panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
         if not self._library.pack_fp8(codes.data_ptr(), (num_out, num_in), kind, panels):
             for each in stored or blocks:
                 each.check_numbers()
@@ -163,7 +180,7 @@ class Packer:
     def _of_one_kind(self, parts: Sequence[Linear], *, rest: Matrix | None) -> Matrix:
         num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
         kind, _ = self._form_of_blocks(parts[0])
-        panels = self._zeros(self._library.quantized_bytes((num_out, num_in), kind))
+        panels = self._huge_pages.zeros(self._library.quantized_bytes((num_out, num_in), kind))
         first_output = 0
         for part in parts:
             assert isinstance(part.blocks, Blocks)
@@ -215,15 +232,6 @@ class Packer:
         for part in parts:
             self._pages.drop(part.blocks.data if part.blocks else part.weight)
         give_back_freed()
-
-    def _zeros(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Returns the next bytes of a mapping of huge pages, aligned to a cache line."""
-        size = -(-num_bytes // _LINE) * _LINE
-        if size > len(self._free):
-            self._free = np.frombuffer(own_pages(max(size, _MAPPED_AT_ONCE)), np.uint8)
-            self._kept.append(self._free)
-        zeros, self._free = self._free[:num_bytes], self._free[size:]
-        return zeros
 
 
 def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
