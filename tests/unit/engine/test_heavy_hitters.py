@@ -6,61 +6,40 @@ and the mask written out.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
 from tandem.engine.cache.heavy_hitters import HeavyHitters, border_tokens, least_tokens
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import SamplingParams
 from tandem.errors import BadRequest, InternalError, NeverFits
 from tandem.kv_budget import HEAVY_HITTERS, KvBudget
-from tandem.models.source import ModelFolder
-from tests.engine_driver import Outcome, drive, drive_all, make_spec
+from tests.engine_driver import drive_all, make_spec
 from tests.grouped_toy import make_grouped_engine
 from tests.tiny_models import make_tiny_model
+from tests.unit.engine.tiny_runs import (
+    Tiny,
+    load,
+    prefill_elsewhere,
+    random_prompts,
+    resumed,
+    specs_of,
+)
 
 BLOCK = 16
 NUM_TOKENS = 90  # over a border, or two
 BUDGET = KvBudget(tokens=224, sinks=5, policy=HEAVY_HITTERS)
-PROMPTS = [
-    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in (400, 256, 190)
-]
-Tiny = tuple[ModelFolder, PreTrainedModel]
+PROMPTS = random_prompts(400, 256, 190)
+requests = partial(specs_of, PROMPTS, NUM_TOKENS, budget=BUDGET)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder = tmp_path_factory.mktemp("tiny")
     return make_tiny_model("llama", folder, eos_token_id=None, max_position_embeddings=600)
-
-
-def load(
-    tiny: Tiny, *, num_blocks: int = 64, step_tokens: int = 512, **settings: object
-) -> tuple[Engine, torch.Tensor]:
-    settings.setdefault("numerics", "invariant")
-    config = EngineConfig(
-        model="",
-        device="cpu",
-        num_blocks=num_blocks,
-        max_tokens_per_step=step_tokens,
-        itl_target_s=0.0,
-        **settings,  # type: ignore[arg-type]
-    )
-    runner = ModelRunner(tiny[0], config)
-    return Engine(config, runner, tiny[0].fingerprint), runner.pools[0].memory
-
-
-def requests(mode: Mode = Mode.LOCAL, budget: KvBudget | None = BUDGET) -> list[SequenceSpec]:
-    return [
-        make_spec(str(i), prompt, max_tokens=NUM_TOKENS, mode=mode, kv_budget=budget)
-        for i, prompt in enumerate(PROMPTS)
-    ]
 
 
 class Reference:
@@ -183,47 +162,17 @@ def test_preempted(tiny: Tiny, expected: dict[str, list[int]]) -> None:
 def test_migrated(tiny: Tiny, expected: dict[str, list[int]], num_made: int) -> None:
     """Another engine goes on from the tokens made so far: the same blocks leave again."""
     engine, _ = load(tiny, step_tokens=50)
-    specs = [
-        make_spec(
-            str(i),
-            prompt + expected[str(i)][:num_made],
-            num_prompt_tokens=len(prompt),
-            max_tokens=NUM_TOKENS,
-            kv_budget=BUDGET,
-        )
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    tokens = drive_all(engine, *specs).token_ids
+    tokens = drive_all(engine, *resumed(requests(), expected, num_made)).token_ids
     assert tokens == {name: made[num_made:] for name, made in expected.items()}
 
 
 def test_prefilled_on_another_engine(tiny: Tiny, expected: dict[str, list[int]]) -> None:
     """Kept blocks travel, and their sums, when the prompt is computed whole."""
-    (source, source_kv), (here, here_kv) = load(tiny, step_tokens=32), load(tiny)
-    for spec in requests(Mode.WAITING_FOR_REMOTE_KV):
-        here.add(spec)
-    outcome = Outcome()
-    outcome.take(here.step())
-    targets = {r.sequence_id: r.block_ids for r in outcome.reports[0].reserved}
-    assert [len(targets[str(i)]) for i in range(3)] == [11, 10, 12]
-    for spec in requests(Mode.PREFILL_ONLY):
-        source.add(spec)
-
-    def pull(final_blocks: list[FinalBlocks]) -> None:
-        for final in final_blocks:
-            to = targets[final.sequence_id][final.first_block :]
-            here_kv[to[: len(final.block_ids)]] = source_kv[final.block_ids]
-
-    while source.has_work():
-        report = source.step(pull)
-        pull(report.final_blocks)
-        for done in report.prefilled:
-            source.remove(done.sequence_id)
-            outcome.token_ids[done.sequence_id] = [done.first_token_id]
-            here.commit(done.sequence_id, done.first_token_id, done.block_sums)
-    assert drive(here, outcome).token_ids == expected
-    assert sum(report.num_prefill_tokens for report in outcome.reports) == 0
-    assert source.load().blocks_used == source.load().blocks_cached == 0
+    source = load(tiny, step_tokens=32)
+    outcome, num_reserved = prefill_elsewhere(source, load(tiny), requests)
+    assert outcome.token_ids == expected
+    assert num_reserved == {"0": 11, "1": 10, "2": 12}
+    assert source[0].load().blocks_cached == 0
 
 
 def test_sums_that_are_of_other_blocks_are_not_taken() -> None:

@@ -6,58 +6,37 @@ written out, for all layers that have no window of their own.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import SamplingParams
 from tandem.errors import BadRequest, NeverFits
 from tandem.kv_budget import KvBudget, check_budget
-from tandem.models.source import ModelFolder
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
 from tests.grouped_toy import continuation, make_grouped_engine
 from tests.tiny_models import make_tiny_model
+from tests.unit.engine.tiny_runs import (
+    Tiny,
+    load,
+    prefill_elsewhere,
+    random_prompts,
+    resumed,
+    specs_of,
+)
 
 NUM_TOKENS = 24
 BUDGET = KvBudget(tokens=40, sinks=5)
-PROMPTS = [
-    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in (150, 97, 30)
-]
-Tiny = tuple[ModelFolder, PreTrainedModel]
+PROMPTS = random_prompts(150, 97, 30)
+requests = partial(specs_of, PROMPTS, NUM_TOKENS, budget=BUDGET)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny_model("llama", tmp_path_factory.mktemp("tiny"), eos_token_id=None)
-
-
-def load(
-    tiny: Tiny, *, num_blocks: int = 64, step_tokens: int = 512, **settings: str
-) -> tuple[Engine, torch.Tensor]:
-    settings.setdefault("numerics", "invariant")
-    config = EngineConfig(
-        model="",
-        device="cpu",
-        num_blocks=num_blocks,
-        max_tokens_per_step=step_tokens,
-        itl_target_s=0.0,
-        **settings,  # type: ignore[arg-type]
-    )
-    runner = ModelRunner(tiny[0], config)
-    return Engine(config, runner, tiny[0].fingerprint), runner.pools[0].memory
-
-
-def requests(mode: Mode = Mode.LOCAL, budget: KvBudget | None = BUDGET) -> list[SequenceSpec]:
-    return [
-        make_spec(str(i), prompt, max_tokens=NUM_TOKENS, mode=mode, kv_budget=budget)
-        for i, prompt in enumerate(PROMPTS)
-    ]
 
 
 def greedy(model: PreTrainedModel, token_ids: list[int], budget: KvBudget) -> list[int]:
@@ -151,45 +130,17 @@ def test_preempted(tiny: Tiny, expected: dict[str, list[int]]) -> None:
 def test_migrated(tiny: Tiny, expected: dict[str, list[int]]) -> None:
     """Another engine goes on from the tokens made so far, which it computes under the same mask."""
     engine, _ = load(tiny, step_tokens=50)
-    specs = [
-        make_spec(
-            str(i),
-            prompt + expected[str(i)][:7],
-            num_prompt_tokens=len(prompt),
-            max_tokens=NUM_TOKENS,
-            kv_budget=BUDGET,
-        )
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    tokens = drive_all(engine, *specs).token_ids
+    tokens = drive_all(engine, *resumed(requests(), expected, 7)).token_ids
     assert tokens == {name: made[7:] for name, made in expected.items()}
 
 
 def test_prefilled_on_another_engine(tiny: Tiny, expected: dict[str, list[int]]) -> None:
-    """Blocks that the decoding engine sees travel, in the middle of the source's step."""
-    (source, source_kv), (here, here_kv) = load(tiny, step_tokens=32), load(tiny)
-    for spec in requests(Mode.WAITING_FOR_REMOTE_KV):
-        here.add(spec)
-    outcome = Outcome()
-    outcome.take(here.step())
-    targets = {r.sequence_id: r.block_ids for r in outcome.reports[0].reserved}
-    assert [len(targets[str(i)]) for i in range(3)] == [5, 5, 2]
-    for spec in requests(Mode.PREFILL_ONLY):
-        source.add(spec)
-
-    def pull(final_blocks: list[FinalBlocks]) -> None:
-        for final in final_blocks:
-            to = targets[final.sequence_id][final.first_block :]
-            here_kv[to[: len(final.block_ids)]] = source_kv[final.block_ids]
-
-    while source.has_work():
-        for done in source.step(pull).prefilled:
-            source.remove(done.sequence_id)
-            outcome.token_ids[done.sequence_id] = [done.first_token_id]
-            here.commit(done.sequence_id, done.first_token_id)
-    assert drive(here, outcome).token_ids == expected
-    assert sum(report.num_prefill_tokens for report in outcome.reports) == 0
-    assert source.load().blocks_used == source.load().blocks_cached == 0
+    """Blocks that the decoding engine sees travel."""
+    source = load(tiny, step_tokens=32)
+    outcome, num_reserved = prefill_elsewhere(source, load(tiny), requests)
+    assert outcome.token_ids == expected
+    assert num_reserved == {"0": 5, "1": 5, "2": 2}
+    assert source[0].load().blocks_cached == 0
 
 
 def test_log_probabilities_of_a_prompt_are_those_under_the_budget(tiny: Tiny) -> None:

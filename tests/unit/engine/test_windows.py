@@ -6,54 +6,31 @@ transformers'.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
-from tandem.models.source import ModelFolder
-from tests.engine_driver import Outcome, drive, drive_all, make_spec
+from tests.engine_driver import drive_all
 from tests.tiny_models import make_tiny_model
+from tests.unit.engine.tiny_runs import (
+    Tiny,
+    load,
+    prefill_elsewhere,
+    random_prompts,
+    resumed,
+    specs_of,
+)
 
 NUM_TOKENS = 24
-PROMPTS = [
-    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in (150, 97, 30)
-]
-Tiny = tuple[ModelFolder, PreTrainedModel]
+PROMPTS = random_prompts(150, 97, 30)
+requests = partial(specs_of, PROMPTS, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny_model("mistral-window", tmp_path_factory.mktemp("tiny"))
-
-
-def load(
-    tiny: Tiny, *, num_blocks: int = 64, budget: int = 512, **settings: str
-) -> tuple[Engine, torch.Tensor]:
-    settings.setdefault("numerics", "invariant")
-    config = EngineConfig(
-        model="",
-        device="cpu",
-        num_blocks=num_blocks,
-        max_tokens_per_step=budget,
-        itl_target_s=0.0,
-        **settings,  # type: ignore[arg-type]
-    )
-    runner = ModelRunner(tiny[0], config)
-    return Engine(config, runner, tiny[0].fingerprint), runner.pools[0].memory
-
-
-def requests(mode: Mode = Mode.LOCAL) -> list[SequenceSpec]:
-    return [
-        make_spec(str(i), prompt, max_tokens=NUM_TOKENS, mode=mode)
-        for i, prompt in enumerate(PROMPTS)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +45,11 @@ def expected(tiny: Tiny) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "budget"),
-    [*(("native", budget) for budget in (1, 7, 64, 512)), ("torch", 7), ("torch", 64)],
+    ("kernels", "step_tokens"),
+    [*(("native", tokens) for tokens in (1, 7, 64, 512)), ("torch", 7), ("torch", 64)],
 )
-def test_chunks(tiny: Tiny, expected: dict[str, list[int]], budget: int, kernels: str) -> None:
-    engine, _ = load(tiny, budget=budget, kernels=kernels)
+def test_chunks(tiny: Tiny, expected: dict[str, list[int]], step_tokens: int, kernels: str) -> None:
+    engine, _ = load(tiny, step_tokens=step_tokens, kernels=kernels)
     assert drive_all(engine, *requests()).token_ids == expected
     assert engine.load().blocks_used == 0
 
@@ -82,7 +59,7 @@ def test_chunks(tiny: Tiny, expected: dict[str, list[int]], budget: int, kernels
 def test_windows_of_some_layers(family: str, kernels: str, tmp_path: Path) -> None:
     """Chunks, then a warm run, of models whose other layers see the whole context."""
     tiny = make_tiny_model(family, tmp_path, eos_token_id=None)
-    engine, _ = load(tiny, budget=64, kernels=kernels)
+    engine, _ = load(tiny, step_tokens=64, kernels=kernels)
     made = drive_all(engine, *requests()).token_ids
     assert made == drive_all(engine, *requests()).token_ids
     for i, prompt in enumerate(PROMPTS):
@@ -115,38 +92,10 @@ def test_preempted(tiny: Tiny, expected: dict[str, list[int]]) -> None:
 def test_migrated(tiny: Tiny, expected: dict[str, list[int]]) -> None:
     """Another engine goes on from the tokens made so far."""
     engine, _ = load(tiny)
-    specs = [
-        make_spec(
-            str(i),
-            prompt + expected[str(i)][:7],
-            num_prompt_tokens=len(prompt),
-            max_tokens=NUM_TOKENS,
-        )
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    tokens = drive_all(engine, *specs).token_ids
+    tokens = drive_all(engine, *resumed(requests(), expected, 7)).token_ids
     assert tokens == {name: made[7:] for name, made in expected.items()}
 
 
 def test_prefilled_on_another_engine(tiny: Tiny, expected: dict[str, list[int]]) -> None:
-    """Blocks are copied as soon as they are final, in the middle of the source's step."""
-    (source, source_kv), (here, here_kv) = load(tiny, budget=32), load(tiny)
-    for spec in requests(Mode.WAITING_FOR_REMOTE_KV):
-        here.add(spec)
-    outcome = Outcome()
-    outcome.take(here.step())
-    for spec in requests(Mode.PREFILL_ONLY):
-        source.add(spec)
-
-    def pull(final_blocks: list[FinalBlocks]) -> None:
-        for final in final_blocks:
-            table = here.block_ids(final.sequence_id)[final.first_block :]
-            here_kv[table[: len(final.block_ids)]] = source_kv[final.block_ids]
-
-    while source.has_work():
-        for done in source.step(pull).prefilled:
-            source.remove(done.sequence_id)
-            outcome.token_ids[done.sequence_id] = [done.first_token_id]
-            here.commit(done.sequence_id, done.first_token_id)
-    assert drive(here, outcome).token_ids == expected
-    assert sum(report.num_prefill_tokens for report in outcome.reports) == 0
+    outcome, _ = prefill_elsewhere(load(tiny, step_tokens=32), load(tiny), requests)
+    assert outcome.token_ids == expected
