@@ -82,4 +82,5 @@ def percentiles(cpu_ms: list[float], wall_ms: list[float]) -> dict[str, float]:
     for clock, times in (("cpu", cpu_ms), ("wall", wall_ms)):
         cuts = statistics.quantiles(times, n=100)
         row |= {f"tier_{clock}_p50_ms": cuts[49], f"tier_{clock}_p99_ms": cuts[98]}
+        row[f"tier_{clock}_mean_ms"] = statistics.mean(times)
     return row

@@ -179,7 +179,9 @@ class Client:
 
 
 @contextmanager
-def client_of(kind: str, num_blocks: int, threads: int, measured: Measured) -> Iterator[Client]:
+def client_of(
+    kind: str, num_blocks: int, threads: int, measured: Measured, block_size: int = BLOCK
+) -> Iterator[Client]:
     """An engine with an empty pool and an empty tier of this kind."""
     with tempfile.TemporaryDirectory() as folder:
         more: dict[str, Any] = {
@@ -188,7 +190,12 @@ def client_of(kind: str, num_blocks: int, threads: int, measured: Measured) -> I
         }.get(kind.removesuffix(", value"), {})
         more["kv_tier_policy"] = "value" if kind in BY_VALUE else "lru"
         config = EngineConfig(
-            model="smollm2", device="cpu", num_blocks=num_blocks, num_threads=threads, **more
+            model="smollm2",
+            device="cpu",
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_threads=threads,
+            **more,
         )
         files = resolve(config.model)
         engine = Engine(config, ModelRunner(files, config), files.fingerprint)
@@ -233,14 +240,15 @@ WORKS = {"chat": chat, "new": ask_new, "documents": ask_documents}
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns a row for each work and kind of engine."""
     last = args.tokens + args.turns * (ANSWER + SAYS)
-    needed = args.chats * (last // BLOCK + 1)
+    size = args.block_size
+    needed = args.chats * (last // size + 1)
     rows = {}
     for work in (WORKS[name] for name in args.works):
         found = {kind: Measured() for kind in args.kinds}
         for number in range(args.rounds):
             for kind in found if number % 2 == 0 else reversed(found):
                 num_blocks = 2 * needed if kind == "infinite" else int(needed / WORKING_SET)
-                with client_of(kind, num_blocks, args.threads, found[kind]) as client:
+                with client_of(kind, num_blocks, args.threads, found[kind], size) as client:
                     work(client, args)
         first, *others = found.values()
         assert all(each.tokens == first.tokens for each in others)
@@ -253,8 +261,9 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def measure_long(args: argparse.Namespace) -> dict[str, Any]:
     """Asks a long prompt, then others until it has left the pool, then again."""
     rng, measured = Random(2), Measured()
-    prompt, num_blocks = _random(rng, LONG), LONG // BLOCK + 20
-    with client_of("host", num_blocks, args.threads, measured) as client:
+    size = args.block_size
+    prompt, num_blocks = _random(rng, LONG), LONG // size + 20
+    with client_of("host", num_blocks, args.threads, measured, size) as client:
         client.ask(prompt)
         for _ in range(args.long_rounds):
             client.ask(_random(rng, LONG), counts=False)
@@ -264,9 +273,9 @@ def measure_long(args: argparse.Namespace) -> dict[str, Any]:
             client.ask(prompt)
         again = measured.ttft_ms[1 + args.long_rounds :]
         block_bytes = client.block_bytes
-    assert measured.num_cached == (LONG - BLOCK) * 2 * args.long_rounds, measured.num_cached
+    assert measured.num_cached == (LONG - size) * 2 * args.long_rounds, measured.num_cached
     row = {"computed_ms": computed, "loaded_ms": statistics.median(loaded)}
-    row["copy_ms"] = copy_ms((LONG - BLOCK) // BLOCK * block_bytes)
+    row["copy_ms"] = copy_ms((LONG - size) // size * block_bytes)
     row["step_ms"] = statistics.median(again)
     print("6,000 tokens", json.dumps(row))
     return row
@@ -274,15 +283,16 @@ def measure_long(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_between(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Two streams, and between their tokens prompts that come from a tier or are in the pool."""
+    size = args.block_size
     found = {kind: Measured() for kind in args.kinds if kind not in ("none", NO_CACHE)}
     for number in range(args.between_rounds):
         for kind in found if number % 2 == 0 else reversed(found):
             rng = Random(3)
             chats = [_random(rng, OTHER) for _ in range(OTHERS)]
             streams = [_random(rng, 64) for _ in range(2)]
-            needed = 2 * ((64 + STREAM) // BLOCK + 1) + 2 * (OTHER // BLOCK + 1)
-            num_blocks = needed + (OTHERS * OTHER if kind == "infinite" else OTHER) // BLOCK
-            with client_of(kind, num_blocks, args.threads, found[kind]) as client:
+            needed = 2 * ((64 + STREAM) // size + 1) + 2 * (OTHER // size + 1)
+            num_blocks = needed + (OTHERS * OTHER if kind == "infinite" else OTHER) // size
+            with client_of(kind, num_blocks, args.threads, found[kind], size) as client:
                 for prompt in chats:
                     client.ask(prompt, returns=True)
                 client.stream(streams, cycle(chats))
@@ -323,6 +333,7 @@ def main() -> None:
     parser.add_argument("--works", choices=[*WORKS], nargs="+", default=[*WORKS], help="of rows")
     parser.add_argument("--kinds", choices=ROWS, nargs="+", default=ROWS, help="of tiers")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--block-size", type=int, default=BLOCK)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     parts = {"long": measure_long, "rows": measure, "between": measure_between}
