@@ -97,6 +97,24 @@ async def test_a_stranger_does_not_reach_the_server(fronted: Fronted, stranger: 
         assert await ours.ping()
 
 
+async def test_a_tcp_probe_leaves_no_line_in_the_log(
+    fronted: Fronted, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tandem.security.redis_front")
+    for _ in range(3):
+        _, probe = await asyncio.open_connection(HOST, fronted.front.port)
+        probe.close()
+        await probe.wait_closed()
+    async with fronted.client() as client:
+        assert await client.ping()
+    assert not caplog.records
+    clear = connect(f"redis://{HOST}:{fronted.front.port}")
+    async with clear:
+        with pytest.raises((RedisError, *UNREACHABLE)):
+            await clear.ping()
+    await eventually(lambda: "before it was joined" in caplog.text)
+
+
 async def test_new_certificates_are_taken_for_new_connections(fronted: Fronted) -> None:
     """Both ends and their root are replaced, in the three steps of docs/tls.md."""
     async with fronted.client() as client:

@@ -115,7 +115,10 @@ class RedisFront:
                 return
             _, server = await loop.create_unix_connection(_Side, self._options.socket)
         except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
-            log.info("a connection of %s ended before it was joined: %r", address, error)
+            # A TCP probe, such as kubelet's every 2 s, leaves without a handshake.
+            probe = isinstance(error, ConnectionResetError) and not hasattr(client, "transport")
+            level = logging.DEBUG if probe else logging.INFO
+            log.log(level, "a connection of %s ended before it was joined: %r", address, error)
             accepted.close()
             if hasattr(client, "transport"):
                 client.transport.abort()
