@@ -18,9 +18,11 @@ def end_on_sigterm() -> None:
 
     The kernel drops a signal to the first process of a container if the process has no handler for
     it. Without this one, a pod that is deleted while its program loads would run until its grace
-    period is over.
+    period is over. The chart starts programs with SIGTERM blocked (`env --block-signal`), because
+    Python itself takes a while to load: the signal waits until here.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_STATUS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def quietly(main: Callable[[], int | None]) -> None:

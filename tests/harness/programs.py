@@ -20,11 +20,17 @@ def program_defaults(program: str) -> dict[str, str]:
 
 def parse_worker(command: list[str]) -> WorkerOptions:
     """Options of `tandem worker ...`. Raises ConfigError."""
-    assert command[:2] == ["tandem", "worker"]
-    return parse(WorkerOptions, "tandem worker", command[2:])
+    return parse(WorkerOptions, "tandem worker", _arguments(command, "worker"))
 
 
 def parse_router(command: list[str]) -> RouterOptions:
     """Options of `tandem router ...`. Raises ConfigError."""
-    assert command[:2] == ["tandem", "router"]
-    return parse(RouterOptions, "tandem router", command[2:])
+    return parse(RouterOptions, "tandem router", _arguments(command, "router"))
+
+
+def _arguments(command: list[str], program: str) -> list[str]:
+    """The arguments of `tandem PROGRAM`, which the chart starts with SIGTERM blocked."""
+    blocked = ["env", "--block-signal=TERM"]
+    words = command[len(blocked) :] if command[: len(blocked)] == blocked else command
+    assert words[:2] == ["tandem", program]
+    return words[2:]

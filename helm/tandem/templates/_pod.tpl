@@ -37,6 +37,12 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* The command that starts a program of ours. The kernel drops a SIGTERM to a container's first process
+     until that has a handler; a blocked one waits for it. */}}
+{{- define "tandem.program" -}}
+[env, --block-signal=TERM, tandem, {{ . }}]
+{{- end -}}
+
 {{- define "tandem.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true

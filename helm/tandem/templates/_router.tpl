@@ -53,7 +53,7 @@
 name: front
 image: {{ include "tandem.image" (dict "root" $root "image" dict) }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-command: [tandem, router]
+command: {{ include "tandem.program" "router" }}
 args:
   - --front-of
   - $(POD_NAME)

@@ -101,7 +101,7 @@ lifecycle:
     exec:
       command: [python, -m, tandem.cluster.processes.leave_node, {{ add (int64 $values.options.drainDeadline) 10 | quote }}]
 {{- else }}
-command: [tandem, worker]
+command: {{ include "tandem.program" "worker" }}
 args:
   {{- include "tandem.workerArgs" (merge (dict "id" "$(POD_NAME)") .) | nindent 2 }}
 {{- end }}
