@@ -74,6 +74,8 @@ def test_probes_start_no_program_and_are_patient(values: dict[str, Any]) -> None
             assert probe["failureThreshold"] >= 3
             if name == "livenessProbe":
                 assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
+                # What hangs for a minute does not drain: no wait for its grace period.
+                assert probe["terminationGracePeriodSeconds"] <= 15
         # Redis behind its TLS port listens at a Unix socket, which no probe reaches.
         has_port = component != "redis" or "ports" in made
         ends = component in ENDS or made["name"] in ("model", "ray-certificate")

@@ -51,11 +51,12 @@ capabilities:
 {{- end -}}
 
 {{/* Six failures, one every 10 s, end a container. A busy node answers late, and a restart helps no
-busy node. */}}
+busy node. What hangs that long does not heed SIGTERM, so it does not get the pod's grace period. */}}
 {{- define "tandem.livenessPatience" -}}
 periodSeconds: 10
 timeoutSeconds: 10
 failureThreshold: 6
+terminationGracePeriodSeconds: 15
 {{- end -}}
 
 {{- define "tandem.readinessPatience" -}}
