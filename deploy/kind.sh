@@ -131,7 +131,9 @@ else:
   ! k auth can-i get secrets --as="$account" || fail "it may read secrets"
 
   say "a router that goes finishes its streams (preStop and drain)"
-  k port-forward "service/$release-router" 18000:8000 >/dev/null &
+  # Not k: the end of a function in the background would leave kubectl behind.
+  kubectl --context "kind-$cluster" --namespace "$namespace" \
+    port-forward "service/$release-router" 18000:8000 >/dev/null &
   forward=$!
   trap 'kill "$forward" 2>/dev/null || true' EXIT
   sleep 3
