@@ -44,16 +44,27 @@ def blocks_sigterm(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("component", "name"), [("decode", "worker"), ("router", "router"), ("redis", "tls")]
 )
-def test_a_container_told_before_its_program_has_loaded_ends(component: str, name: str) -> None:
+def test_a_container_told_before_its_program_has_loaded_ends(
+    component: str, name: str, tmp_path: Path
+) -> None:
     command = command_line(container(render(), component, name), {})
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with subprocess.Popen([*UNSHARE, *command], env={**os.environ, "PATH": path}) as started:
+    gate = tmp_path / "gate"  # Python loads no further before it is open
+    os.mkfifo(gate)
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(gate)!r}).close()\n")
+    modules = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": modules}
+    with subprocess.Popen([*UNSHARE, *command], env=environment) as started:
         try:
             shell = psutil.Process(started.pid)
             wait_for(shell.children, deadline_s=30, what="the first process")
             (first,) = shell.children()
             wait_for(lambda: blocks_sigterm(first.pid), deadline_s=30, what="the first program")
             first.send_signal(signal.SIGTERM)
-            assert started.wait(30) == 128 + signal.SIGTERM
+            opened = os.open(gate, os.O_RDWR)  # waits for no reader
+            try:
+                assert started.wait(30) == 128 + signal.SIGTERM
+            finally:
+                os.close(opened)
         finally:
             started.kill()
