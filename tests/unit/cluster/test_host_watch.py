@@ -62,6 +62,22 @@ def test_a_fresh_head_does_not_wait_for_the_one_before(clock: list[float]) -> No
     assert not watch.is_lost("b")
 
 
+def test_members_are_placed_on_hosts_that_a_fresh_head_expects(clock: list[float]) -> None:
+    expected = [Host("a", [7]), Host("b", [1], {"gpu": "H100"}), Host("c", [2])]
+    watch = HostWatch(Host("a", [0]), "c", expected)
+    assert watch.usable() == watch.known() == [Host("a", [0]), expected[1]]
+    watch._take([node("a"), node("b")])
+    assert [host.host_id for host in watch.usable()] == ["a", "b"]
+    watch._take([node("a")])
+    assert [host.host_id for host in watch.usable()] == ["a"], "it answered, and is silent now"
+    assert [host.host_id for host in watch.known()] == ["a", "b"]
+    clock[0] += LOST_AFTER_S + 0.1
+    assert [host.host_id for host in watch.known()] == ["a"]
+    never = HostWatch(Host("a", [0]), "", expected)
+    clock[0] += FIRST_JOIN_S + 0.1
+    assert [host.host_id for host in never.usable()] == ["a"], "the others did not join"
+
+
 def test_without_an_own_host_each_node_of_ray_is_one(clock: list[float]) -> None:
     watch = HostWatch(None)
     assert watch.alive == {}

@@ -1,4 +1,4 @@
-"""State that the pool controller must not lose: wanted sizes, and the members with their intents.
+"""State that the pool controller must not lose: wanted sizes, hosts, and members with intents.
 
     on one machine             `controller.json` in the run folder
     where machines can join    the key `owned` in Redis, fenced (head_lease.py), and the same file
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.pools import ClusterSpec, Leave, Member
+from tandem.cluster.pools import ClusterSpec, Host, Leave, Member
 from tandem.cluster.processes.head_lease import fenced_set
 from tandem.config.cluster import Pool
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
@@ -30,6 +30,7 @@ class Owned(msgspec.Struct):
     wanted: dict[Pool, int]
     members: list[Member]
     number: int = 0  # of the head whose controller wrote it
+    hosts: list[Host] = []  # that were not lost; a fresh head expects them
 
     def wants(self, agent_name: str) -> bool:
         """Returns whether this agent's process should run: it is known and does not leave."""

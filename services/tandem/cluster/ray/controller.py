@@ -77,7 +77,8 @@ class PoolController:
         self._events: queue.Queue[Callable[[], None]] = queue.Queue(_EVENTS_MAX)
         self._channel = ScaleChannel(redis_url, spec.cluster_id, self.scale, number=spec.number)
         own = None if spec.on_nodes else spec.host
-        self._hosts = HostWatch(own, spec.host_before)
+        expected = [] if spec.on_nodes else self._owned.hosts
+        self._hosts = HostWatch(own, spec.host_before, expected)
         self._nodes = NodeRequests()
         start_vital("pools", self._run)
 
@@ -152,7 +153,7 @@ class PoolController:
         # agent is drained: if it dies, its successor reads here not to start the process again.
         ended = {m.ordinal for m in lost} & {m.ordinal for m in members if self._has_drained(m)}
         kept = _without_oldest_lost([m for m in (*planned, *add) if m.ordinal not in ended])
-        if not self._write(Owned(self._owned.wanted, kept, self._spec.number)):
+        if not self._write(Owned(self._owned.wanted, kept, self._spec.number, self._hosts.known())):
             return False
         for member in lost:
             log.warning("%s is lost with its host %s", member.member_id, member.host)
@@ -175,7 +176,7 @@ class PoolController:
     def _plan(self, members: list[Member]) -> tuple[list[Member], list[Member]]:
         """Returns (members to add, members to drain). Measured bandwidths are read only if a member
         is to be placed and there is a choice of hosts."""
-        hosts = list(self._hosts.alive.values())
+        hosts = self._hosts.usable()
         now = (self._spec, self._owned.wanted, members, hosts, self._leaving)
         add, drain = plan(*now)
         if add and len(hosts) > 1 and self._shared is not None:
@@ -185,7 +186,7 @@ class PoolController:
 
     def _note_waits(self) -> None:
         """Updates the reasons of pools that stay smaller than wanted, and logs new ones."""
-        hosts, now = list(self._hosts.alive.values()), self._owned
+        hosts, now = self._hosts.usable(), self._owned
         waits = gpu_waits(self._spec, now.wanted, now.members, hosts, self._leaving)
         for pool in waits.keys() - self._waits.keys():
             log.warning("the pool %s waits: %s", pool, waits[pool])

@@ -3,9 +3,10 @@
     python -m tandem.cluster.ray.head RUN_FOLDER [NODE]
 
 NODE is a `RayNode` as JSON; by default a head on free ports of 127.0.0.1. A head starts GCS and
-raylet with a token, reads a `ClusterSpec` as JSON from standard input (which may come later than
-the start) and makes the pool controller; a node starts a raylet. Then the program prints one line
-of JSON (`HeadStarted`) and ends; the processes that it started stay.
+raylet with a token and prints the line `LISTENING`. Then it reads a `ClusterSpec` as JSON from
+standard input (which may come later than the start) and makes the pool controller. A node starts a
+raylet. At last the program prints one line of JSON (`HeadStarted`) and ends; the processes that it
+started stay.
 
 `ray start` would also start a dashboard server, an autoscaler monitor and a client server, and
 listen on the machine's outer address. This file therefore uses Ray's own class Node. It is not
@@ -26,6 +27,7 @@ from tandem.config.cluster import RUN_FOLDER_VARIABLE
 from tandem.pool_sizes import POOL_SIZE_MAX, POOLS
 
 NAMESPACE = "tandem"
+LISTENING = b"listening\n"
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing there
 _CONTROLLER_DEADLINE_S = 90.0
 
@@ -62,6 +64,10 @@ _SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adj
 # Ray's actors have a niceness of 15 by default, and what agents start would inherit it: a worker
 # that was started again would get a thirtieth of the time of one that the launcher started.
 _KEEP_PRIORITY = {"RAY_worker_niceness": "0"}
+
+# Without CPUs for tasks, Ray would start a node's agents one after another. On a busy machine that
+# takes several times as long.
+_START_TOGETHER = {"RAY_worker_maximum_startup_concurrency": "8"}
 
 # A host that is gone is seen in some 10 s. A raylet that was only slow is started again.
 _SEE_LOSS = {
@@ -138,6 +144,7 @@ def head_environment(
         **_QUIET,
         **_SPARE_AGENTS,
         **_KEEP_PRIORITY,
+        **_START_TOGETHER,
         **(_SEE_LOSS if node.host_id else {}),
         **_tls_environment(node),
         RUN_FOLDER_VARIABLE: str(run_folder),
@@ -238,6 +245,8 @@ def main(run_folder: Path, node: RayNode) -> None:
     head_s = time.monotonic() - began
     spec_at = time.monotonic()
     if not node.head_address:
+        sys.stdout.buffer.write(LISTENING)
+        sys.stdout.buffer.flush()
         spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterSpec)
         spec_at = time.monotonic()
         ray.init(

@@ -1,7 +1,7 @@
 """The process of Ray's head: its owner starts it, sends it the spec, kills it and starts another.
 
-    start --> spec told --> `started` (GCS, raylet and controller are up; the process itself ends)
-      ^                        |
+    start --> `is_listening` --spec told--> `started` (with the controller; the process itself ends)
+      ^                                         |
       `--- GCS or raylet ended: what is left of this head is ended, too, before there is another
 
 Without its GCS the rest of Ray lives for another minute, with controller and agents. Beside
@@ -21,7 +21,7 @@ import msgspec
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes import guardian
 from tandem.cluster.processes.process import failed_start
-from tandem.cluster.ray.head import HeadStarted, RayNode, head_environment
+from tandem.cluster.ray.head import LISTENING, HeadStarted, RayNode, head_environment
 
 
 class HeadProcess:
@@ -36,6 +36,7 @@ class HeadProcess:
         self._log = run_folder / "ray_head.log"
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
+        self.is_listening = False  # whether GCS and raylet are up, as `started` last saw it
 
     @property
     def pid(self) -> int:
@@ -63,12 +64,14 @@ class HeadProcess:
 
     def _start(self, node: RayNode) -> None:
         self.end()
+        self.is_listening = False
         module, told = "tandem.cluster.ray.head", msgspec.json.encode(node).decode()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self._run_folder), told],
                 env=head_environment(self._environment, self._run_folder, node),
                 cwd=self._run_folder,
+                bufsize=0,  # else `select` would miss a second line
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -84,14 +87,17 @@ class HeadProcess:
             stdin.write(msgspec.json.encode(spec))
 
     def started(self, timeout_s: float = 0.0) -> HeadStarted | None:
-        """Returns the head's data once it is up, else None. Raises ConfigError if it has failed."""
+        """Returns the head's data once it is up, else None. Raises ConfigError if it has failed.
+        `timeout_s` is for each of its lines."""
         assert self._process is not None
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            return None
-        if line := self._process.stdout.readline():
-            return msgspec.json.decode(line, type=HeadStarted)
-        raise failed_start("Ray's head", self._log)
+        while select.select([self._process.stdout], [], [], timeout_s)[0]:
+            if not (line := self._process.stdout.readline()):
+                raise failed_start("Ray's head", self._log)
+            if line != LISTENING:
+                return msgspec.json.decode(line, type=HeadStarted)
+            self.is_listening = True
+        return None
 
     def end(self) -> None:
         """Kills the whole head at once: its agents would restart stopped processes."""

@@ -5,7 +5,9 @@
 
 A silent host gets no new members and keeps those it has, because a restarted raylet is back in a
 moment. A fresh head gives all hosts `FIRST_JOIN_S` to join it, except the host of the head before,
-which was silent for the whole time of a lease.
+which was silent for the whole time of a lease. Members can be placed on an expected host already:
+their agents start when it joins. Otherwise a replacement would go to the hosts that join first, and
+move again when all have joined.
 
 If Ray starts and ends its nodes itself, each living node of Ray is a host. Its id is Ray's, and a
 restarted node is another host.
@@ -14,7 +16,7 @@ restarted node is another host.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -31,14 +33,17 @@ FIRST_JOIN_S = 20.0
 
 
 class HostWatch:
-    """`alive` are the hosts that take members, by their ids."""
+    """`alive` are the hosts that answer, by their ids."""
 
-    def __init__(self, own: Host | None, host_before: str = "") -> None:
-        """Without `own` all nodes of Ray are hosts."""
+    def __init__(
+        self, own: Host | None, host_before: str = "", expected: Iterable[Host] = ()
+    ) -> None:
+        """Without `own` all nodes of Ray are hosts. `expected` are those of the head before."""
         self._label = NODE_LABEL if own is None else HOST_LABEL
         self._own = {} if own is None else {own.host_id: own}
         self._host_before = host_before
         self.alive: dict[str, Host] = dict(self._own)
+        self._known = {**{host.host_id: host for host in expected}, **self._own}
         self._seen_at: dict[str, float] = {}
         self._started_at = time.monotonic()
 
@@ -50,6 +55,18 @@ class HostWatch:
             waits_s = 0.0 if host_id == self._host_before else FIRST_JOIN_S
             return time.monotonic() - self._started_at > waits_s
         return time.monotonic() - self._seen_at[host_id] > LOST_AFTER_S
+
+    def known(self) -> list[Host]:
+        """Returns the hosts that are not lost."""
+        return [host for host in self._known.values() if not self.is_lost(host.host_id)]
+
+    def usable(self) -> list[Host]:
+        """Returns the hosts that take members: those that answer or are expected."""
+        return [
+            host
+            for host in self.known()
+            if host.host_id in self.alive or host.host_id not in self._seen_at
+        ]
 
     def start(self, changed: Callable[[], None]) -> None:
         """Calls `changed` every second, from a thread of its own: the owner then calls `update`."""
@@ -82,3 +99,4 @@ class HostWatch:
         for host_id in self.alive.keys() - alive.keys():
             log.warning("host %s does not answer", host_id)
         self.alive = alive
+        self._known.update(alive)

@@ -6,7 +6,8 @@
                                                     ^--- one of them ends: a new number ---|
     head --Redis knows a higher number--> apart
 
-`tick` is called about every `RENEW_INTERVAL_S`. The end of a head or a node ends its agents; their
+`tick` is called about every `RENEW_INTERVAL_S`. Other hosts join a head as soon as its GCS and
+raylet are up, while its controller still starts. The end of a head or a node ends its agents; their
 processes continue, and the next agents adopt them. While Redis is lost, nothing changes: a head
 that cannot renew its lease continues, and its controller changes nothing (controller.py).
 """
@@ -100,7 +101,7 @@ class RayHost:
         has_ended = self._has_ended()
         if self._leads:
             if not has_ended:
-                address = self._node.gcs_address if self._up else ""
+                address = self._node.gcs_address if self._process.is_listening else ""
                 if self._lease.renew(self._number, address):
                     return
                 self._say("[yellow]another host is Ray's head now; this one becomes a node")
