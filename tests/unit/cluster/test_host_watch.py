@@ -65,6 +65,7 @@ def test_a_fresh_head_does_not_wait_for_the_one_before(clock: list[float]) -> No
 def test_members_are_placed_on_hosts_that_a_fresh_head_expects(clock: list[float]) -> None:
     expected = [Host("a", [7]), Host("b", [1], {"gpu": "H100"}), Host("c", [2])]
     watch = HostWatch(Host("a", [0]), "c", expected)
+    clock[0] += 0.1
     assert watch.usable() == watch.known() == [Host("a", [0]), expected[1]]
     watch._take([node("a"), node("b")])
     assert [host.host_id for host in watch.usable()] == ["a", "b"]
