@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.pools import ClusterSpec, Member, PoolCommand
-from tandem.cluster.processes.owned import Owned, read
+from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand
+from tandem.cluster.processes.head_lease import HeadLease
+from tandem.cluster.processes.owned import Owned, SharedOwned, read
 from tandem.cluster.ray import controller as controller_module
 from tandem.cluster.ray.controller import PoolController
+from tandem.cluster.ray.head import HOST_LABEL
 from tandem.config.cluster import REDIS_URL_VARIABLE
 
 
@@ -91,3 +94,47 @@ def test_a_member_that_drained_with_its_node_is_not_kept_as_lost(
     while states() != expected:
         assert time.monotonic() < give_up_at, states()
         time.sleep(0.01)
+
+
+def test_a_restarted_controller_keeps_the_members_of_a_head_that_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray restarts the actor with the spec of its first start, when that host was lost. Members are
+    placed on a host that is expected and has not joined yet."""
+    nodes = [{"Alive": True, "Labels": {HOST_LABEL: host}} for host in ("a", "back")]
+    attached = dict[str, str]()
+    monkeypatch.setattr(controller_module.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(PoolController, "_attach", lambda _, m: attached.update({m.pool: m.host}))
+    monkeypatch.setattr(controller_module.HostWatch, "start", lambda *_: None)
+    monkeypatch.setattr(controller_module.ScaleChannel, "start", lambda _: None)
+    with EmbeddedRedis(tmp_path / "redis", cluster_id="c") as redis:
+        url = redis.url_of("controller")
+        monkeypatch.setenv(REDIS_URL_VARIABLE, url)
+        number = HeadLease(url, "c", "a").take() or 0
+        hosts = [Host("a", []), Host("back", []), Host("expected", [])]
+        there = [
+            Member("decode-0", "decode", 0, state="running", host="a", pid=7),
+            Member("decode-1", "decode", 1, state="running", host="back", pid=8),
+        ]
+        shared = SharedOwned(url, "c", number)
+        assert shared.write(Owned({"decode": 2, "prefill": 1}, there, number, hosts))
+        spec = ClusterSpec(
+            cluster_id="c",
+            run_folder=str(tmp_path),
+            pools={"decode": PoolCommand(["true"]), "prefill": PoolCommand(["true"])},
+            wanted={},
+            cores=[],
+            host_id="a",
+            host_before="back",
+            number=number,
+        )
+        PoolController(spec)
+        give_up_at = time.monotonic() + 30
+        while "prefill" not in attached:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        kept = shared.read()
+    assert kept is not None
+    assert [m.state for m in kept.members] == ["running", "running", "pending"]
+    assert attached["prefill"] == "expected"
+    assert [host.host_id for host in kept.hosts] == ["a", "back", "expected"]

@@ -122,6 +122,7 @@ class PoolController:
                 self._attach(member)
         self._channel.start()
         if self._shared is not None:
+            self._look()  # the host of the head before may be back, if Ray restarted this actor
             self._hosts.start(lambda: self._events.put(self._look))
         while not self._channel.is_superseded:
             is_done = self._reconcile()
