@@ -12,10 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.cluster.operate import drain_worker
-from tandem.errors import OperateError
+from tandem.errors import NotNow, OperateError, WorkerLost
+from tandem.router.scaling.control import ClusterControl
 from tandem.rpc.tandem.v1 import cluster_pb2
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.security.audit_trail import AuditTrail, Caller
 from tests.harness.scripted_worker import Say, update
 from tests.service.router.conftest import RunningRouter, eventually
 
@@ -74,6 +76,47 @@ async def test_the_last_decode_worker_is_drained_only_by_force(router: RunningRo
         other.state = "ready"
         await other.write_record()
         await eventually(lambda: view.has_decode_worker(frozenset({epoch})))
+
+
+async def test_two_drains_at_once_leave_a_decode_worker(router: RunningRouter) -> None:
+    paths = [DRAIN.format(worker.worker_id) for worker in router.workers]
+    answers = await asyncio.gather(*(router.admin.post(path, json={}) for path in paths))
+    assert sorted(answer.status_code for answer in answers) == [202, 409]
+    (refused,) = (answer for answer in answers if answer.status_code == 409)
+    assert "the only decode worker that stays" in refused.json()["error"]["message"]
+
+
+async def test_two_drains_at_once_by_two_routers_leave_a_decode_worker(
+    router: RunningRouter,
+) -> None:
+    one = router.router
+    trail = AuditTrail(one.view.redis, one.view.cluster.cluster_id, router_id="router-1")
+    controls = [ClusterControl(one._config, one.view, trail) for _ in range(2)]
+    await one.view.redis.delete(f"{{tandem:{one.view.cluster.cluster_id}}}:departures")
+    drains = [
+        control.drain(worker.worker_id, 0.0, who=Caller("a test"))
+        for control, worker in zip(controls, router.workers, strict=True)
+    ]
+    outcomes = await asyncio.gather(*drains, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes].count(NotNow) == 1
+    assert outcomes.count(None) == 1
+
+
+async def test_a_worker_that_was_not_reached_stays_and_the_other_one_may_leave(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = router.router
+    trail = AuditTrail(one.view.redis, one.view.cluster.cluster_id, router_id="router-1")
+    control = ClusterControl(one._config, one.view, trail)
+    await one.view.redis.delete(f"{{tandem:{one.view.cluster.cluster_id}}}:departures")
+
+    async def lost(*_: object) -> None:
+        raise WorkerLost("says the test")
+
+    with monkeypatch.context() as patched, pytest.raises(WorkerLost):
+        patched.setattr(control, "call", lost)
+        await control.drain("decode-0", 0.0, who=Caller("a test"))
+    await control.drain("decode-1", 0.0, who=Caller("a test"))
 
 
 @pytest.mark.parametrize(

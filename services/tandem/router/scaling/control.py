@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,6 +15,7 @@ from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
 from tandem.pool_sizes import check_sizes
 from tandem.router.scaling.changes import logged_change, shown_sizes
+from tandem.router.scaling.departures import Departures
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -42,6 +45,7 @@ class ClusterControl:
         self._trail = trail
         self.view = view
         self.sizes = SizeOwner(config, view, trail)
+        self._departures = Departures(view.redis, config.cluster.cluster_id)
 
     async def scale(self, wanted: dict[str, Any], *, who: Caller) -> dict[str, int]:
         """Forwards the request to the owner of the pools; poll the pool state for completion.
@@ -67,13 +71,18 @@ class ClusterControl:
             if role not in _OTHER:
                 message = f"role is {role[:80]!r}; it must be prefill or decode"
                 raise BadRequest(message, param="role")
-            if role == "prefill" and self._is_last_decode_worker(record):
-                raise NotNow(f"{worker_id} is the only decode worker: nobody would answer requests")
-            reply = await self.call(record, "SetRole", pb.SetRoleRequest(role=role))
+            request = pb.SetRoleRequest(role=role)
+            if role == "prefill" and record.role == "decode":
+                async with self._departure(record):
+                    reply = await self.call(record, "SetRole", request)
+            else:
+                reply = await self.call(record, "SetRole", request)
+                await self._departures.give_up(record.epoch)
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while not self._is_seen(worker_id, role):
                     await self.view.wait_change()
+            self._departures.forget(record.epoch)
         except TimeoutError:
             log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
         return RoleSet(worker_id, role, reply.took_s, time.monotonic() - started)
@@ -92,13 +101,16 @@ class ClusterControl:
                 raise BadRequest(f"deadline_s must be seconds {limits}", param="deadline_s")
             record = self.record(worker_id)
             change.before = record.state
-            if record.state != "draining" and not force and self._is_last_decode_worker(record):
-                raise NotNow(
-                    f"{worker_id} is the only decode worker: nobody would answer requests. Start "
-                    "another one first (`tandem scale decode=2`), or drain it all the same with "
-                    '--force (HTTP and gRPC: "force": true)'
-                )
-            await self.call(record, "Drain", pb.DrainRequest(deadline_s=deadline_s))
+            request = pb.DrainRequest(deadline_s=deadline_s)
+            if record.role != "decode" or record.state == "draining":
+                await self.call(record, "Drain", request)
+                return
+            way_out = (
+                ". Start another one first (`tandem scale decode=2`), or drain it all the same "
+                'with --force (HTTP and gRPC: "force": true)'
+            )
+            async with self._departure(record, way_out, force=force):
+                await self.call(record, "Drain", request)
 
     async def reset_prefix_cache(self, worker_id: str = "", *, who: Caller) -> dict[str, int]:
         """Has all workers, or this one, drop the cached blocks that nobody uses.
@@ -144,10 +156,25 @@ class ClusterControl:
             raise WorkerNotFound(f"there is no worker {worker_id[:80]!r}; there are: {names}")
         return known[worker_id]
 
-    def _is_last_decode_worker(self, record: WorkerRecord) -> bool:
-        """Returns whether no other worker could answer requests now."""
-        others = frozenset({record.epoch})
-        return record.role == "decode" and not self.view.has_decode_worker(others)
+    @asynccontextmanager
+    async def _departure(
+        self, record: WorkerRecord, way_out: str = "", *, force: bool = False
+    ) -> AsyncIterator[None]:
+        """Tells a decode worker within this block that it leaves its pool. Raises NotNow if nobody
+        could answer requests then, unless by `force`; `way_out` is the end of the message."""
+        own = frozenset({record.epoch})
+        try:
+            leaving = await self._departures.claim(record.epoch)
+            if not force and not self.view.has_decode_worker(own | leaving):
+                only = "the only decode worker"
+                if self.view.has_decode_worker(own):
+                    only += " that stays, for the others were told to leave just now"
+                message = f"{record.worker_id} is {only}: nobody would answer requests{way_out}"
+                raise NotNow(message)
+            yield
+        except BaseException:
+            await self._departures.give_up(record.epoch)
+            raise
 
     def _is_seen(self, worker_id: str, role: str) -> bool:
         seen = self.view.roster().by_id.get(worker_id)
