@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -79,8 +80,8 @@ LEVELS = """async () => {
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serves the page over 40 simulated workers."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Serves the page over 40 simulated workers. Yields its URL and its process."""
     port, folder = free_port(), tmp_path_factory.mktemp("page")
     command = [sys.executable, "-m", "tests.harness.page_server", "--workers", "40"]
     process = subprocess.Popen([*command, "--port", str(port), "--folder", str(folder)])
@@ -93,10 +94,15 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             except httpx.TransportError:
                 assert time.monotonic() < give_up_at
                 time.sleep(0.1)
-        yield found
+        yield found, process.pid
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def url(server: tuple[str, int]) -> str:
+    return server[0]
 
 
 @pytest.fixture
@@ -122,6 +128,7 @@ def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
     assert "of 40" in page.inner_text("#workers-shown") or "of 39" in page.inner_text(
         "#workers-shown"
     )
+    page.wait_for_selector("#headline.good")  # a worker is lost for a second now and then
     assert "workers that are ready" in page.inner_text("#headline")
     page.fill("#worker-filter", "decode-7")
     page.wait_for_selector("#workers tbody tr:only-child")
@@ -172,6 +179,35 @@ def test_a_drain_is_asked_about_and_its_refusal_is_told_with_the_keyboard_alone(
     page.keyboard.press("Enter")
     page.wait_for_selector("#told.bad")
     assert page.inner_text("#told").startswith("Refused")
+
+
+@pytest.mark.parametrize("hangs_s", [5, 20])
+def test_a_router_that_hangs_is_told_and_is_heard_again(
+    page: Any, server: tuple[str, int], hangs_s: int
+) -> None:
+    """The page waits on for the same stream for some time, and then it opens another one."""
+    _, pid = server
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        ends_at = time.monotonic() + hangs_s
+        page.wait_for_selector("#headline.bad")
+        time.sleep(max(0.0, ends_at - time.monotonic()))
+        expected = "This page is not up to date: the router sends nothing."
+        assert page.inner_text("#headline") == expected
+        assert page.title() == "! Tandem: not up to date"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    page.wait_for_selector("#headline.good")
+    assert "workers that are ready" in page.inner_text("#headline")
+    assert "not up to date" not in page.title()
+
+
+def test_a_page_without_a_clipboard_selects_the_command(page: Any) -> None:
+    """Browsers have none for plain HTTP of another machine."""
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    page.click("#copy")
+    assert page.inner_text("#copy") == "Selected"
+    assert page.evaluate("getSelection().toString()").startswith("curl -N")
 
 
 def test_axe_finds_nothing_serious(page: Any) -> None:

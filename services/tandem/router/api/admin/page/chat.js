@@ -65,8 +65,14 @@ export function makeChat() {
     showCurl();
   });
   byId("copy").addEventListener("click", async () => {
-    await navigator.clipboard?.writeText(byId("curl").textContent);
-    setText(byId("copy"), "Copied");
+    let told = "Copied";
+    try {
+      await navigator.clipboard.writeText(byId("curl").textContent);
+    } catch { // a page over plain HTTP from another machine has no clipboard
+      getSelection().selectAllChildren(byId("curl"));
+      told = "Selected";
+    }
+    setText(byId("copy"), told);
     setTimeout(() => setText(byId("copy"), "Copy"), 2000);
   });
 }

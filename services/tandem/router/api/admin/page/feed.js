@@ -4,6 +4,7 @@ import {byNumber} from "./dom.js";
 import {askForKey, headers, message, watchKey} from "./operator.js";
 
 const RETRY_FIRST_MS = 500, RETRY_MAX_MS = 10000;
+const SILENCE_MAX_MS = 15000; // an event comes each second; a network that is cut ends no stream
 const SAMPLES_MAX = 180;
 
 // What the page knows. `came` is when the last event came, by this machine's clock.
@@ -94,10 +95,18 @@ export function follow(show, tell) {
   let retryMs = RETRY_FIRST_MS, wake = () => {};
   const run = async () => {
     for (;;) {
+      const silence = new AbortController();
+      let timer = 0;
+      const listen = () => {
+        clearTimeout(timer);
+        timer = setTimeout(() => silence.abort(new Error("the router sends nothing")), SILENCE_MAX_MS);
+      };
       try {
-        const answer = await fetch("v1/cluster/live", {headers: headers()});
+        listen();
+        const answer = await fetch("v1/cluster/live", {headers: headers(), signal: silence.signal});
         if (answer.status === 401 || answer.status === 403) {
           state.error = await message(answer);
+          clearTimeout(timer);
           tell();
           askForKey();
           await new Promise(resolve => { wake = resolve; }); // until there is a key
@@ -105,14 +114,18 @@ export function follow(show, tell) {
         }
         if (!answer.ok) throw new Error(await message(answer));
         for await (const {kind, data} of events(answer.body)) {
+          listen();
           retryMs = RETRY_FIRST_MS;
           state.error = "";
           state.came = performance.now();
           show(take(kind, data), data.flows ?? []);
         }
       } catch (error) {
-        state.error = error instanceof TypeError ? "the router does not answer" : error.message;
+        const {aborted, reason} = silence.signal; // the body of an answer has an error of its own
+        state.error = aborted ? reason.message : error instanceof TypeError ? "the router does not answer" : error.message;
         tell();
+      } finally {
+        clearTimeout(timer);
       }
       await new Promise(resolve => { wake = resolve; setTimeout(resolve, retryMs); });
       retryMs = Math.min(RETRY_MAX_MS, 2 * retryMs);

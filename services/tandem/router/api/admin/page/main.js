@@ -27,16 +27,23 @@ function showFacts() {
     `up ${ago(Math.max(0, state.now - head.started_at))} · Redis ${head.redis} ·`);
 }
 
+let wasStale = false;
+
 function showAge() {
   const age = performance.now() - state.came;
   const isStale = !state.came || age > STALE_MS;
+  const why = state.error || (state.came ? "the router sends nothing" : "");
   document.body.classList.toggle("stale", isStale);
-  const why = isStale && state.error ? `: ${state.error}` : "";
-  setText(byId("freshness"), state.came ? `updated ${ago(age / 1000)} ago${why}` : `no data yet${why}`);
-  if (isStale && state.error) {
-    setText(byId("headline"), `This page is not up to date: ${state.error}.`);
+  const told = isStale && why ? `: ${why}` : "";
+  setText(byId("freshness"), state.came ? `updated ${ago(age / 1000)} ago${told}` : `no data yet${told}`);
+  if (told) {
+    setText(byId("headline"), `This page is not up to date${told}.`);
     byId("headline").className = "bad";
+    document.title = "! Tandem: not up to date";
+  } else if (wasStale && state.head) {
+    showHead(); // it may be as before, and then no event has it
   }
+  wasStale = isStale;
 }
 
 // Parts that are to be shown anew. Each has a task of its own, so that none is long; one that
