@@ -113,9 +113,10 @@ async def test_a_worker_that_was_not_reached_stays_and_the_other_one_may_leave(
     async def lost(*_: object) -> None:
         raise WorkerLost("says the test")
 
-    with monkeypatch.context() as patched, pytest.raises(WorkerLost):
+    with monkeypatch.context() as patched:
         patched.setattr(control, "call", lost)
-        await control.drain("decode-0", 0.0, who=Caller("a test"))
+        with pytest.raises(WorkerLost):
+            await control.drain("decode-0", 0.0, who=Caller("a test"))
     await control.drain("decode-1", 0.0, who=Caller("a test"))
 
 

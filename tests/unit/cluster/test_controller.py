@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand
@@ -17,6 +18,7 @@ from tandem.cluster.ray import controller as controller_module
 from tandem.cluster.ray.controller import PoolController
 from tandem.cluster.ray.head import HOST_LABEL
 from tandem.config.cluster import REDIS_URL_VARIABLE
+from tests.harness.cluster import wait_for
 
 
 def test_a_full_disk_stops_no_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +140,38 @@ def test_a_restarted_controller_keeps_the_members_of_a_head_that_is_back(
     assert [m.state for m in kept.members] == ["running", "running", "pending"]
     assert attached["prefill"] == "expected"
     assert [host.host_id for host in kept.hosts] == ["a", "back", "expected"]
+
+
+def test_a_redis_that_lost_all_gets_the_state_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next head, on another host, would start with the sizes of the first start."""
+    monkeypatch.setattr(PoolController, "_attach", lambda *_: None)
+    monkeypatch.setattr(controller_module.HostWatch, "update", lambda _: None)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    spec = ClusterSpec(
+        cluster_id="c",
+        run_folder=str(folder),
+        pools={"decode": PoolCommand(["true"])},
+        wanted={"decode": 1},
+        cores=[],
+        host_id="a",
+        number=3,
+    )
+    with EmbeddedRedis(tmp_path / "redis", cluster_id="c") as server:
+        url = server.url_of("controller")
+        monkeypatch.setenv(REDIS_URL_VARIABLE, url)
+        next_head = SharedOwned(url, "c", 4)
+
+        def wanted() -> dict[str, int]:
+            found = next_head.read()
+            return {} if found is None else dict(found.wanted)
+
+        controller = PoolController(spec)
+        controller.scale({"decode": 2})
+        wait_for(lambda: wanted() == {"decode": 2}, deadline_s=30, what="the new size")
+        with Redis.from_url(server.url) as redis:
+            redis.flushall()
+        wait_for(lambda: wanted() == {"decode": 2}, deadline_s=10, what="the size once more")
+        controller._channel.supersede()

@@ -3,9 +3,9 @@
     on one machine             `controller.json` in the run folder
     where machines can join    the key `owned` in Redis, fenced (head_lease.py), and the same file
 
-Only the controller writes it, before it sends any order. An agent that Ray has restarted reads
-there whether its process is still wanted, because the agent that got the order is dead, and the
-controller may be, too.
+Only the controller writes it, before it sends any order, and again if Redis has lost it. An agent
+that Ray has restarted reads there whether its process is still wanted, because the agent that got
+the order is dead, and the controller may be, too.
 """
 
 import logging
@@ -106,6 +106,13 @@ class SharedOwned:
         `store.client.UNREACHABLE` lists."""
         values = {"owned": msgspec.json.encode(owned)}
         return fenced_set(self._redis(), self._cluster_id, self._number, values)
+
+    def has(self, encoded: bytes) -> bool:
+        """Returns whether Redis has this state; True as well while it cannot be read."""
+        try:
+            return bool(self._redis().get(f"{{tandem:{self._cluster_id}}}:owned") == encoded)
+        except UNREACHABLE:
+            return True
 
     def leaving(self) -> dict[str, Leave]:
         """Returns the hosts that want to leave; none while Redis is lost."""

@@ -131,10 +131,13 @@ class PoolController:
         log.warning("the controller of another head owns the pools now")
 
     def _look(self) -> None:
-        """Updates the hosts that answer and those that want to leave."""
+        """Updates the hosts that answer and those that want to leave. A Redis that has lost its
+        data gets the state again."""
         assert self._shared is not None
         self._hosts.update()
         self._leaving = self._shared.leaving()
+        if not self._shared.has(self._written):
+            self._written = b""
 
     def _reconcile(self) -> bool:
         """Brings the pools towards their wanted sizes. Returns False, and does nothing, if the new
