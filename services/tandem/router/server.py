@@ -128,7 +128,7 @@ class Router:
             self.view,
             self._metrics.demand,
             self._trail,
-            num_held=lambda: dispatcher.num_pending,
+            num_held=self._num_held,
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
         self._control = ClusterControl(config, self.view, self._trail)
@@ -149,6 +149,10 @@ class Router:
     def grpc_port(self) -> int:
         """Port of the public gRPC API, or of the endpoint picker, once it is bound."""
         return self._public.grpc_port
+
+    def _num_held(self) -> int:
+        """Returns how many requests wait for a decode worker."""
+        return self._dispatcher.num_pending + (self.picker.num_awaited if self.picker else 0)
 
     def _make_public(self) -> PublicListener:
         inference = GrpcApi(self._config, self.generator, CallGuard(self._access, self._trail))

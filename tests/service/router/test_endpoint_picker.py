@@ -201,6 +201,39 @@ async def test_503_while_no_worker_has_a_front(gateway: Gateway, router: Running
     assert refusal((await gateway.ask(headers_part("/v1/models", ends=True)))[0])[0] == 503
 
 
+async def test_a_request_to_an_empty_pool_waits_for_the_autoscaler(
+    gateway: Gateway, router: RunningRouter
+) -> None:
+    """The gateway has its 503 at once; the autoscaler still has to hear that somebody asks."""
+    view, num_held = router.router.view, router.router.autoscale._num_held
+    assert endpoints(await gateway.pick())
+    assert num_held() == 0
+    for worker in router.workers:
+        worker.state = "draining"
+        await worker.write_record()
+    await eventually(lambda: not view.has_decode_worker())
+    try:
+        assert refusal(await gateway.pick())[0] == 503
+        assert num_held() == 1
+    finally:
+        for worker in router.workers:
+            worker.state = "ready"
+            await worker.write_record()
+        await eventually(view.has_decode_worker)
+    assert num_held() == 0
+
+
+@pytest.mark.parametrize("objective", ["", "urgent"])
+async def test_each_pick_counts_as_demand_once(
+    gateway: Gateway, router: RunningRouter, objective: str
+) -> None:
+    meter = router.router._metrics.demand
+    before = meter.demand()
+    named = {"x_gateway_inference_objective": objective} if objective else {}
+    assert endpoints(await gateway.pick(**named))
+    assert meter.demand().since(before).num_requests == 1
+
+
 async def test_a_worker_without_a_front_is_not_picked(
     gateway: Gateway, router: RunningRouter
 ) -> None:

@@ -49,11 +49,14 @@ class AdmissionController:
         """Returns whether a request that came now would wait for its tenant's turn."""
         return self._have_tenants() and self._tenant_queues.must_wait()
 
-    def admit(self, work: Work, placement: Placement, *, tenant: str) -> Promise | None:
-        """Admits a request, once. Raises Overloaded if its first token would come too late."""
+    def admit(
+        self, work: Work, placement: Placement, *, tenant: str, is_urgent: bool = False
+    ) -> Promise | None:
+        """Admits a request, once. Raises Overloaded if its first token would come too late, unless
+        it is urgent."""
         demand = self._metrics.demand
         demand.asked(placement.prefill_s(work))
-        if not self._limit.base_s or self._view.redis_state != "ok":
+        if is_urgent or not self._limit.base_s or self._view.redis_state != "ok":
             return None
         decision = admit(
             work,

@@ -379,8 +379,9 @@ class Dispatcher:
     def _admit(self, job: Job, work: Work, placement: Placement) -> None:
         """Admits a request, once. Raises Overloaded."""
         if not job.routing.is_admitted:
-            tenant = job.request.client.tenant
-            job.routing.promise = self.admission.admit(work, placement, tenant=tenant)
+            tenant, urgent = job.request.client.tenant, job.routing.is_urgent
+            promise = self.admission.admit(work, placement, tenant=tenant, is_urgent=urgent)
+            job.routing.promise = promise
             job.routing.is_admitted = True
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:

@@ -162,6 +162,7 @@ class Routing:
     num_submissions: int = 0
     asked: tuple[str, int, float] | None = None  # a prefill worker: who, for how many tokens, when
     is_admitted: bool = False
+    is_urgent: bool = False  # it is counted, and admitted however late its first token may be
     has_turn: bool = False  # it waits for no turn of its tenant
     promise: Promise | None = None  # of its first token, while none came and it did not migrate
     homeless_since: float | None = None  # no worker has it, and one had

@@ -77,6 +77,7 @@ class EndpointPicker:
         self._metrics = metrics
         self._rng = random.Random()
         self._num_open = 0  # requests that are being placed
+        self._awaited_until = 0.0  # monotonic seconds: a request found no decode worker
 
     async def pick(self, asked: Asked, body: bytes) -> Pick:
         """Raises NoWorkers if there is no endpoint; QueueFull and Overloaded if it is shed."""
@@ -93,6 +94,13 @@ class EndpointPicker:
             reason = pick.job.routing.routed.reason.partition(":")[0]
         self._metrics.picks.labels(reason=reason).inc()
         return pick
+
+    @property
+    def num_awaited(self) -> int:
+        """Returns 1 if a request found no decode worker, for as long as a router would hold it, and
+        else 0. The picker does not hold it; the autoscaler is to wake the pool all the same."""
+        is_awaited = time.monotonic() < self._awaited_until
+        return int(is_awaited and not self._view.has_decode_worker())
 
     def release(self, pick: Pick, *, has_token: bool) -> None:
         """Counts a pick off its workers' load: its answer began, or it is over. Any number of
@@ -118,7 +126,7 @@ class EndpointPicker:
                 if job is None:
                     return Pick(self._with_fallbacks(self._rng.choice(list(endpoints)), endpoints))
                 if priority > 0:
-                    job.routing.is_admitted = job.routing.has_turn = True
+                    job.routing.is_urgent = job.routing.has_turn = True
                 placement = await self._place(job, endpoints)
         except TimeoutError:
             raise QueueFull(
@@ -146,6 +154,8 @@ class EndpointPicker:
             if worker_id in usable
             and (subset is None or endpoint in subset or endpoint.rpartition(":")[0] in subset)
         }
+        if not usable:
+            self._awaited_until = time.monotonic() + self._config.hold_deadline_s
         if not found:
             among = "" if subset is None else " among those that the gateway names"
             raise NoWorkers(
