@@ -35,23 +35,24 @@ class Runner(AdapterRunner, Protocol):
         """Copies the KV of blocks, one after the other: (source id, target id, KV group) each."""
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
-        """Writes the KV of the batch's tokens; fp32 logits [tokens they are needed of, vocab].
+        """Writes the KV of the batch's tokens and returns fp32 logits [tokens in need, vocab].
 
-        `on_kv_written` is called once, as soon as all of it is in the pool. None: nobody waits for
-        it, and the device may still be at work when this returns."""
+        Calls `on_kv_written` once, as soon as all of the KV is in the pool. With None nobody waits
+        for the KV, and the device may still be at work when this returns."""
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """A token id for each row of the last step's logits [n, vocab], or for each of `rows`;
-        waits for the device. The logits stay as they are."""
+        """Returns a token id for each row of the last step's logits [n, vocab], or for each of
+        `rows`; waits for the device. The logits stay as they are."""
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Log probabilities of `token_ids`, one of each of `rows` of the last step's logits, and of
-        the `num_top` most likely tokens there (fewer if the vocabulary has no more)."""
+        """Returns the log probabilities of `token_ids`, one for each of `rows` of the last step's
+        logits, and of the `num_top` most likely tokens there, or of the whole vocabulary if that
+        has fewer tokens."""
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Hidden states after the final norm, of `rows` of the last step's logits; of slices with
-        `wants_hidden` only."""
+        """Returns the hidden states after the final norm, for `rows` of the last step's logits.
+        These rows must be of slices with `wants_hidden`."""

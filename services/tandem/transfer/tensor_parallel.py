@@ -76,7 +76,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes that go on at both sides; offsets from the start of each rank's pool."""
+    """A range of bytes that is contiguous on both sides; offsets are from each rank's pool."""
 
     producer_offset: int
     local_offset: int

@@ -33,7 +33,7 @@ FIRST_JOIN_S = 20.0
 
 
 class HostWatch:
-    """`alive` are the hosts that answer, by their ids."""
+    """Follows the hosts. `alive` has those that answer, by their ids."""
 
     def __init__(
         self, own: Host | None, host_before: str = "", expected: Iterable[Host] = ()

@@ -24,22 +24,22 @@ class CachedBlocks:
         return self._num[copy]
 
     def add(self, block_id: int) -> None:
-        """The last reference of a hashed block is gone."""
+        """Adds a hashed block whose last reference is gone."""
         block = self._blocks[block_id]
         self._num[block.copy] += 1
         if not block.num_children:
             self._queue(block).add(block_id, (block.worth, block.last_used))
 
     def discard(self, block_id: int) -> None:
-        """A cached block is referenced again, or evicted; it has its copy and its pin still."""
+        """Removes a block that is referenced again or evicted. It still has its copy and pin."""
         block = self._blocks[block_id]
         self._num[block.copy] -= 1
         if not block.num_children:
             self._queue(block).discard(block_id)
 
     def update(self, block_id: int) -> None:
-        """A block got its first child, lost its last one, was used or is worth more; ignores
-        referenced ones."""
+        """Puts a block in its new place after it got its first child, lost its last one, was used
+        or gained worth. Ignores referenced blocks."""
         block = self._blocks[block_id]
         leaves = self._queue(block)
         leaves.discard(block_id)

@@ -27,7 +27,7 @@ _BORDER_TOKENS = 64  # from one border to the next; a whole number of blocks, so
 
 
 class HeavyHitters:
-    """`num_passed_tokens` are the tokens of the blocks that left."""
+    """Decides which blocks leave a table. `num_passed_tokens` are the tokens of those that left."""
 
     def __init__(self, budget: KvBudget, block_size: int) -> None:
         self._tokens = budget.tokens

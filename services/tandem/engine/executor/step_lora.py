@@ -1,4 +1,4 @@
-"""Adds to a step's products what its adapters give them, on torch's operators."""
+"""Adds the products of a step's adapters to those of the model, on torch's operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HeadsName = Literal["latent_keys", "latent_values"]
 
 
 class AddsLora(Protocol):
-    """This adds to a step's products what its adapters give them."""
+    """Adds the products of a step's adapters to the products of the model."""
 
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor

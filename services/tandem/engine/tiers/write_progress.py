@@ -12,16 +12,16 @@ class WriteProgress:
         self._at = 0.0  # a write ended, or began while no other one was under way
 
     def begin(self, now: float) -> None:
-        """The engine hands a write to the tier's thread."""
+        """Notes that the engine hands a write to the tier's thread."""
         if self._num_begun == self._num_ended:
             self._at = now
         self._num_begun += 1
 
     def end(self, now: float) -> None:
-        """A write ended, well or not."""
+        """Notes that a write ended, well or not."""
         self._at = now
         self._num_ended += 1
 
     def stands_still(self, now: float, limit_s: float) -> bool:
-        """Returns whether writes are under way of which none has ended for so long."""
+        """Returns whether writes are under way and none of them has ended for `limit_s`."""
         return self._num_begun > self._num_ended and now - self._at > limit_s

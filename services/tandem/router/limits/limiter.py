@@ -118,8 +118,8 @@ class Limiter:
     ) -> AsyncIterator[Reservation]:
         """Reserves `tokens` for the request of the body. Raises RateLimited.
 
-        What the body does not settle is given back. `is_counted` says whether another key of the
-        tenant has limits, which a request of a key without any counts for, too.
+        What the body does not settle is given back. With `is_counted`, another key of the tenant
+        has limits, so the request counts even if its own key has none.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)

@@ -20,9 +20,9 @@ _CONCURRENT_RETRY_S = 1.0
 
 
 class Standing(NamedTuple):
-    """A tenant's use at one moment.
+    """A tenant's use at one moment, at all routers.
 
-    It is that of all routers, or of one router that is alone with its `share` of the limits.
+    At a router that is alone, it is the use there, and the router has a `share` of the limits.
     """
 
     limits: Limits

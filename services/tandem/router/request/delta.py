@@ -33,7 +33,7 @@ class Usage:
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Returns what every API's usage says only where it is so."""
+        """Returns the fields that the usage of every API has only if they are true."""
         return {"budget_restarted": True} if self.is_budget_restarted else {}
 
     def __add__(self, other: "Usage") -> "Usage":

@@ -50,7 +50,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """`trouble` is that of a worker that serves all the same; `host` names its machine."""
+    """A worker as operators see it. Only a worker that serves or loads has a `trouble`."""
 
     worker_id: str
     pool: str
@@ -61,13 +61,13 @@ class WorkerRow:
 
     @property
     def is_well(self) -> bool:
-        """Returns whether nobody needs to look at it."""
+        """Returns whether no operator needs to look at the worker."""
         is_stopped = self.state == "stopped" and not self.note
         return not self.trouble and (self.state in _IS_WELL or is_stopped)
 
     @property
     def problem(self) -> str:
-        """The word for what is wrong; empty if the worker is well."""
+        """Names what is wrong in one word; empty if the worker is well."""
         return "" if self.is_well else self.trouble or self.state
 
 

@@ -61,12 +61,12 @@ class Reservations:
 
 
 class PoolView(Protocol):
-    """The pool, whether its memory is mapped in this process or is the engine process's alone."""
+    """The KV pool, which is mapped in this process or in the engine process alone."""
 
     spans: BlockSpans
 
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
-        """The bytes of blocks that the sequence holds: good until the next await."""
+        """Returns the bytes of blocks that the sequence holds, valid until the next await."""
 
     def write(self, into: Reservation, first: int, data: memoryview) -> None:
         """Fills whole blocks, from the `first` of the reservation on. Raises LeaseLost."""

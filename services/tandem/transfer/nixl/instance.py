@@ -27,7 +27,7 @@ class LoadedPeer:
 
 
 class AgentInstance:
-    """Methods raise TandemError; `logged` is for calls that clean up."""
+    """A NIXL agent with its peers. Methods raise TandemError; those that clean up log errors."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class AgentInstance:
         self._ended.clear()
 
     def load(self, metadata: bytes, pool: RemotePool) -> LoadedPeer:
-        """The peer, loaded now or before."""
+        """Returns the peer, which it loads if it is not loaded yet."""
         if metadata not in self._peers:
             name = self.agent.add_peer(metadata)
             self._peers[metadata] = LoadedPeer(name, self.agent.list_blocks(name, pool))
         return self._peers[metadata]
 
     def unload_strays(self, wanted: Container[bytes], in_use: Container[str]) -> None:
-        """Forgets all peers that nobody wants."""
+        """Forgets all peers that are not wanted, unless a read from them may still come."""
         for metadata in [each for each in self._peers if each not in wanted]:
             self.unload(metadata, in_use)
 

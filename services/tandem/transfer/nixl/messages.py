@@ -12,7 +12,7 @@ from tandem.engine.cache.kv_groups import KvLayout
 
 
 class RemotePool(msgspec.Struct, frozen=True):
-    """Pools as far as a consumer must know them: their blocks lie one after the other."""
+    """The pools of a producer, as far as a consumer must know them, one after the other."""
 
     address: int
     num_blocks: int  # of all pools
@@ -85,7 +85,7 @@ class Unfenced:
 
 
 class Renewed(msgspec.Struct, frozen=True, tag=True):
-    """The consumer was made anew, so many times since the last word of it."""
+    """The consumer was made anew `num_times` times since the last such message."""
 
     num_times: int
 

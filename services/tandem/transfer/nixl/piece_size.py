@@ -16,7 +16,7 @@ _MEASURED_BYTES_MIN = 1 << 20  # smaller pieces may have been in a cache
 
 
 class PieceSize:
-    """Pure; `observe` is told of pieces that were copied while they were started."""
+    """Follows the speed of copies. `observe` takes pieces that were copied while they started."""
 
     def __init__(self) -> None:
         self._bytes_per_s = _FIRST_BYTES / PIECE_S

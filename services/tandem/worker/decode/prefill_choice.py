@@ -57,7 +57,7 @@ class Candidate(Place):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The candidates to ask, in order, and what to expect; none: prefill here."""
+    """The candidates to ask, in order, and the predicted time; without any, prefill here."""
 
     candidates: tuple[str, ...]
     seconds: float

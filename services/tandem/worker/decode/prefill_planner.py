@@ -32,7 +32,8 @@ _Asked = TypeVar("_Asked", pb.PrefillCandidate, pb.PrefixHolder)
 
 
 class PrefillPlanner:
-    """`load` is this worker's own, `records` are all workers', both kept new by the worker."""
+    """Plans where prompts are prefilled. The worker sets `load`, its own, and calls `update` with
+    the records of all workers."""
 
     def __init__(self, config: WorkerConfig, rates: Rates) -> None:
         self._config = config
@@ -49,7 +50,7 @@ class PrefillPlanner:
         self._silences.note(self._records.values(), time.monotonic())
 
     def note_lost(self, worker_id: str) -> None:
-        """Notes that a lease of this worker was lost: others do not wait for it, too."""
+        """Notes that a lease of this worker was lost, so that no other lease waits for it, too."""
         self._silences.note_lost(worker_id, time.monotonic())
 
     def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
@@ -62,7 +63,7 @@ class PrefillPlanner:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Workers that live and whose last lease was lost of late, and why."""
+        """Returns the live workers whose last lease was lost recently, and why."""
         since = time.monotonic() - _FAILED_TOLD_S
         self._failed = {
             worker_id: (epoch, why, at)
@@ -100,8 +101,8 @@ class PrefillPlanner:
         num_tokens: int,
         cached_tokens: int,
     ) -> PrefillPlan:
-        """Plans which candidates to ask, by what was measured. Until a prefill was, all count as
-        equally fast, and the pair, which was measured when it was made, decides."""
+        """Plans which candidates to ask, by measured rates. Until a prefill has been measured, all
+        workers count as equally fast, and the rates of their pairs decide."""
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
         prompt = Prompt(num_tokens, self._block_size)
@@ -128,8 +129,8 @@ class PrefillPlanner:
         holders: Sequence[pb.PrefixHolder],
         num_tokens: int,
     ) -> Producer | None:
-        """Returns the candidate that would have the prompt's KV here soonest; None if it is asked
-        whatever else there is."""
+        """Returns the candidate that would have the prompt's KV here soonest; None if prompts are
+        always prefilled remotely, so that nothing is to be compared."""
         if self._config.transfer.prefill_at == "remote":
             return None
         places = [self._candidate(c, holders, 0.0) for c in candidates]
@@ -170,6 +171,6 @@ class PrefillPlanner:
         return rate or default_pair(self._config.transfer.transport)
 
     def _believed(self, told: WorkerRates) -> WorkerRates:
-        """Workers of one cluster are likely to be alike."""
+        """Returns the rates to count with: workers of one cluster are likely to be alike."""
         others = (record.rates for record in self._records.values())
         return believed(told, likely_rates((self._rates.worker, *others)))

@@ -36,13 +36,13 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartLocalPrefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute a WAITING_FOR_REMOTE_KV sequence here after all; none of its blocks was pulled."""
+    """Prefill a WAITING_FOR_REMOTE_KV sequence here after all; none of its blocks was pulled."""
 
     sequence_id: str
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """Gives up what was pulled: the sequence waits again, at the queue's head, with `spec`."""
+    """Give up what was pulled: the sequence waits again, at the queue's head, with `spec`."""
 
     spec: SequenceSpec
 
@@ -116,7 +116,7 @@ class KeepChain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Remove(msgspec.Struct, frozen=True, tag=True):
-    """The sequence or chain is over for whoever asked: abort it, or free what a peer held."""
+    """End a sequence or chain that nobody needs any more: abort it, or free its pinned blocks."""
 
     sequence_id: str
 
@@ -141,7 +141,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreBytes(msgspec.Struct, frozen=True, tag=True):
-    """The gRPC transport's pull, as its bytes came: the frame after this message has them."""
+    """Write bytes that came over gRPC; the frame after this message has them."""
 
     sequence_id: str
     block_ids: list[int]
@@ -188,7 +188,7 @@ ENDS_OF_PULLS = (Commit, CommitImport, ContinuePrefill, Remove, Restart)
 
 
 def sequence_id(command: Command) -> str:
-    """The sequence a command is about; empty for those about none."""
+    """Returns the id of the sequence that a command is about; empty if it is about none."""
     if isinstance(command, Add | Restart):
         return command.spec.sequence_id
     return str(getattr(command, "sequence_id", ""))
@@ -219,8 +219,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that consumers may pull from now on, sent while the step that made them goes on; what
-    else it brings comes in its `Report`, later."""
+    """Blocks that consumers may pull from now on, sent while their step goes on. All else of the
+    step comes in its `Report`."""
 
     final_blocks: list[FinalBlocks]
 
@@ -230,7 +230,7 @@ class PullsSettled(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockData(msgspec.Struct, frozen=True, tag=True):
-    """The frame after this message has the bytes; `error` when there are none."""
+    """The answer to `LoadBytes`. The frame after it has the bytes, unless there is an `error`."""
 
     request_id: int
     error: str

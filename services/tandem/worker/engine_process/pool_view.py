@@ -45,7 +45,7 @@ class MappedPool:
 
 
 class PoolThroughEngine:
-    """Bytes as messages to and from the engine process; commands keep their order."""
+    """Moves bytes as messages to and from the engine process, in the order of its commands."""
 
     def __init__(self, link: EngineLink, spans: BlockSpans) -> None:
         self._link = link

@@ -17,7 +17,9 @@ TURN_S = 1.0
 
 
 class EngineWatch:
-    """`turn_for_ever` may be ended and called anew: what it counted so far still counts."""
+    """Counts how long the engine is silent or its quarantine is too large, and then ends it.
+
+    `turn_for_ever` may be cancelled and called again; the counts go on."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class EngineWatch:
             self.turn()
 
     def turn(self) -> None:
-        """One look, `TURN_S` after the one before."""
+        """Looks at the engine once, `TURN_S` after the look before."""
         stuck = self._load().blocks_quarantined > self._quarantine_blocks_max
         self._stuck_s = self._stuck_s + TURN_S if stuck else 0.0
         if self._stuck_s > self._timeout_s:

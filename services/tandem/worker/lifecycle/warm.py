@@ -31,7 +31,7 @@ CHAIN_DEADLINE_S = 60.0
 
 
 class Warmer:
-    """Adopts up to `warm_blocks` blocks. `on_step` hears of every step here."""
+    """Imports up to `warm_blocks` blocks from peers. `on_step` is called for each step here."""
 
     def __init__(
         self, config: WorkerConfig, link: EngineLink, prefixes: PrefixPuller, metrics: WorkerMetrics
@@ -52,7 +52,7 @@ class Warmer:
                 future.set_exception(from_code(failed.code, failed.message))
 
     async def run(self, peers: Iterable[Peer]) -> None:
-        """Ends when enough blocks came or no peer has more. Raises nothing but CancelledError."""
+        """Imports until there are enough blocks or no peer has more. Raises only CancelledError."""
         for peer in peers:
             try:
                 for chain in await self._chains(peer):

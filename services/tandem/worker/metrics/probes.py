@@ -20,7 +20,7 @@ _App = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class Probes:
-    """`turn_for_ever` runs on the event loop; the other methods in any thread."""
+    """Answers probes. `turn_for_ever` runs on the event loop; the other methods in any thread."""
 
     def __init__(self, state: Callable[[], str], ask_engine: Callable[[], None]) -> None:
         """`ask_engine` makes an engine that has nothing to do report once."""
@@ -38,17 +38,17 @@ class Probes:
                 self._ask_engine()
 
     def unhealthy_reason(self) -> str:
-        """Empty while all is well."""
+        """Returns why the process is not healthy; empty while it is."""
         stands_s = time.monotonic() - self._turned_at
         return f"the event loop stands still for {stands_s:.0f} s" if stands_s > LOOP_HANG_S else ""
 
     def not_ready_reason(self) -> str:
-        """Empty while the worker takes work."""
+        """Returns why the worker takes no work; empty while it does."""
         state = self._state()
         return "" if state == "ready" else f"the worker is {state}"
 
     def around(self, metrics: _App) -> _App:
-        """A WSGI application that answers probes, and leaves every other path to `metrics`."""
+        """Returns a WSGI application that answers probes and leaves other paths to `metrics`."""
 
         def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
             match environ["PATH_INFO"]:

@@ -56,7 +56,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class WorkerMetrics(MetricSet):
-    """Counters are incremented by their owners; `serve` starts the scrape endpoint."""
+    """The metrics of one worker. Owners increment their counters; `serve` starts the endpoint."""
 
     _memory = gauge(
         "tandem_memory_free_bytes",
@@ -146,7 +146,7 @@ class WorkerMetrics(MetricSet):
 
     @property
     def tiers(self) -> tuple[TierUse, ...]:
-        """The tiers below the pool, as of the newest step."""
+        """Returns the tiers below the pool, as of the newest step."""
         tiers = self._engine_load.tiers
         return tuple(TierUse(t.name, t.blocks_total, t.blocks_held) for t in tiers)
 
@@ -204,13 +204,13 @@ class WorkerMetrics(MetricSet):
     def watch(
         self, publisher: Publisher, adapters: Callable[[Mapping[str, str]], Iterable[Metric]]
     ) -> None:
-        """Its log in the prefix tree, its adapters and its tiers, from now on."""
+        """Exports the worker's log in the prefix tree, its adapters and its tiers from now on."""
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
         self._registry.register(_AtScrape(partial(adapters, self._labels)))
         self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._engine_load)))
 
     def collect(self) -> Iterable[Metric]:
-        """All but the gauges, as they stand."""
+        """Returns all metrics except the gauges, as they are now."""
         return _WithRole(self._registry, self).collect()
 
     def serve(

@@ -56,7 +56,7 @@ class Pick:
 
 
 class EndpointPicker:
-    """Picks for all requests of a gateway. Each pick is to be released."""
+    """Picks endpoints for all requests of a gateway. The caller releases each pick."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class EndpointPicker:
         self._awaited_until = 0.0  # monotonic seconds: a request found no decode worker
 
     async def pick(self, asked: Asked, body: bytes) -> Pick:
-        """Raises NoWorkers if there is no endpoint; QueueFull and Overloaded if it is shed."""
+        """Picks endpoints for a request. Raises NoWorkers if there is none, and QueueFull or
+        Overloaded if the request is refused for its load."""
         self._num_open += 1
         try:
             pick = await self._pick(asked, body)
@@ -103,8 +104,8 @@ class EndpointPicker:
         return int(is_awaited and not self._view.has_decode_worker())
 
     def release(self, pick: Pick, *, has_token: bool) -> None:
-        """Counts a pick off its workers' load: its answer began, or it is over. Any number of
-        times."""
+        """Takes a pick off its workers' load when its answer began or is over. May be called any
+        number of times."""
         if pick.job is not None:
             self._dispatcher.note_elsewhere(pick.job, has_token=has_token)
 
