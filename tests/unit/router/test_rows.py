@@ -158,6 +158,17 @@ def test_a_process_that_is_loaded_again_says_how_the_one_before_ended() -> None:
     assert (row.state, row.note) == ("lost", "its host 10.0.0.7 does not answer Ray's head")
 
 
+def test_a_record_of_the_process_before_says_nothing_of_the_one_that_loads() -> None:
+    ended = {"exit": "ended by SIGKILL", "last_line": ""}
+    pools = agent("running", pid=2, since=NOW - 1, **ended)
+    (row,) = rows(Seen(record(), silent_s=3.4), pools=pools)
+    assert (row.state, row.problem) == ("loading", "loading")
+    assert row.note == "for 1 s, after its process before had ended: ended by SIGKILL"
+
+    (row,) = rows(Seen(record(), silent_s=3.4), pools=agent("running", pid=1))
+    assert row.note == "it has written nothing for 3 s, though its process 1 runs"
+
+
 def with_(worker_id: str, **changes: Any) -> WorkerRecord:
     return msgspec.structs.replace(record(worker_id), **changes)
 
@@ -245,6 +256,12 @@ def test_the_headline_of_a_cluster_that_is_well_says_so() -> None:
     found = rows(Seen(record()), Seen(record("prefill-0", "draining")), gone=(left,))
     told = sentence(found, POOLS)
     assert told == "All is well: workers that are ready: 2 prefill, 1 decode."
+
+
+def test_what_serves_is_not_missed_before_its_agent_has_reported() -> None:
+    unheard = {"wanted": 1, "running": 0}
+    pools = {"router": dict(unheard), "decode": {**unheard, "ready": 1}}
+    assert sentence([], pools) == "All is well: workers that are ready: 1 decode."
 
 
 def test_the_headline_counts_processes_that_no_row_explains() -> None:

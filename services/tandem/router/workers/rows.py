@@ -96,6 +96,10 @@ def worker_rows(
         _, agent = agents.pop(worker_id, ("", {}))
         if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
+        elif worker.silent_s and agent.get("pid", 0) not in (0, worker.record.pid):
+            # The record is that of the process before, which has ended.
+            told = (loading or {}).get(worker_id)
+            rows.append(_without_record(worker_id, pool, agent, told, None, now))
         else:
             rows.append(_of_seen(worker, agent, blaming, worker.clock_ahead_s - common_s))
     known = {row.worker_id for row in rows}
@@ -132,6 +136,8 @@ def problems_of(
     problems += _row_problems(list(rows))
     for pool, state in pools.items():
         wanted, running = state.get("wanted"), state.get("running", state.get("registered", 0))
+        # Agents report later than processes serve.
+        running = max(running, state.get("ready", 0), pool == "router")
         if wanted is not None and running < wanted and not problems:
             why = f": {state['waits_why']}" if "waits_why" in state else ""
             problems.append(f"the {pool} pool has {running} of {wanted} wanted processes{why}")
