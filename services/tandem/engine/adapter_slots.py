@@ -40,7 +40,7 @@ class Answer(Enum):
 
 
 class AdapterSlots:
-    """`num_slots` 0 refuses all adapters."""
+    """The places in memory for an engine's adapters. With `num_slots` 0 all are refused."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ _SERVICE = "tandem-router"  # in traces and metrics over OTLP
 
 
 class Router:
-    """`run` serves until `stop` is called or the process is told to end."""
+    """One router. `run` serves until `stop` is called or the process is told to end."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config

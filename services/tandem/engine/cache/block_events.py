@@ -4,8 +4,8 @@ from tandem.engine.types import StoredBlock
 
 
 class BlockEvents:
-    """Net changes, because a consumer applies all that was stored before all that was removed: a
-    block that was stored and removed since is in neither."""
+    """The net changes of a pool: a block that was stored and removed since is in neither part,
+    because a consumer applies all stored blocks before all removed ones."""
 
     def __init__(self, *, with_tokens: bool = False) -> None:
         """`with_tokens`: stored blocks are told of with their token ids."""

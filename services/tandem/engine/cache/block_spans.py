@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockSpans:
-    """Ids go on from pool to pool, as in kv_groups.py."""
+    """The places of blocks in memory. Ids go on from pool to pool, as in kv_groups.py."""
 
     pools: tuple[tuple[int, int], ...]  # the number of blocks, and the bytes of each
 

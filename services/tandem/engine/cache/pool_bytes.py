@@ -46,7 +46,7 @@ class PoolBytes:
 
 
 class HostPoolBytes(PoolBytes):
-    """Blocks are copied one by one: plain memcpy, ten times faster than torch's indexed gather."""
+    """Pools in host memory. Blocks are copied one by one: ten times faster than torch's gather."""
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         super().__init__(kv, layout)
@@ -66,7 +66,7 @@ class HostPoolBytes(PoolBytes):
 
 
 class PinnedPoolBytes(PoolBytes):
-    """Through pinned host memory, which the device reads and writes by itself, at the bus's rate.
+    """Pools on a device, copied through pinned host memory at the rate of the bus.
 
     The memory comes from torch's cache of pinned memory and goes back there when the last view of
     it is gone; torch gives it out again only after the copies that use it are done. A copy for each

@@ -27,7 +27,7 @@ def bucket_sizes(num_seqs_max: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`run` gives the logits of a decode step; they are overwritten by the next one."""
+    """The recorded decode steps. `run` returns logits, which the next step overwrites."""
 
     def __init__(
         self,

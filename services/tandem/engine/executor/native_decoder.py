@@ -69,7 +69,7 @@ def why_not_native(config: ModelConfig) -> str:
 
 
 class NativeDecoder:
-    """`forward` is not to be called from two threads at once."""
+    """Computes steps with the C++ kernels. One thread at a time may call `forward`."""
 
     def __init__(
         self,

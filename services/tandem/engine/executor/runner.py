@@ -63,7 +63,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class ModelRunner:
-    """`forward` may be called after `allocate`; not from two threads at once."""
+    """Runs steps of one model. One thread at a time may call `forward`, after `allocate`."""
 
     kv: torch.Tensor  # all pools, one after the other, uint8 [pool_bytes]; see `allocate`
     pools: list[KvPool]  # of each KV group, with its layout

@@ -19,7 +19,7 @@ from tandem_kernels.triton.sampling import sample
 
 
 class TritonSteps:
-    """`forward` is not to be called from two threads at once."""
+    """Computes steps with the Triton kernels. One thread at a time may call `forward`."""
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, max_num_seqs: int, max_model_len: int

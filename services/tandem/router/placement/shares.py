@@ -16,7 +16,7 @@ REBASE_S = 100 * HALF_LIFE_S
 
 
 class Shares:
-    """`now_s` is any clock that never goes back, 0 about when this was made."""
+    """The workers' shares of recent prefill. `now_s` is of a monotonic clock that began near 0."""
 
     def __init__(self) -> None:
         self._placed: dict[str, float] = {}

@@ -40,7 +40,7 @@ _GROUP_FIELDS = GroupLoad.__struct_fields__
 
 
 class WorkerClient:
-    """Connects by itself, for ever, with a bounded back-off, until `close`."""
+    """Keeps one stream to a decode worker: reconnects with a bounded back-off until `close`."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ _GONE_MAX = 64
 
 @dataclass(slots=True)
 class ClusterView:
-    """`run` keeps it; everybody else only reads, or hears of news (`listen`)."""
+    """The workers that a router knows. `run` updates them; `listen` tells others of changes."""
 
     cluster: ClusterConfig
     redis: Client

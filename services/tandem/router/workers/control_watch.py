@@ -18,7 +18,8 @@ _SERVED = "requests are served; sizes stand, and workers that end are not starte
 
 
 class ControlWatch:
-    """`note` takes in what Redis has; `problems` are phrases for the sentence of what is wrong."""
+    """Watches Ray's head and the pool controller. `note` takes what Redis has of them; `problems`
+    are phrases of the headline."""
 
     def __init__(self) -> None:
         self._beat: ControllerBeat | None = None

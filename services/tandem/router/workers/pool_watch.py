@@ -20,7 +20,7 @@ _GONE = {"stopped", "lost", "failed"}  # rows of processes that have ended
 
 
 class PoolWatch:
-    """`note` takes in the pools; `problems` are phrases for the sentence of what is wrong."""
+    """Watches the sizes of pools. `note` takes them; `problems` are phrases of the headline."""
 
     def __init__(self, grace_s: float = 90.0) -> None:
         """`grace_s` is the time from asking for a worker to its first sign."""

@@ -21,7 +21,7 @@ PROBE_BYTES_MAX = 64 << 20
 
 
 class BlockServer:
-    """FetchBlocks and Probe; both yield messages that `encode` made."""
+    """Serves FetchBlocks and Probe. Both yield messages that `encode` made."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class _Peer:
 
 
 class NixlConsumer:
-    """All methods are called from the transfer thread only."""
+    """Reads blocks of peers by NIXL. Only the transfer thread calls its methods."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class PullResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A submitted pull has ended; exactly one for each."""
+    """A submitted pull has ended. There is exactly one for each pull."""
 
     result: PullResult
 

@@ -52,7 +52,8 @@ class _Probing:
 
 
 class TransferThread:
-    """Methods may be called from one thread at a time; answers come as events."""
+    """Reads blocks in a thread of its own. Only one other thread calls it at a time, and gets
+    answers as events."""
 
     def __init__(
         self,

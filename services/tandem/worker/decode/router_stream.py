@@ -17,7 +17,7 @@ _UPDATES_MAX = 1 << 16
 
 
 class RouterStream:
-    """The outgoing side; `sequence_ids` are the requests that end when it closes."""
+    """The outgoing side of a router's stream. `sequence_ids` end when the stream closes."""
 
     def __init__(self, *, draining: bool = False) -> None:
         self.sequence_ids: set[str] = set()

@@ -70,7 +70,8 @@ class Submission:
 
 @dataclass(slots=True)
 class DecodeSequence:
-    """Times are `time.monotonic()` seconds; 0: not yet. `to` alone changes its state."""
+    """A sequence of a decode worker. `to` alone changes its state. Times are `time.monotonic()`
+    seconds; 0: not yet."""
 
     submission: Submission
     spec: SequenceSpec

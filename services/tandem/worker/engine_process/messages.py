@@ -211,7 +211,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """`tick` counts the loop's turns, steps or not: it stands still only when the engine hangs."""
+    """The engine's news of one turn. `tick` counts turns with and without a step, so it stands
+    still only when the engine hangs."""
 
     tick: int
     report: StepReport

@@ -13,7 +13,7 @@ from tandem.transfer.nixl.messages import Pull, PullResult
 
 
 class PullLedger:
-    """Pure bookkeeping; every method answers what the caller must do to the engine."""
+    """Follows pulls, purely. Each method returns what the caller must do to the engine."""
 
     def __init__(self) -> None:
         self._pulls: dict[str, tuple[str, list[int]]] = {}  # pull id -> sequence id, its blocks

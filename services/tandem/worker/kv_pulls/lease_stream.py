@@ -65,7 +65,8 @@ async def open_stream(
 
 
 class LeaseStream:
-    """`engine_waited_for` tells whether the producer's engine still has work for the lease."""
+    """The consumer's side of a lease's stream. `engine_waited_for` tells whether the producer's
+    engine still has work for the lease."""
 
     def __init__(self, peer: Peer, config: TransferConfig, call: Any) -> None:
         self._peer = peer

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class NamedAdapters:
-    """`named` are in the record. Files are read in threads."""
+    """The adapters that a worker serves. `named` go into its record. Threads read the files."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

@@ -29,7 +29,7 @@ _GRACE_S = 0.5
 
 
 class RoleChange:
-    """`role` is the pool that this worker is in now."""
+    """Changes the role of a worker. `role` is the pool that the worker is in now."""
 
     def __init__(
         self,

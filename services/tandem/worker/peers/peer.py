@@ -12,7 +12,7 @@ from tandem.transfer.protocol import Transport
 
 @dataclass(slots=True)
 class Peer:
-    """`transport` may change while it is connected: a pull looks at it when it starts."""
+    """A connected peer. Its `transport` may change: a pull looks at it when it starts."""
 
     worker_id: str
     epoch: str

@@ -50,7 +50,7 @@ class _Entry:
 
 
 class Peers:
-    """Keeps a connection to each producer. `get` answers from what stands, or waits a bound."""
+    """Keeps a connection to each producer. `get` returns a ready one, or waits within a bound."""
 
     def __init__(self, config: WorkerConfig, rates: Rates, pairing: Pairing) -> None:
         self._config = config

@@ -4,7 +4,7 @@ import asyncio
 
 
 class SlowLink:
-    """All pulls of a worker share it: their bytes come one after the other."""
+    """A simulated link that all pulls of a worker share: their bytes come one after the other."""
 
     def __init__(self, bytes_per_s: float) -> None:
         """The bandwidth 0 is no limit."""

@@ -39,7 +39,7 @@ _PATIENCE = 2  # so many times as long as computing takes: then it is computed
 
 
 class PrefixPuller:
-    """One a worker. A holder that is not connected is passed over, and connected beside."""
+    """Pulls prefixes for one worker. It skips an unconnected holder, and connects to it."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from tandem.router.request.retention import asked_retention
 
 
 class RetentionFields(Strict):
-    """The first two are OpenAI's."""
+    """The fields that say how long KV is worth keeping. The first two are OpenAI's."""
 
     prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
     prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])

@@ -49,7 +49,8 @@ class Means:
 
 
 class Generation:
-    """`record` has the request's jobs, the first one being child 0; `deadline` is the loop's."""
+    """Makes the completions of one prompt. `record` has their jobs, the first one being child 0;
+    `deadline` is a time of the event loop."""
 
     def __init__(
         self,
