@@ -72,6 +72,29 @@ def test_a_member_that_no_other_host_takes_is_not_waited_for(
     assert not redis.words
 
 
+@pytest.mark.parametrize("when", [HERE, f"{HERE} drains"])
+def test_a_redis_that_lost_the_wish_hears_it_again(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(leave, "LEAVE_DEADLINE_S", 70.0)  # of which 10 s are for other hosts
+    started, lost = time.monotonic(), list[bool]()
+
+    def pools(words: set[str]) -> dict[str, Any]:
+        if when in words and not lost:
+            lost.append(True)
+            words.clear()
+            return {"router": {"wanted": 1, "agents": [agent(HERE)]}}
+        others = [agent(THERE)] if HERE in words else []
+        own = [] if f"{HERE} drains" in words else [agent(HERE)]
+        return {"router": {"wanted": 1, "agents": [*own, *others]}}
+
+    said, redis = left(monkeypatch, pools)
+    assert said == ["draining what runs here"]
+    assert lost
+    assert not redis.words
+    assert time.monotonic() - started < 5
+
+
 def test_what_starts_elsewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
 

@@ -5,7 +5,7 @@
 
 Each step waits for the one before; `LEAVE_DEADLINE_S` bounds them together, and `DRAIN_S` of it is
 the second step's alone. Members that no other host takes, such as the second router of two hosts,
-are not waited for.
+are not waited for. The wish is written again and again, because Redis may lose it.
 """
 
 import json
@@ -64,6 +64,7 @@ class Leaving:
             while (own := self._own(self._pools(redis))) and time.monotonic() < give_up_at:
                 left = ", ".join(agent["id"] for agent in own)
                 show(Step("drain", f"{left} to end", at_first - len(own), at_first))
+                write_leaving(redis, self._cluster_id, self._host_id, "drains")
                 tick()
                 time.sleep(_INTERVAL_S)
             forget_leaving(redis, self._cluster_id, self._host_id)
@@ -93,6 +94,7 @@ class Leaving:
             if not lacking or now > min(until, settles_at):
                 return lacking
             show(Step("hand over", f"other hosts lack {', '.join(lacking)}"))
+            write_leaving(redis, self._cluster_id, self._host_id, "leaves")
             tick()
             time.sleep(_INTERVAL_S)
 
