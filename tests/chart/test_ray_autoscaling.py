@@ -97,6 +97,18 @@ def test_the_autoscaler_owns_the_number_of_pods(objects: list[Object]) -> None:
     assert budgets == ["demo-tandem-router"]
 
 
+def test_the_job_of_an_upgrade_frees_the_groups_that_the_autoscaler_has_patched(
+    objects: list[Object],
+) -> None:
+    made = container(objects, "keep-sizes", "keep-sizes")
+    assert made["args"] == ["deployments/demo-tandem-router=2", "rayclusters/demo-tandem-ray"]
+    (role,) = (o for o in objects if o["kind"] == "Role" and "keep-sizes" in o["metadata"]["name"])
+    rule = next(rule for rule in role["rules"] if rule["apiGroups"] == ["ray.io"])
+    assert rule["resourceNames"] == ["demo-tandem-ray"]
+    assert (rule["resources"], rule["verbs"]) == (["rayclusters"], ["get", "patch"])
+    assert "rayclusters" not in str(render({"rayCluster": {"enabled": True}}))
+
+
 def test_the_autoscaler_alone_has_a_token(objects: list[Object]) -> None:
     """KubeRay puts its container into the head's pod, with these mounts and an account."""
     spec = ray_cluster(objects)["spec"]
@@ -147,6 +159,40 @@ def test_a_pod_that_ends_drains_its_worker_first(
     worker.close()
     assert leave_node.leaves(folder)
     assert made["args"][0].startswith(f"rm -f /tmp/tandem/{leave_node.MARK}; ")
+
+
+@pytest.mark.parametrize("component", ["ray-head", *POOLS])
+def test_ray_does_not_wait_for_the_agent_of_a_worker_that_has_drained(
+    objects: list[Object], component: str
+) -> None:
+    """Ray would wait 30 s for its actors: the agents, and in the head's pod the controller."""
+    text = "import ray._private.ray_constants as r; print(r.RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S)"
+    assert float(run_python(text, variables_of(objects, component))) == 0
+
+
+@pytest.mark.parametrize("component", ["ray-head", *POOLS])
+def test_ray_reports_its_use_to_nobody(objects: list[Object], component: str) -> None:
+    text = "from ray._common.usage.usage_lib import usage_stats_enabled as u; print(u())"
+    assert run_python(text, variables_of(objects, component)) == "False"
+
+
+def variables_of(objects: list[Object], component: str) -> dict[str, str]:
+    made = container(objects, component)
+    return {e["name"]: e["value"] for e in made["env"] if "value" in e}
+
+
+def run_python(text: str, variables: dict[str, str]) -> str:
+    """Runs Ray's own code with the variables of Ray that a container has."""
+    ray = {k: v for k, v in variables.items() if k.startswith("RAY_") and "TLS" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, **ray},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
 
 
 def test_without_the_autoscaler_the_worker_itself_gets_the_signal() -> None:

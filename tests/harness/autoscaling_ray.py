@@ -72,7 +72,7 @@ class AutoscalingRay(AutoscalingCluster):  # type: ignore[misc]
         self.address = f"127.0.0.1:{self._port}"
         self._cluster_id = environment[CLUSTER_ID_VARIABLE]
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.environment = {**environment, **own, "RAY_usage_stats_enabled": "0"}
+        self.environment = {**environment, **own, "RAY_USAGE_STATS_ENABLED": "0"}
         types = {
             name: {
                 "resources": {

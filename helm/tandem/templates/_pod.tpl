@@ -156,6 +156,11 @@ inherit the niceness of the agents that start them. */}}
   value: "0"
 - name: RAY_worker_niceness
   value: "0"
+# `preStop` drains the worker. The agent stays, and Ray would wait for it.
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: "0"
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
 - name: RAY_AUTH_MODE
   value: token
 - name: RAY_AUTH_TOKEN

@@ -94,7 +94,7 @@ imagePullPolicy: {{ default .root.Values.image.pullPolicy $image.pullPolicy }}
 # KubeRay's command, which starts Ray. Ray's agent starts the worker (pools.json).
 command: [bash, -c]
 # A container that is started again finds the mark of the one before: leave_node made it.
-args: ['rm -f /tmp/tandem/leaving; ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"']
+args: ['rm -f /tmp/tandem/leaving; ulimit -n 65536 2>/dev/null; eval "exec $KUBERAY_GEN_RAY_START_CMD"']
 # The worker is no child of the main process: it drains here, before Ray ends.
 lifecycle:
   preStop:

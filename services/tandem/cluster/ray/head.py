@@ -150,7 +150,7 @@ def head_environment(
         RUN_FOLDER_VARIABLE: str(run_folder),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(run_folder / _TOKEN_FILE),
-        "RAY_usage_stats_enabled": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
         # Everything on the loopback address, where Ray would take the machine's outer one.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if node.address != LOOPBACK else "0",
         # Agents hand their environment to workers, which must see the host's GPUs (gpus.py).

@@ -3,7 +3,8 @@
     python -m tandem.router.scaling.keep_sizes statefulsets/NAME=2 deployments/NAME=3
 
 Each word is RESOURCE/NAME of an object, and after `=` the chart's value of `replicas`. Without a
-value, something other than the chart owns the size.
+value, something other than the chart owns the size. Of a RayCluster (rayclusters/NAME) whose pools
+Ray's autoscaler has scaled, the upgrade may then change the pools (free_groups.py).
 
 In server-side apply, a size falls back to 1 when the only manager that owns the field stops stating
 it, and a manager that applies a different size gets a conflict. This program applies the scale of
@@ -25,6 +26,7 @@ import msgspec
 
 from tandem.config.router import SERVICE_ACCOUNT
 from tandem.errors import DeadlineExceeded, ScaleAway, TandemError
+from tandem.router.scaling.free_groups import RAY_CLUSTERS, free_groups
 from tandem.router.scaling.kubernetes import answer_of, open_client
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,9 @@ async def keep_sizes(client: httpx.AsyncClient, objects: Mapping[str, int | None
     """Takes the sizes of these objects over. An object that is not there yet is left out. Raises
     ScaleAway, or httpx.HTTPError if the API server cannot be reached."""
     for owner, replicas in objects.items():
+        if owner.startswith(RAY_CLUSTERS):
+            await free_groups(client, owner)
+            continue
         await set_size(client, owner, partial(kept_size, replicas=replicas), MANAGER)
 
 
