@@ -1,7 +1,7 @@
 """The RayCluster whose pods come and go: what KubeRay, Ray's autoscaler and bash make of it.
 
-No KubeRay runs here. Ray's own code reads the object as its autoscaler does in the head's pod, and
-the containers' commands run in a real bash with KubeRay's variable.
+No KubeRay operator runs here. Ray's own code reads the object as its autoscaler does in the head's
+pod, and the containers' commands run in a real bash with KubeRay's variable.
 """
 
 from __future__ import annotations
