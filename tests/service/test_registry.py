@@ -89,6 +89,7 @@ async def test_a_controller_reads_measured_pairs_and_no_first_guesses(tmp_path: 
         "prefill-0": PairRate("nixl", 1e-3, 5e9),
         "prefill-1": msgspec.structs.replace(default_pair("grpc"), reason="the other has no NIXL"),
         "prefill-2": PairRate("grpc", 1e-3, float("nan")),
+        "prefill-3": PairRate("nixl", 2e-3, 1e12),  # the fit of small pulls on a busy host
     }
     measured = msgspec.structs.replace(a_record("decode-0"), pairs=pairs)
     names = ["decode-0", "prefill-0", "broken", "gone"]
@@ -101,7 +102,13 @@ async def test_a_controller_reads_measured_pairs_and_no_first_guesses(tmp_path: 
             await redis.set("{tandem:c}:worker:broken:pairs", b"\xc1")
         with closing(connect_blocking(server.url_of("controller"))) as controller:
             found = read_pair_bandwidths(controller, "c", names)
-    assert found == {"decode-0": {"prefill-0": 5e9}, "prefill-0": {"p0": 1e9}}
+    assert {worker: list(pairs) for worker, pairs in found.items()} == {
+        "decode-0": ["prefill-0", "prefill-3"],
+        "prefill-0": ["p0"],
+    }
+    # 4 MiB take 1.84 and 2.00 ms
+    assert found["decode-0"]["prefill-0"] == pytest.approx(2.28e9, rel=0.01)
+    assert found["decode-0"]["prefill-3"] == pytest.approx(2.09e9, rel=0.01)
 
 
 async def test_a_silent_worker_is_dead_and_its_id_is_dropped(

@@ -4,6 +4,9 @@ Each worker writes a key beside its record (registry.py), with the same time to 
 
     {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
 
+It is the bandwidth of a pull of `_PULL_BYTES` with its latency. The part of a fit that grows with
+the bytes says little alone: while pulls are small or a host is busy, it is almost any number.
+
 The controller may read this key and not the record, on whose addresses all others rely.
 """
 
@@ -16,6 +19,8 @@ from tandem.perf_model.rates import PairRate
 from tandem.store.client import UNREADABLE, SyncClient
 from tandem.store.control_state import control_key
 
+_PULL_BYTES = 4 << 20
+
 
 def pairs_key(record_key: str) -> str:
     return f"{record_key}:pairs"
@@ -25,7 +30,7 @@ def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
     """Encodes the bandwidths of a worker's pairs. Only what was measured counts, not the first
     guesses."""
     bandwidths = {
-        peer: rate.bytes_per_s
+        peer: _PULL_BYTES / rate.seconds(_PULL_BYTES)
         for peer, rate in pairs.items()
         if rate.is_measured and 0 < rate.bytes_per_s < math.inf
     }
