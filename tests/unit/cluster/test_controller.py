@@ -1,4 +1,4 @@
-"""The pool controller without Ray: what it does when its state cannot be written."""
+"""The pool controller without Ray: what it keeps when a disk, a host or Redis is lost."""
 
 from __future__ import annotations
 
@@ -21,6 +21,26 @@ from tandem.config.cluster import REDIS_URL_VARIABLE
 from tests.harness.cluster import wait_for
 
 
+def a_spec(folder: Path, **changes: Any) -> ClusterSpec:
+    """Returns the spec of a cluster with a pool of one decode worker."""
+    told: dict[str, Any] = {
+        "cluster_id": "c",
+        "run_folder": str(folder),
+        "pools": {"decode": PoolCommand(["true"])},
+        "wanted": {"decode": 1},
+        "cores": [],
+    }
+    return ClusterSpec(**{**told, **changes})
+
+
+@pytest.fixture
+def without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module.ScaleChannel, "start", lambda _: None)
+    monkeypatch.setattr(controller_module.ScaleChannel, "publish", lambda *_: None)
+    monkeypatch.setenv(REDIS_URL_VARIABLE, "redis://127.0.0.1:1")
+
+
+@pytest.mark.usefixtures("without_redis")
 def test_a_full_disk_stops_no_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started that is not written down, and all of it is once there is room again."""
     is_full, attached, write = [True], list[str](), Owned.write
@@ -36,17 +56,7 @@ def test_a_full_disk_stops_no_controller(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Owned, "write", write_if_room)
     monkeypatch.setattr(PoolController, "_attach", attach)
     monkeypatch.setattr(controller_module, "_RETRY_S", 0.01)
-    monkeypatch.setattr(controller_module.ScaleChannel, "start", lambda _: None)
-    monkeypatch.setattr(controller_module.ScaleChannel, "publish", lambda *_: None)
-    monkeypatch.setenv(REDIS_URL_VARIABLE, "redis://127.0.0.1:1")
-    spec = ClusterSpec(
-        cluster_id="c",
-        run_folder=str(tmp_path),
-        pools={"decode": PoolCommand(["true"])},
-        wanted={"decode": 1},
-        cores=[],
-    )
-    controller = PoolController(spec)
+    controller = PoolController(a_spec(tmp_path))
     controller.scale({"decode": 2})
     time.sleep(0.1)
     assert not attached
@@ -60,15 +70,13 @@ def test_a_full_disk_stops_no_controller(tmp_path: Path, monkeypatch: pytest.Mon
     assert [member.member_id for member in kept.members] == ["decode-0", "decode-1"]
 
 
+@pytest.mark.usefixtures("without_redis")
 def test_a_member_that_drained_with_its_node_is_not_kept_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that may still run keeps its name; one whose end was reported needs none."""
     monkeypatch.setattr(PoolController, "_attach", lambda *_: None)
     monkeypatch.setattr(controller_module.HostWatch, "is_lost", lambda _, host: host == "gone")
-    monkeypatch.setattr(controller_module.ScaleChannel, "start", lambda _: None)
-    monkeypatch.setattr(controller_module.ScaleChannel, "publish", lambda *_: None)
-    monkeypatch.setenv(REDIS_URL_VARIABLE, "redis://127.0.0.1:1")
     there = [
         Member("decode-0", "decode", 0, state="draining", host="gone", since=1.0),
         Member("decode-1", "decode", 1, state="draining", host="gone", since=1.0, pid=7),
@@ -76,15 +84,7 @@ def test_a_member_that_drained_with_its_node_is_not_kept_as_lost(
         Member("decode-3", "decode", 3, state="draining", host="there", since=1.0),
     ]
     Owned({"decode": 0}, there).write(tmp_path)
-    spec = ClusterSpec(
-        cluster_id="c",
-        run_folder=str(tmp_path),
-        pools={"decode": PoolCommand(["true"])},
-        wanted={"decode": 0},
-        cores=[],
-        on_nodes=True,
-    )
-    PoolController(spec)
+    PoolController(a_spec(tmp_path, wanted={"decode": 0}, on_nodes=True))
 
     def states() -> dict[str, str]:
         kept = read(tmp_path)
@@ -120,22 +120,12 @@ def test_a_restarted_controller_keeps_the_members_of_a_head_that_is_back(
         ]
         shared = SharedOwned(url, "c", number)
         assert shared.write(Owned({"decode": 2, "prefill": 1}, there, number, hosts))
-        spec = ClusterSpec(
-            cluster_id="c",
-            run_folder=str(tmp_path),
-            pools={"decode": PoolCommand(["true"]), "prefill": PoolCommand(["true"])},
-            wanted={},
-            cores=[],
-            host_id="a",
-            host_before="back",
-            number=number,
-        )
-        PoolController(spec)
-        give_up_at = time.monotonic() + 30
-        while "prefill" not in attached:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
+        pools = dict.fromkeys(("decode", "prefill"), PoolCommand(["true"]))
+        hosts_of = {"host_id": "a", "host_before": "back"}
+        controller = PoolController(a_spec(tmp_path, pools=pools, number=number, **hosts_of))
+        wait_for(lambda: "prefill" in attached, deadline_s=30, what="the prefill worker")
         kept = shared.read()
+        controller._channel.supersede()
     assert kept is not None
     assert [m.state for m in kept.members] == ["running", "running", "pending"]
     assert attached["prefill"] == "expected"
@@ -150,15 +140,7 @@ def test_a_redis_that_lost_all_gets_the_state_again(
     monkeypatch.setattr(controller_module.HostWatch, "update", lambda _: None)
     folder = tmp_path / "run"
     folder.mkdir()
-    spec = ClusterSpec(
-        cluster_id="c",
-        run_folder=str(folder),
-        pools={"decode": PoolCommand(["true"])},
-        wanted={"decode": 1},
-        cores=[],
-        host_id="a",
-        number=3,
-    )
+    spec = a_spec(folder, host_id="a", number=3)
     with EmbeddedRedis(tmp_path / "redis", cluster_id="c") as server:
         url = server.url_of("controller")
         monkeypatch.setenv(REDIS_URL_VARIABLE, url)

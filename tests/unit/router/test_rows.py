@@ -262,6 +262,8 @@ def test_what_serves_is_not_missed_before_its_agent_has_reported() -> None:
     unheard = {"wanted": 1, "running": 0}
     pools = {"router": dict(unheard), "decode": {**unheard, "ready": 1}}
     assert sentence([], pools) == "All is well: workers that are ready: 1 decode."
+    pools["router"]["wanted"] = 2
+    assert sentence([], pools) == "The router pool has 1 of 2 wanted processes."
 
 
 def test_the_headline_counts_processes_that_no_row_explains() -> None:

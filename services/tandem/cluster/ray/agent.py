@@ -62,6 +62,7 @@ class Agent:
         self._spec = spec
         self._member = member
         self._run_folder = Path(spec.run_folder)
+        self._shared = SharedOwned(os.environ.get(REDIS_URL_VARIABLE, ""), spec.cluster_id, 0)
         self._command = spec.pools[member.pool].filled(member)
         if spec.on_nodes:
             self._command = [expand(word, os.environ) for word in self._command]
@@ -155,8 +156,7 @@ class Agent:
             return None  # nodes may not read it; the controller drains unwanted processes
         if not self._member.host:
             return owned.read(self._run_folder)
-        shared = SharedOwned(os.environ[REDIS_URL_VARIABLE], self._spec.cluster_id, 0)
-        return shared.read()
+        return self._shared.read()
 
     def _find(self) -> DetachedProcess | None:
         member_id = self._member.member_id

@@ -136,8 +136,8 @@ def problems_of(
     problems += _row_problems(list(rows))
     for pool, state in pools.items():
         wanted, running = state.get("wanted"), state.get("running", state.get("registered", 0))
-        # Agents report later than processes serve.
-        running = max(running, state.get("ready", 0), pool == "router")
+        # Agents report later than processes serve, and this router serves.
+        running = max(running, state.get("ready", 0), int(pool == "router"))
         if wanted is not None and running < wanted and not problems:
             why = f": {state['waits_why']}" if "waits_why" in state else ""
             problems.append(f"the {pool} pool has {running} of {wanted} wanted processes{why}")
