@@ -76,6 +76,10 @@ proto: $(DEV) ## generate services/tandem/rpc/tandem from proto/
 options: $(DEV) ## write the options' page and the chart's options from the settings
 	@$(BIN)/python docs/reference/generate.py
 
+.PHONY: structure
+structure: $(DEV) ## print packages, layers, arrows and cycles, found in the imports
+	@$(BIN)/python docs/reference/structure.py
+
 .PHONY: lock
 lock: $(DEV) ## write the hashes of what constraints.txt names into deploy/locks/
 	@$(call TOOL,uv,uv) && PATH="$$PWD/$(TOOLS):$$PATH" $(BIN)/python deploy/locks/generate.py

@@ -1,0 +1,133 @@
+"""Prints the structure of the code as its imports show it: packages, layers, arrows, cycles.
+
+`make structure` runs it for every package of `tandem`. An arrow is at least one import of a module
+below one child by a module below another child; imports inside functions and under TYPE_CHECKING
+count. The first layer imports nothing from its siblings. A class name that is public in several
+modules is listed: a reader decides whether it has one meaning.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "services" / "tandem"
+GENERATED = "tandem.rpc.tandem"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package's children and the imports between them.
+
+    `imports` has an entry for every child: the names of the siblings that it imports.
+    """
+
+    name: str
+    imports: Mapping[str, frozenset[str]]
+
+    @property
+    def num_arrows(self) -> int:
+        return sum(map(len, self.imports.values()))
+
+    def cycles(self) -> list[list[str]]:
+        """Groups of children that import each other, directly or through others."""
+        reach = {child: _reachable(child, self.imports) for child in self.imports}
+        groups = {
+            tuple(sorted(other for other in reach[child] if child in reach[other]))
+            for child in self.imports
+            if child in reach[child]
+        }
+        return [list(group) for group in sorted(groups)]
+
+    def layers(self) -> list[list[str]]:
+        """Children from the lowest layer to the highest; empty if there is a cycle."""
+        sorter = TopologicalSorter(self.imports)
+        found = []
+        try:
+            sorter.prepare()
+        except CycleError:
+            return []
+        while sorter.is_active():
+            ready = sorted(sorter.get_ready())
+            found.append(ready)
+            sorter.done(*ready)
+        return found
+
+
+def read_packages(graph: grimp.ImportGraph, root: str) -> list[Package]:
+    """Packages at and below `root` that have children, each before the packages inside it."""
+    packages = []
+    for name in sorted({root, *graph.find_descendants(root)}):
+        children = sorted(graph.find_children(name))
+        if name.startswith(GENERATED) or not children:
+            continue
+        imports: dict[str, set[str]] = {child.rpartition(".")[2]: set() for child in children}
+        for child in children:
+            short = child.rpartition(".")[2]
+            for module in {child, *graph.find_descendants(child)}:
+                for imported in graph.find_modules_directly_imported_by(module):
+                    if imported.startswith(name + "."):
+                        other = imported[len(name) + 1 :].partition(".")[0]
+                        if other != short:
+                            imports[short].add(other)
+        packages.append(Package(name, {c: frozenset(i) for c, i in imports.items()}))
+    return packages
+
+
+def public_classes(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Modules by the name of a public class that more than one of them defines.
+
+    `sources` are names of modules with their text.
+    """
+    modules = defaultdict(list)
+    for module, text in sources:
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules[node.name].append(module)
+    return {name: found for name, found in sorted(modules.items()) if len(found) > 1}
+
+
+def to_text(package: Package) -> str:
+    """One package as lines: its counts, then its layers from the highest to the lowest."""
+    layers, cycles = package.layers(), package.cycles()
+    lines = [
+        f"{package.name}: {len(package.imports)} children, {package.num_arrows} arrows, "
+        f"{len(layers) or 'no'} layers"
+    ]
+    lines += [f"  cycle: {' <-> '.join(cycle)}" for cycle in cycles]
+    lines += [f"  {'  '.join(layer)}" for layer in reversed(layers)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    graph = grimp.build_graph("tandem", exclude_type_checking_imports=False, cache_dir=None)
+    packages = read_packages(graph, "tandem")
+    for package in packages:
+        print(to_text(package))
+    files = [path for path in SOURCES.rglob("*.py") if "rpc/tandem" not in path.as_posix()]
+    sources = [(str(p.relative_to(SOURCES)), p.read_text(encoding="utf-8")) for p in sorted(files)]
+    for name, modules in public_classes(sources).items():
+        print(f"class {name}: {', '.join(modules)}")
+    num_cycles = sum(len(package.cycles()) for package in packages)
+    print(f"{len(packages)} packages, {num_cycles} cycles")
+
+
+def _reachable(start: str, imports: Mapping[str, frozenset[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = imports[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+if __name__ == "__main__":
+    main()
