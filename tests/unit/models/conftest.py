@@ -169,12 +169,27 @@ def write_gguf(
     keys: dict[str, object] | None = None,
     types: dict[str, gguf.GGMLQuantizationType | None] | None = None,
     tokens: dict[int, str] | None = None,
+    kinds: dict[int, int] | None = None,
+    more: dict[str, object] | None = None,
 ) -> Path:
     """Writes a file. `keys` are more metadata under the architecture, or other sizes; `types` are
-    those of tensors that are quantized, `tokens` other texts of some."""
+    those of tensors that are quantized, `tokens` other texts of some, and `kinds` other types.
+    `more` are metadata by their whole keys. The file lacks those that are None."""
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (_SIZES | (keys or {})).items():
-        if value is None:  # the file lacks it
+    own_kinds = dict(enumerate([CONTROL, CONTROL, USER_DEFINED, UNUSED], len(TOKENS) - 4))
+    own_kinds |= kinds or {}
+    metadata: dict[str, object] = {
+        "tokenizer.ggml.model": tokenizer,
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [(tokens or {}).get(i, text) for i, text in enumerate(TOKENS)],
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.token_type": [own_kinds.get(i, NORMAL) for i in range(len(TOKENS))],
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": EOS,
+    }
+    metadata |= {f"{architecture}.{key}": value for key, value in (_SIZES | (keys or {})).items()}
+    for key, value in (metadata | (more or {})).items():
+        if value is None:
             continue
         adds = {
             bool: writer.add_bool,
@@ -182,14 +197,7 @@ def write_gguf(
             float: writer.add_float32,
             str: writer.add_string,
         }
-        adds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
-    writer.add_tokenizer_model(tokenizer)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([(tokens or {}).get(i, text) for i, text in enumerate(TOKENS)])
-    writer.add_token_merges(MERGES)
-    writer.add_token_types([NORMAL] * (len(TOKENS) - 4) + [CONTROL, CONTROL, USER_DEFINED, UNUSED])
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
+        adds.get(type(value), writer.add_array)(key, value)
     for name, array in tensors.items():
         writer.add_tensor(name, array, raw_dtype=(types or {}).get(name))
     writer.write_header_to_file()

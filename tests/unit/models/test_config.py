@@ -91,7 +91,15 @@ def test_the_weights_of_each_family_have_the_shapes_we_read(
 
 
 def test_generation_config_decides_what_ends_a_sequence():
-    assert read_eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [5, 6]}) == (5, 6)
+    assert read_eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [5, 6]}) == (5, 6, 2)
+    assert read_eos_token_ids({"eos_token_id": [2, 5]}, {"eos_token_id": 5}) == (5, 2)
+    nested = {"eos_token_id": None, "text_config": {"eos_token_id": [7]}}
+    assert read_eos_token_ids(nested, {"eos_token_id": 5}) == (5, 7)
+    for wrong in ("2", True, 2.0, -1, [2, "3"], {"a": 2}):
+        with pytest.raises(
+            UnsupportedModel, match=r"eos_token_id of .* a token id or a list of th"
+        ):
+            read_eos_token_ids({"eos_token_id": wrong}, None)
     assert read_eos_token_ids({"eos_token_id": 2}, {"temperature": 1}) == (2,)
     assert read_eos_token_ids({"eos_token_id": None}, None) == ()
 

@@ -11,6 +11,9 @@ from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts, Groups
 from tandem.models.gguf.convert import converted_folder
 from tandem.models.latent import Latent
+from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
+from tests.unit.models.conftest import CONTROL, EOS, USER_DEFINED
 
 NORM = {"output_norm.weight": np.ones(64, np.float32)}
 DEEPSEEK: dict[str, object] = {
@@ -145,15 +148,74 @@ def test_tables_of_longrope_are_those_of_phi3(tmp_path, tiny_gguf):
             convert(tmp_path, tiny_gguf, NORM | tables, architecture=architecture)
 
 
-def test_tokens_that_end_an_answer_are_found_by_their_text(tmp_path, tiny_gguf):
-    config = convert(tmp_path, tiny_gguf, architecture="phi3")
-    assert config.eos_token_ids == (tiny_gguf.eos,)
-    file = tiny_gguf.write(
-        tmp_path / "ends.gguf", NORM, architecture="phi3", tokens={tiny_gguf.think: "<|end|>"}
-    )
-    folder = converted_folder(file, cache_dir=tmp_path)
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [tiny_gguf.eos, tiny_gguf.think]
+END, CALL = 3, 7  # tokens of one letter, which get other texts
+
+
+@pytest.mark.parametrize(
+    ("texts", "types", "more", "ends"),
+    [
+        ({END: "<end_of_turn>"}, {END: CONTROL}, {}, [EOS, END]),
+        (
+            {END: "<|im_end|>", CALL: "<|eot_id|>"},
+            {END: CONTROL, CALL: CONTROL},
+            {},
+            [EOS, END, CALL],
+        ),
+        # No text has this by chance: a converter that did not mark it was wrong.
+        ({END: "<end_of_turn>"}, {}, {}, [EOS, END]),
+        ({END: "<|eom_id|>"}, {END: USER_DEFINED}, {}, [EOS, END]),
+        # Such a text is an HTML tag in the vocabulary of Gemma.
+        ({EOS: "<eos>", END: "</s>"}, {END: USER_DEFINED}, {}, [EOS]),
+        ({EOS: "<eos>", END: "</s>"}, {END: CONTROL}, {}, [EOS, END]),
+        # Of gpt-oss `<|end|>` ends a message; of others a turn.
+        ({END: "<|end|>"}, {END: CONTROL}, {}, [EOS, END]),
+        (
+            {EOS: "<|return|>", END: "<|end|>", CALL: "<|call|>"},
+            {END: CONTROL, CALL: CONTROL},
+            {"tokenizer.ggml.eot_token_id": END},
+            [EOS, CALL],
+        ),
+        (
+            {EOS: "<|flush|>", END: "<|end|>", CALL: "<|calls|>"},
+            {END: CONTROL, CALL: CONTROL},
+            {},
+            [EOS, CALL],
+        ),
+        (
+            {EOS: "<turn|>", END: "<|tool_response>", CALL: "</s>"},
+            {END: CONTROL, CALL: CONTROL},
+            {},
+            [EOS, END],
+        ),
+        # What a model of code writes between files, and pads with.
+        (
+            {END: "<|file_sep|>", CALL: "<|fim_pad|>"},
+            {END: CONTROL, CALL: CONTROL},
+            {},
+            [EOS, END, CALL],
+        ),
+        ({END: "<PAD>", CALL: "[EOS]"}, {}, {}, [EOS]),
+        # The file names them, whatever their text is.
+        (
+            {},
+            {},
+            {"tokenizer.ggml.eot_token_id": END, "tokenizer.ggml.eom_token_id": CALL},
+            [EOS, END, CALL],
+        ),
+        ({EOS: "</s>"}, {}, {"tokenizer.ggml.eos_token_id": None}, [EOS]),
+        ({EOS: "<x>"}, {}, {"tokenizer.ggml.eos_token_id": None}, []),
+    ],
+)
+def test_tokens_that_end_an_answer(tmp_path, tiny_gguf, texts, types, more, ends):
+    file = tiny_gguf.write(tmp_path / "m.gguf", NORM, tokens=texts, kinds=types, more=more)
+    folder = resolve(str(file), cache_dir=tmp_path)
+    assert list(folder.config.eos_token_ids) == ends
+    tokenizer = Tokenizer.of(folder)
+    assert list(tokenizer.eos_token_ids) == ends
+    for token_id, text in texts.items():  # a prompt's are read as one token, and no answer shows it
+        if token_id in ends:
+            assert tokenizer.encode(text, add_special_tokens=False) == [token_id]
+            assert tokenizer.is_special(token_id)
 
 
 def test_another_table_is_refused(tmp_path, tiny_gguf):
@@ -182,7 +244,7 @@ def test_another_table_is_refused(tmp_path, tiny_gguf):
         ({"keys": {"attention.head_count_kv": [2, 4]}}, "differs from layer to layer"),
         ({"tokenizer": "bert"}, "tokenizer bert is not supported; gpt2"),
         ({"tokenizer": "llama"}, "no score for each token"),
-        ({"pre": "tekken"}, "pre-tokenizer tekken .* smollm"),
+        ({"pre": "command-r"}, "pre-tokenizer command-r .* smollm"),
     ],
 )
 def test_what_cannot_be_run_is_named(tmp_path, tiny_gguf, options, message):

@@ -65,7 +65,7 @@ def test_who_comes_second_waits_and_converts_nothing(tmp_path, tiny_gguf, monkey
 
 def test_what_a_dead_process_left_is_not_taken_for_whole(tmp_path, tiny_gguf):
     file = tiny_gguf.write(tmp_path / "tiny.gguf", NORM)
-    place = gguf_convert._place(file, tmp_path)
+    place = gguf_convert._place([file], tmp_path)
     unfinished = place.with_name(place.name + ".unfinished")
     unfinished.mkdir(parents=True)
     (unfinished / "stale.safetensors").write_text("half")

@@ -3,8 +3,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from tandem.models.gguf.config import GgufMetadata
 from tandem.models.gguf.convert import converted_folder
+from tandem.models.gguf.layout import read_layout
+from tandem.models.gguf.metadata import GgufMetadata
 from tandem.models.gguf.tokenizer import write_tokenizer
 
 TEXT = "I'LL pay $12345.67  for\n\n the naïve 東京 ½²³ x_y;\t end 🙂 'tis  "
@@ -130,7 +131,7 @@ def test_sentence_piece(tmp_path, adds_space, text, pieces):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    write_tokenizer(GgufMetadata(gguf.GGUFReader(file)), tmp_path)
+    write_tokenizer(GgufMetadata(read_layout(file).keys), tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     encoded = tokenizer.encode(text)
     assert encoded.tokens == ["<s>", *pieces]

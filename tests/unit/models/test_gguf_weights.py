@@ -112,7 +112,7 @@ def test_tensors_are_read_as_they_are_stored(tmp_path, tiny_gguf):
     file = tiny_gguf.write(
         tmp_path / "tiny.gguf", stored, types={name: kind for name, (_, kind) in tensors.items()}
     )
-    found = read_tensors(file, resolve(str(file), cache_dir=tmp_path).config)
+    found = read_tensors([file], resolve(str(file), cache_dir=tmp_path).config)
     layer = {name.removeprefix("model.layers.0."): tensor for name, tensor in found.items()}
     numbers = {name: blocks.numbers() for name, blocks in layer.items()}
     wanted = torch.from_numpy(rows)

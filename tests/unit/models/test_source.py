@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.source import resolve
+from tandem.models.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_the_built_in_model():
     model = resolve("smollm2")
     assert model.name == "SmolLM2-135M-Instruct"
     assert (model.config.vocab_size, model.config.max_model_len) == (49152, 8192)
-    assert model.config.eos_token_ids == (2,)
+    assert model.config.eos_token_ids == (2, 0, 4)  # <|im_end|>, <|endoftext|>, <reponame>
     assert [file.name for file in model.weight_files] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
     assert model.num_weights == 134_515_008
 
@@ -55,6 +56,54 @@ def test_the_second_time_is_quick_and_opens_no_gguf():
     seconds, *loaded = run.stdout.split("\n")
     assert float(seconds) < 5  # 0.01 by itself; beside others on two cores, seconds
     assert loaded == ["[]", "[]", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, (0, 2)),
+        ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}}, (0, 2)),
+        ({"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, (0, 2)),
+        (
+            {
+                "tokenizer_config": {"eos_token": "<|endoftext|>"},
+                "special_tokens_map": {"eos_token": "<|im_end|>"},
+            },
+            (0,),
+        ),
+        ({"tokenizer_config": {"eos_token": "\u0120the"}}, (0, 260)),  # no special token
+        ({"tokenizer_config": {"eos_token": "no token of it"}}, (0,)),
+        ({"tokenizer_config": {"eos_token": None}}, (0,)),
+        ({"config": {"eos_token_id": [2, 17]}}, (0, 2, 17)),
+        ({"config": {"text_config": {"eos_token_id": 17}, "eos_token_id": None}}, (0, 17)),
+        ({"generation_config": {}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, (2,)),
+        (
+            {
+                "tokenizer_config": {
+                    "eos_token": "<|im_end|>",
+                    "added_tokens_decoder": {"5": {"content": "<|im_end|>"}},
+                }
+            },
+            (0, 5),
+        ),
+    ],
+)
+def test_the_ends_of_a_folder_are_those_of_all_its_files(folder, settings, ends):
+    shutil.copy(resolve("smollm2").path / "tokenizer.json", folder)
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": None}
+    files = {"generation_config": {"eos_token_id": 0}} | settings
+    files["config"] = config | files.get("config", {})
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    assert resolve(str(folder)).config.eos_token_ids == ends
+    assert Tokenizer(folder).eos_token_ids == ends
+
+
+def test_an_end_token_that_is_none_is_named(folder):
+    for wrong in (5, ["</s>"], {"text": "</s>"}, {"content": 5}):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": wrong}))
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token is .*must be a"):
+            resolve(str(folder))
 
 
 def test_a_converted_model_keeps_its_name_when_given_as_a_folder():

@@ -44,7 +44,7 @@ def test_special_tokens_are_left_out_when_asked(tokenizer):
 
 def test_what_the_model_says_of_its_vocabulary(tokenizer):
     assert tokenizer.vocab_size == 49152
-    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.eos_token_ids == (2, 0, 4)
     assert tokenizer.is_special(2)
     assert not tokenizer.is_special(504)
 

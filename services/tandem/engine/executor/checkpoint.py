@@ -23,7 +23,7 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
     """Returns the tensors, which stay in the files' pages; those of a quantized matrix as one."""
     if files[0].suffix.lower() == ".gguf":
         with naming(files[0]):
-            return read_tensors(files[0], config)
+            return read_tensors(files, config)
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, Path] = {}
     for file in files:

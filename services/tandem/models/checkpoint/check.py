@@ -37,13 +37,13 @@ class _Stored(TensorHeader):
 def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
     """Returns the shapes of all tensors of a decoder, by name, if the files have them.
 
-    Reads the headers of safetensors, or of one GGUF file. Raises ConfigError naming a file that is
+    Reads the headers of safetensors, or of GGUF files. Raises ConfigError naming a file that is
     not whole, and UnsupportedModel naming tensors that are missing, surplus, or of another shape or
     type than the config implies, and what it implies.
     """
     is_gguf = files[0].suffix.lower() == ".gguf"
     with naming(files[0] if len(files) == 1 else files[0].parent):
-        stored = _of_gguf(files[0], config) if is_gguf else _of_safetensors(files)
+        stored = _of_gguf(files, config) if is_gguf else _of_safetensors(files)
         if config.num_layers > len(stored):
             raise UnsupportedModel(
                 f"{config.num_layers} layers are more than the checkpoint has tensors"
@@ -69,13 +69,13 @@ def _of_safetensors(files: Sequence[Path]) -> dict[str, _Stored]:
     }
 
 
-def _of_gguf(file: Path, config: ModelConfig) -> dict[str, _Stored]:
+def _of_gguf(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:
     # Slow to import, and needed for such files only.
     from tandem.models.gguf.headers import read_headers
 
     return {
-        name: _Stored(each.type.name, each.shape, file, each.name)
-        for name, each in read_headers(file, config.architecture).items()
+        name: _Stored(each.type.name, each.shape, each.file, each.name)
+        for name, each in read_headers(files, config.architecture).items()
     }
 
 

@@ -15,46 +15,51 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig
+from tandem.models.gguf.split import parts_of, whole_name
 
 if TYPE_CHECKING:
     import numpy as np
 
     from tandem.models.gguf.layout import StoredTensor
+    from tandem.models.gguf.metadata import GgufMetadata
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
 CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it was made from
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
-_VERSION = 4
+_VERSION = 5
 _KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
 
 
 def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
-    """Returns the Hugging Face folder of a GGUF file; converts it (seconds) unless done before.
+    """Returns the Hugging Face folder of a GGUF file, or of all parts of the model that it is a
+    part of; converts it (seconds) unless done before.
 
     `cache_dir` stands for `cache_root()`. Raises UnsupportedModel for what cannot be converted,
     ConfigError when the file is no GGUF file.
     """
-    place = _place(gguf_file, cache_dir)
-    if place.is_dir() and _source(place) == str(gguf_file.resolve()):
+    files = parts_of(gguf_file)
+    place = _place(files, cache_dir)
+    if place.is_dir() and _source(place) == str(files[0].resolve()):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(place.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process dies
         if place.is_dir():
-            _set_source(place, gguf_file)
+            _set_source(place, files[0])
         else:
             unfinished = place.with_name(place.name + ".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             try:
-                _convert(gguf_file, unfinished)
+                _convert(files, unfinished)
                 unfinished.rename(place)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -70,7 +75,7 @@ def cache_root() -> Path:
 
 def model_name(gguf_file: Path) -> str:
     """Removes the quantization: SmolLM2-135M-Instruct.Q4_1.gguf becomes SmolLM2-135M-Instruct."""
-    return _QUANTIZATION.sub("", gguf_file.stem)
+    return _QUANTIZATION.sub("", whole_name(gguf_file))
 
 
 def gguf_config(gguf_file: Path) -> ModelConfig:
@@ -78,21 +83,24 @@ def gguf_config(gguf_file: Path) -> ModelConfig:
 
     Raises UnsupportedModel, and ConfigError when the file is no GGUF file.
     """
-    with naming(gguf_file):
-        _, _, config, generation = _read(gguf_file)
+    files = parts_of(gguf_file)
+    with naming(files[0]):
+        _, _, config, generation = _read(files)
         return ModelConfig.from_hf(config, generation)
 
 
-def _place(gguf_file: Path, cache_dir: Path | None) -> Path:
+def _place(files: Sequence[Path], cache_dir: Path | None) -> Path:
     # By content, so that every copy of a file shares one conversion. Both ends tell files of one
     # size apart: the first has the metadata, the last the weights.
-    size = gguf_file.stat().st_size
-    digest = hashlib.blake2b(f"{_VERSION} {size}".encode(), digest_size=8)
-    with gguf_file.open("rb") as file:
-        digest.update(file.read(_KEY_BYTES))
-        file.seek(max(0, size - _KEY_BYTES))
-        digest.update(file.read(_KEY_BYTES))
-    return (cache_dir or cache_root()) / "models" / f"{model_name(gguf_file)}-{digest.hexdigest()}"
+    digest = hashlib.blake2b(str(_VERSION).encode(), digest_size=8)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f" {size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_KEY_BYTES))
+            stream.seek(max(0, size - _KEY_BYTES))
+            digest.update(stream.read(_KEY_BYTES))
+    return (cache_dir or cache_root()) / "models" / f"{model_name(files[0])}-{digest.hexdigest()}"
 
 
 def _source(folder: Path) -> str:
@@ -107,26 +115,26 @@ def _set_source(folder: Path, gguf_file: Path) -> None:
     changed.rename(folder / CONVERSION_FILE)
 
 
-def _read(gguf_file: Path) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Returns the layout, the metadata, config.json and generation_config.json."""
+def _read(
+    files: Sequence[Path],
+) -> tuple[list[StoredTensor], GgufMetadata, dict[str, Any], dict[str, Any]]:
+    """Returns the tensors, the metadata, config.json and generation_config.json."""
     # Slow to import, and needed the first time only.
-    import gguf
+    from tandem.models.gguf.config import generation_config, hf_config
+    from tandem.models.gguf.layout import read_parts
+    from tandem.models.gguf.metadata import GgufMetadata
 
-    from tandem.models.gguf.config import GgufMetadata, generation_config, hf_config
-    from tandem.models.gguf.layout import read_layout
-
-    layout = read_layout(gguf_file)
-    reader = gguf.GGUFReader(gguf_file)
-    metadata = GgufMetadata(reader)
+    layout = read_parts(files)
+    metadata = GgufMetadata(layout.keys)
     config = hf_config(
         metadata,
-        tensor_names=frozenset(tensor.name for tensor in layout),
-        rope_tables=_rope_tables(gguf_file, layout),
+        tensor_names=frozenset(tensor.name for tensor in layout.tensors),
+        rope_tables=_rope_tables(layout.tensors),
     )
-    return layout, metadata, config, generation_config(metadata)
+    return layout.tensors, metadata, config, generation_config(metadata)
 
 
-def _rope_tables(gguf_file: Path, layout: list[StoredTensor]) -> dict[str, np.ndarray]:
+def _rope_tables(tensors: list[StoredTensor]) -> dict[str, np.ndarray]:
     """Returns the divisors of the rotary frequencies, each [rotated numbers / 2], by name."""
     import gguf
     import numpy as np
@@ -134,29 +142,29 @@ def _rope_tables(gguf_file: Path, layout: list[StoredTensor]) -> dict[str, np.nd
     from tandem.models.gguf.names import ROPE_TABLES
 
     tables = {}
-    for each in layout:
+    for each in tensors:
         if each.name in ROPE_TABLES:
-            data = np.fromfile(gguf_file, np.uint8, each.end - each.begin, offset=each.begin)
+            data = np.fromfile(each.file, np.uint8, each.end - each.begin, offset=each.begin)
             tables[each.name] = np.asarray(gguf.dequantize(data, each.type), np.float32)
     return tables
 
 
-def _convert(gguf_file: Path, folder: Path) -> None:
+def _convert(files: Sequence[Path], folder: Path) -> None:
     from tandem.models.gguf.names import ROPE_TABLES, hf_name
     from tandem.models.gguf.tokenizer import write_tokenizer
 
-    with naming(gguf_file):
-        layout, metadata, config, generation = _read(gguf_file)
+    with naming(files[0]):
+        stored, metadata, config, generation = _read(files)
         ModelConfig.from_hf(config, generation)  # what it refuses is not converted
-        tensors = [tensor for tensor in layout if tensor.name not in ROPE_TABLES]
+        tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
             hf_name(tensor.name, config["architectures"][0])  # raises for one that has no place
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", generation)
         write_tokenizer(metadata, folder)
     conversion = {
-        "name": model_name(gguf_file),
-        "source": str(gguf_file.resolve()),
+        "name": model_name(files[0]),
+        "source": str(files[0].resolve()),
         "num_weights": sum(math.prod(tensor.shape) for tensor in tensors),
         "version": _VERSION,
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from tandem.models.gguf.config import GgufMetadata
+    from tandem.models.gguf.metadata import GgufMetadata
 
 # Values of expert_gating_func; files from before the key have softmax.
 _SOFTMAX, _SIGMOID = (0, 1), 2
@@ -33,22 +33,22 @@ def latent_rope(metadata: GgufMetadata) -> dict[str, Any]:
     The file has a tenth of mscale_all_dim, and no mscale: in all published models they are equal.
     """
     key = "rope.scaling.yarn_log_multiplier"
-    mscale = round(10 * float(metadata.of_model(key, 0.0)), 6)
+    mscale = round(10 * metadata.number(key, 0.0), 6)
     if mscale < 0:
         raise UnsupportedModel(f"{metadata.architecture}.{key} is {mscale / 10}, below 0")
     return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
 
 
 def _latent(metadata: GgufMetadata) -> dict[str, Any]:
-    num_heads = int(metadata.of_model("attention.head_count"))
-    num_kv_heads = int(metadata.of_model("attention.head_count_kv", num_heads))
+    num_heads = metadata.size("attention.head_count")
+    num_kv_heads = metadata.size("attention.head_count_kv", num_heads)
     if num_kv_heads not in (1, num_heads):
         raise UnsupportedModel(
             f"{metadata.architecture}.attention.head_count_kv is {num_kv_heads}; with latent "
             f"attention it must be 1 or head_count, {num_heads}"
         )
-    kv_rank = int(metadata.of_model("attention.kv_lora_rank"))
-    rope = int(metadata.of_model("rope.dimension_count"))
+    kv_rank = metadata.size("attention.kv_lora_rank")
+    rope = metadata.size("rope.dimension_count")
     query, value = _head_sizes(metadata, kv_rank=kv_rank, rope=rope)
     if query <= rope:
         raise UnsupportedModel(
@@ -58,7 +58,7 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
     return {
         "num_key_value_heads": num_heads,
         "kv_lora_rank": kv_rank,
-        "q_lora_rank": int(metadata.of_model("attention.q_lora_rank", 0)) or None,
+        "q_lora_rank": metadata.count("attention.q_lora_rank", 0) or None,
         "qk_nope_head_dim": query - rope,
         "qk_rope_head_dim": rope,
         "v_head_dim": value,
@@ -73,8 +73,8 @@ def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int
     Newer files have them in keys of their own, and those of a token's KV in the usual ones.
     """
     parts = ("key", "value")
-    usual = [metadata.of_model(f"attention.{part}_length", None) for part in parts]
-    own = [metadata.of_model(f"attention.{part}_length_mla", None) for part in parts]
+    usual = [metadata.size(f"attention.{part}_length", None) for part in parts]
+    own = [metadata.size(f"attention.{part}_length_mla", None) for part in parts]
     attention = f"{metadata.architecture}.attention"
     if None in own and own != [None, None]:
         raise UnsupportedModel(
@@ -84,32 +84,32 @@ def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int
     if own == [None, None]:
         if None in usual:
             raise UnsupportedModel(f"the GGUF file lacks {attention}.key_length or value_length")
-        return int(usual[0]), int(usual[1])
+        return usual[0], usual[1]
     of_token = [kv_rank + rope, kv_rank]
     if usual not in (of_token, [None, None]):
         raise UnsupportedModel(
             f"{attention}.key_length and value_length are {usual!r:.80}; with key_length_mla they "
             f"must be those of a token's latent, {of_token}"
         )
-    return int(own[0]), int(own[1])
+    return own[0], own[1]
 
 
 def _experts(metadata: GgufMetadata) -> dict[str, Any]:
-    num_experts = int(metadata.of_model("expert_count"))
-    gating = int(metadata.of_model("expert_gating_func", 0))
+    num_experts = metadata.size("expert_count")
+    gating = metadata.count("expert_gating_func", 0)
     if gating not in (*_SOFTMAX, _SIGMOID):
         raise _refusal(metadata, "expert_gating_func", gating, "0, 1 (softmax) and 2 (sigmoid)")
-    if (num_shared := int(metadata.of_model("expert_shared_count"))) < 1:
+    if (num_shared := metadata.count("expert_shared_count")) < 1:
         raise _refusal(metadata, "expert_shared_count", num_shared, "numbers from 1")
-    is_normalized = bool(metadata.of_model("expert_weights_norm", False))
+    is_normalized = metadata.flag_of_model("expert_weights_norm", False)
     groups = _groups(metadata, num_experts)
     config = {
         "n_routed_experts": num_experts,
-        "num_experts_per_tok": int(metadata.of_model("expert_used_count")),
-        "moe_intermediate_size": int(metadata.of_model("expert_feed_forward_length")),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
         "n_shared_experts": num_shared,
-        "first_k_dense_replace": int(metadata.of_model("leading_dense_block_count", 0)),
-        "routed_scaling_factor": float(metadata.of_model("expert_weights_scale", 0.0)) or 1.0,
+        "first_k_dense_replace": metadata.count("leading_dense_block_count", 0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
         "n_group": groups[0],
         "topk_group": groups[1],
     }
@@ -133,10 +133,10 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
 
 def _groups(metadata: GgufMetadata, num_experts: int) -> tuple[int, int]:
     """Returns the number of groups of experts, and of those of a token."""
-    given = int(metadata.of_model("expert_group_count", 0))
+    given = metadata.count("expert_group_count", 0)
     if given:
-        return given, int(metadata.of_model("expert_group_used_count", given))
-    return _GROUPS.get((int(metadata.of_model("block_count")), num_experts), (1, 1))
+        return given, metadata.size("expert_group_used_count", given)
+    return _GROUPS.get((metadata.size("block_count"), num_experts), (1, 1))
 
 
 def _refusal(metadata: GgufMetadata, key: str, value: object, supported: str) -> UnsupportedModel:

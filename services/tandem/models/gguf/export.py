@@ -20,7 +20,7 @@ def export(model: ModelFolder, folder: Path) -> Path:
     for file in model.path.glob("*.json"):
         shutil.copy(file, unfinished / file.name)
     (unfinished / CONVERSION_FILE).unlink(missing_ok=True)
-    stored = read_tensors(model.weight_files[0], model.config)
+    stored = read_tensors(model.weight_files, model.config)
     wide = {name: blocks.numbers().float().contiguous() for name, blocks in stored.items()}
     save_file(wide, unfinished / "model.safetensors", metadata={"format": "pt"})
     return unfinished.rename(folder)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 from tandem.errors import UnsupportedModel
-from tandem.models.gguf.layout import StoredTensor, read_layout
+from tandem.models.gguf.layout import StoredTensor, read_parts
 from tandem.models.gguf.names import ROPE_TABLES, hf_name
 
 
-def read_headers(file: Path, architecture: str) -> dict[str, StoredTensor]:
-    """Returns all tensors of the file but those that became a part of the config.
+def read_headers(files: Sequence[Path], architecture: str) -> dict[str, StoredTensor]:
+    """Returns all tensors of a model's files but those that became a part of the config.
 
     Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
     no place in the architecture, or whose type nobody here can dequantize.
     """
     headers: dict[str, StoredTensor] = {}
     readable: dict[gguf.GGMLQuantizationType, bool] = {}
-    for each in read_layout(file):
+    for each in read_parts(files).tensors:
         if each.name in ROPE_TABLES:
             continue
         name = hf_name(each.name, architecture)

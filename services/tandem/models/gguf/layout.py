@@ -1,8 +1,9 @@
-"""Checks the layout of a GGUF file before the gguf package reads it.
+"""Reads the keys of a GGUF file and the places of its tensors, in one pass.
 
-The package trusts the counts and lengths in a file: a wrong one makes it loop for hours or fill the
-memory. Here each is compared with the bytes that the file really has, in one pass over its
-metadata, so that time and memory of a conversion are bounded by the size of the file.
+The gguf package's reader trusts the counts and lengths in a file: a wrong one makes it loop for
+hours or fill the memory. It also keeps four numpy views of each string, which is a gigabyte for a
+large vocabulary. Here each count is compared with the bytes that the file really has, so that time
+and memory of a conversion are bounded by the size of the file.
 
     magic, version, num_tensors, num_keys | keys and values | tensor infos | padding | tensor data
 
@@ -12,71 +13,130 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 
 from tandem.errors import ConfigError
+from tandem.models.broken_files import naming
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # bytes, unless the file names another
 _ALIGNMENT_MAX = 1 << 20
-_ALIGNMENT_KEY = b"general.alignment"
+_ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
 _TENSORS_MAX = 1 << 16
 _DIMS_MAX = 4
 _ITEMS_MAX = 1 << 22  # of all arrays; the largest vocabularies need 1.5 million, with their merges
 
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+# The types of numbers, as the struct module names them.
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_SIZE_BYTES = 8  # of the length before a string
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a GGUF file. Rows of a quantized type are blocks."""
 
+    file: Path
     name: str
     type: gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # as torch orders it: the numbers of a row last
-    begin: int  # in the file
+    begin: int  # the byte of the file
     end: int
 
 
-def read_layout(path: Path) -> list[StoredTensor]:
-    """Returns the tensors of a file. Raises ConfigError saying what is wrong with it and where."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a GGUF file says about itself."""
+
+    tensors: list[StoredTensor]
+    keys: Mapping[str, Any]  # numbers, texts, and lists of them
+
+
+def read_layout(path: Path) -> Layout:
+    """Reads a file. Raises ConfigError saying what is wrong with it and where."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Scan(data).tensors()
+            return _Scan(path, data).layout()
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
+
+
+def read_parts(files: Sequence[Path]) -> Layout:
+    """Returns the keys of a model's first file and the tensors of all.
+
+    Raises ConfigError naming a file that is not whole, or is not the part that its name says."""
+    layouts = [read_layout(file) for file in files]
+    for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
+        with naming(file):
+            _check_part(layout, number, len(files))
+    tensors = [tensor for layout in layouts for tensor in layout.tensors]
+    stated = layouts[0].keys.get("split.tensors.count", len(tensors))
+    if len(files) > 1 and stated != len(tensors):
+        raise ConfigError(
+            f"{files[0]}: split.tensors.count is {stated!r:.80}; the {len(files)} parts have "
+            f"{len(tensors)} tensors together"
+        )
+    return Layout(tensors, layouts[0].keys)
+
+
+def _check_part(layout: Layout, number: int, count: int) -> None:
+    stated = layout.keys.get("split.count", 0)
+    if count == 1 and stated in (0, 1):
+        return
+    if stated != count:
+        raise ConfigError(
+            f"split.count is {stated!r:.80}; by its name it is one of {count} files. Parts of a "
+            "model are named as llama-gguf-split names them, NAME-00001-of-00003.gguf"
+        )
+    if (found := layout.keys.get("split.no")) != number:
+        raise ConfigError(f"split.no is {found!r:.80}; by its name it must be {number}")
 
 
 class _Scan:
     """One pass over a file, from its start. Its methods raise ValueError."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, file: Path, data: mmap.mmap) -> None:
+        self._file = file
         self._data = data
         self._at = 0
         self._num_items_left = _ITEMS_MAX
         self._alignment = _ALIGNMENT
 
-    def tensors(self) -> list[StoredTensor]:
+    def layout(self) -> Layout:
         if self._take(4) != _MAGIC:
             raise ValueError("it does not begin with GGUF")
-        if (version := self._uint32()) not in _VERSIONS:
-            raise ValueError(f"its version is {version}; 2 and 3 are supported, little-endian")
+        self._check_version(self._take(4))
         num_tensors = self._count("tensors", _TENSORS_MAX)
         num_keys = self._count("keys", _KEYS_MAX)
+        keys: dict[str, Any] = {}
         for _ in range(num_keys):
-            self._key_and_value()
+            key, value = self._key_and_value()
+            if key in keys:
+                raise ValueError(f"it has the key {_shown(key)} twice")
+            keys[key] = value
         tensors = [self._tensor_info() for _ in range(num_tensors)]
         begin = -(-self._at // self._alignment) * self._alignment
         self._check_data(begin, tensors)
-        return [replace(each, begin=begin + each.begin, end=begin + each.end) for each in tensors]
+        placed = [replace(each, begin=begin + each.begin, end=begin + each.end) for each in tensors]
+        return Layout(placed, keys)
 
-    def _key_and_value(self) -> None:
+    def _check_version(self, version: bytes) -> None:
+        if int.from_bytes(version, "big") in _VERSIONS:
+            raise ValueError(
+                "it is big-endian; little-endian files are supported, and gguf-convert-endian of "
+                "the gguf package makes one of it"
+            )
+        if (number := int.from_bytes(version, "little")) not in _VERSIONS:
+            raise ValueError(f"its version is {number}; 2 and 3 are supported, little-endian")
+
+    def _key_and_value(self) -> tuple[str, Any]:
         key = self._string()
         kind = self._uint32()
         if key == _ALIGNMENT_KEY:
@@ -85,28 +145,26 @@ class _Scan:
             self._alignment = self._uint32()
             if self._alignment.bit_count() != 1 or self._alignment > _ALIGNMENT_MAX:
                 raise ValueError(f"general.alignment is {self._alignment}")
-        elif kind == _ARRAY:
-            self._array()
-        else:
-            self._value(kind)
+            return key, self._alignment
+        if kind == _ARRAY:
+            return key, self._array()
+        if kind == _STRING:
+            return key, self._string()
+        return key, self._numbers(kind, 1)[0]
 
-    def _array(self) -> None:
+    def _array(self) -> list[Any]:
         kind = self._uint32()
         num_items = self._count("items of arrays", self._num_items_left)
         self._num_items_left -= num_items
-        if kind in _SCALAR_BYTES:
-            self._take(num_items * _SCALAR_BYTES[kind])
-            return
-        for _ in range(num_items):
-            self._value(kind)  # arrays of arrays are refused here: no model has one
-
-    def _value(self, kind: int) -> None:
         if kind == _STRING:
-            self._string()
-        elif kind in _SCALAR_BYTES:
-            self._take(_SCALAR_BYTES[kind])
-        else:
+            return self._strings(num_items)
+        return self._numbers(kind, num_items)  # arrays of arrays are refused: no model has one
+
+    def _numbers(self, kind: int, num: int) -> list[Any]:
+        if kind not in _SCALARS:
             raise ValueError(f"a value before byte {self._at} is of the unknown type {kind}")
+        form = f"<{num}{_SCALARS[kind]}"
+        return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
     def _tensor_info(self) -> StoredTensor:
         """Returns a tensor that starts and ends so many bytes after the start of the data."""
@@ -124,7 +182,7 @@ class _Scan:
         if 0 in dims or dims[0] % block_size:
             raise ValueError(f"the tensor {_shown(name)} has the impossible shape {dims}")
         end = start + math.prod(dims) // block_size * block_bytes
-        return StoredTensor(name.decode(), of_type, tuple(reversed(dims)), start, end)
+        return StoredTensor(self._file, name, of_type, tuple(reversed(dims)), start, end)
 
     def _check_data(self, begin: int, tensors: list[StoredTensor]) -> None:
         last = 0
@@ -132,7 +190,7 @@ class _Scan:
             if start % self._alignment or start < last:
                 raise ValueError(f"the data of two tensors overlap or begin askew at byte {start}")
             last = end
-        if begin + last > len(self._data):
+        if tensors and begin + last > len(self._data):
             raise ValueError(
                 f"its tensors end at byte {begin + last}, and the file at byte {len(self._data)}"
             )
@@ -140,20 +198,35 @@ class _Scan:
     def _take(self, num_bytes: int) -> bytes:
         end = self._at + num_bytes
         if end > len(self._data):
-            raise ValueError(f"it ends at byte {len(self._data)}, within its metadata")
+            raise self._cut_short()
         taken = self._data[self._at : end]
         self._at = end
         return taken
 
-    def _string(self) -> bytes:
-        text = self._take(self._uint64())
-        text.decode()  # UnicodeDecodeError is a ValueError
-        return text
+    def _string(self) -> str:
+        return self._take(self._uint64()).decode()  # UnicodeDecodeError is a ValueError
+
+    def _strings(self, num: int) -> list[str]:
+        """Returns so many strings. This is the loop that a large vocabulary spends its time in."""
+        data, at, found = self._data, self._at, []
+        for _ in range(num):
+            begin = at + _SIZE_BYTES
+            at = begin + int.from_bytes(data[at:begin], "little")
+            if at > len(data):
+                break
+            found.append(data[begin:at].decode())
+        self._at = min(at, len(data))
+        if at > len(data) or len(found) < num:
+            raise self._cut_short()
+        return found
 
     def _count(self, what: str, num_max: int) -> int:
         if (count := self._uint64()) > num_max:
             raise ValueError(f"it claims {count} {what}; at most {num_max} are read")
         return count
+
+    def _cut_short(self) -> ValueError:
+        return ValueError(f"it ends at byte {len(self._data)}, within its metadata")
 
     def _uint32(self) -> int:
         return int(struct.unpack("<I", self._take(4))[0])
@@ -162,5 +235,5 @@ class _Scan:
         return int(struct.unpack("<Q", self._take(8))[0])
 
 
-def _shown(name: bytes) -> str:
-    return repr(name[:80].decode(errors="replace"))
+def _shown(name: str) -> str:
+    return repr(name[:80])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from tandem.models.gguf.config import GgufMetadata
+    from tandem.models.gguf.metadata import GgufMetadata
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "activation_sparsity_scale": (0,),

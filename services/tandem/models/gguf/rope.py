@@ -12,7 +12,7 @@ from tandem.models.gguf.deepseek import latent_rope
 from tandem.models.gguf.names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 
 if TYPE_CHECKING:
-    from tandem.models.gguf.config import GgufMetadata
+    from tandem.models.gguf.metadata import GgufMetadata
 
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 
@@ -28,15 +28,15 @@ def rope_scaling(
     kind = metadata.of_model("rope.scaling.type", "none")
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": float(metadata.of_model("rope.scaling.factor"))}
-    original = metadata.of_model("rope.scaling.original_context_length", None)
+    scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    original = metadata.size("rope.scaling.original_context_length", None)
     if original is not None:
-        scaling["original_max_position_embeddings"] = int(original)
+        scaling["original_max_position_embeddings"] = original
     if metadata.architecture == "gpt-oss":
         scaling["truncate"] = False
     for name, key in _YARN.items():
-        if (value := metadata.of_model(f"rope.scaling.{key}", None)) is not None:
-            scaling[name] = float(value)
+        if (value := metadata.number(f"rope.scaling.{key}", None)) is not None:
+            scaling[name] = value
     return scaling | latent_rope(metadata) if metadata.architecture == "deepseek2" else scaling
 
 
@@ -51,8 +51,8 @@ def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[
         "long_factor": tables[ROPE_LONG].tolist(),
         "short_factor": tables[ROPE_SHORT].tolist(),
     }
-    factor = metadata.of_model("rope.scaling.attn_factor", None)
-    return scaling if factor is None else scaling | {"attention_factor": float(factor)}
+    factor = metadata.number("rope.scaling.attn_factor", None)
+    return scaling if factor is None else scaling | {"attention_factor": factor}
 
 
 def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:

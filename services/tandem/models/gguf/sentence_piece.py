@@ -11,17 +11,20 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tandem.errors import UnsupportedModel
-from tandem.models.gguf.config import GgufMetadata
+from tandem.models.gguf.metadata import GgufMetadata, special_key
 
 _SPACE = "▁"
 
 
 def build_sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
     """Returns the tokenizer, without its special tokens. Raises UnsupportedModel without scores."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise UnsupportedModel("the GGUF file has no score for each token (tokenizer.ggml.scores)")
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    scores = metadata.items("tokenizer.ggml.scores", float, len(tokens))
+    if scores is None:
+        raise UnsupportedModel(
+            "the GGUF file has no score for each token (tokenizer.ggml.scores), which "
+            "tokenizer.ggml.model llama needs"
+        )
+    unknown = metadata.token_id(special_key("unknown"))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(
         models.BPE(
@@ -32,7 +35,7 @@ def build_sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Token
             byte_fallback=True,
         )
     )
-    adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    adds_space = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     to_pieces = normalizers.Replace(" ", _SPACE)
     from_pieces: list[Any] = [
         decoders.Replace(_SPACE, " "),

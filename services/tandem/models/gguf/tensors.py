@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -117,15 +118,15 @@ def can_widen(block_type: BlocksType) -> bool:
     return block_type in TYPES
 
 
-def read_tensors(file: Path, config: ModelConfig) -> dict[str, Blocks]:
-    """Returns all tensors of the file, which stays mapped as long as one of them lives.
+def read_tensors(files: Sequence[Path], config: ModelConfig) -> dict[str, Blocks]:
+    """Returns all tensors of a model's files. A file stays mapped as long as one of them lives.
 
     Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
     no place in the architecture.
     """
-    headers = read_headers(file, config.architecture)
-    data = _map(file)
-    return {name: _blocks(data, each, config) for name, each in headers.items()}
+    headers = read_headers(files, config.architecture)
+    data = {file: _map(file) for file in files}
+    return {name: _blocks(data[each.file], each, config) for name, each in headers.items()}
 
 
 def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ rules are llama.cpp's, by its names
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ from tokenizers import (
 )
 
 from tandem.errors import UnsupportedModel
-from tandem.models.gguf.config import GgufMetadata
+from tandem.models.gguf.end_tokens import CONTROL, UNUSED, USER_DEFINED, token_types
+from tandem.models.gguf.metadata import GgufMetadata, special_key
 from tandem.models.gguf.sentence_piece import build_sentence_piece
-
-# Values of tokenizer.ggml.token_type.
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -40,6 +39,20 @@ _BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT_4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_AFTER}|{_BEFORE}{_UPPER}+{_LOWER}*{_AFTER}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# Mistral's cuts words as o200k_base does, but no suffix such as 's from them, and single digits.
+_TEKKEN = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Kimi's cuts words as o200k_base does, but runs of Han letters are apart.
+_NOT_HAN = r"&&[^\p{Han}]]"
+_UPPER_K2, _LOWER_K2 = _UPPER.removesuffix("]") + _NOT_HAN, _LOWER.removesuffix("]") + _NOT_HAN
+_KIMI_K2 = (
+    rf"[\p{{Han}}]+|{_BEFORE}{_UPPER_K2}*{_LOWER_K2}+{_AFTER}|"
+    rf"{_BEFORE}{_UPPER_K2}+{_LOWER_K2}*{_AFTER}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 # Of DeepSeek. Cased letters but for some scripts, such as small letters of Georgian.
@@ -67,6 +80,8 @@ _DEEPSEEK3 = (
 
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
+_BEGINNING_WITH_BOS = (*_LLAMA3_NAMES, "tekken")
+_IGNORING_MERGES = (*_LLAMA3_NAMES, "tekken")
 # tokenizer.ggml.pre -> patterns that cut the text, one after the other.
 _PATTERNS = {
     **dict.fromkeys(("gpt-2", "olmo"), (_GPT2,)),
@@ -74,6 +89,8 @@ _PATTERNS = {
     **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(_NFC_NAMES, (_QWEN2,)),
     "gpt-4o": (_GPT_4O,),
+    "tekken": (_TEKKEN,),
+    "kimi-k2": (_KIMI_K2,),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-v3": _DEEPSEEK3,
@@ -83,8 +100,8 @@ _PATTERNS = {
 
 def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
     """Writes both files to `folder`. Raises UnsupportedModel naming the tokenizer or its rules."""
-    model = metadata.get("tokenizer.ggml.model", "(none named)")
-    pre = metadata.get("tokenizer.ggml.pre", "(none named)")
+    model = metadata.text("tokenizer.ggml.model", "(none named)")
+    pre = metadata.text("tokenizer.ggml.pre", "(none named)")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModel(
             f"GGUF tokenizer {model} is not supported; gpt2 (byte-level BPE) and llama "
@@ -94,7 +111,7 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
         raise UnsupportedModel(
             f"GGUF pre-tokenizer {pre} is not supported; supported are {', '.join(_PATTERNS)}"
         )
-    tokens: list[str] = metadata.get("tokenizer.ggml.tokens")
+    tokens = metadata.tokens()
     if model == "llama":
         tokenizer = build_sentence_piece(metadata, tokens)
     else:
@@ -109,8 +126,12 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **{name: tokens[token_id] for name, token_id in special.items()},
+        "added_tokens_decoder": {
+            str(token_id): {"content": tokens[token_id], "normalized": False, "special": True}
+            for token_id in dict.fromkeys(special.values())
+        },
     }
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.text("tokenizer.chat_template", None)
     if template is not None:
         tokenizer_config["chat_template"] = template
     text = json.dumps(tokenizer_config, indent=2, ensure_ascii=False)
@@ -118,15 +139,15 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
 
 
 def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     vocab = {
         token: token_id
-        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind != _UNUSED
+        for token_id, (token, kind) in enumerate(zip(tokens, token_types(metadata), strict=True))
+        if kind != UNUSED
     }
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_NAMES)
+        models.BPE(
+            vocab=vocab, merges=_merges(metadata, vocab), ignore_merges=pre in _IGNORING_MERGES
+        )
     )
     if pre in _NFC_NAMES:
         tokenizer.normalizer = normalizers.NFC()
@@ -137,9 +158,29 @@ def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
+def _merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Returns the pairs of tokens that are joined, the first ones first."""
+    merges = metadata.items("tokenizer.ggml.merges", str)
+    if merges is None:
+        raise UnsupportedModel(
+            "the GGUF file has no tokenizer.ggml.merges, which tokenizer.ggml.model gpt2 needs: "
+            "pairs of tokens with a space between them"
+        )
+    pairs = []
+    for number, merge in enumerate(merges):
+        left, space, right = merge.partition(" ")
+        if not (space and left in vocab and right in vocab and left + right in vocab):
+            raise UnsupportedModel(
+                f"tokenizer.ggml.merges has {merge!r:.80} as number {number}; it must be two "
+                "tokens that make a third one, with a space between them"
+            )
+        pairs.append((left, right))
+    return pairs
+
+
 def _add_special(tokenizer: Tokenizer, metadata: GgufMetadata, tokens: list[str]) -> None:
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    types = token_types(metadata)
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         tokenizer.add_tokens(
             [
                 AddedToken(token, special=special, normalized=False)
@@ -153,10 +194,10 @@ def _add_boundaries(
     tokenizer: Tokenizer, metadata: GgufMetadata, *, pre: str, tokens: list[str]
 ) -> None:
     """Puts the bos and eos tokens around an encoded text, where the file asks for them."""
-    bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
-    is_default = pre in _LLAMA3_NAMES or metadata.get("tokenizer.ggml.model") == "llama"
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", is_default)
-    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    bos, eos = (metadata.token_id(special_key(name)) for name in ("bos", "eos"))
+    is_default = pre in _BEGINNING_WITH_BOS or metadata.get("tokenizer.ggml.model") == "llama"
+    add_bos = metadata.flag("tokenizer.ggml.add_bos_token", is_default)
+    add_eos = metadata.flag("tokenizer.ggml.add_eos_token", False)
     before = [bos] if add_bos and bos is not None else []
     after = [eos] if add_eos and eos is not None else []
     if before or after:

@@ -1,0 +1,42 @@
+"""The files of a model that llama.cpp's gguf-split has cut into parts.
+
+The parts are named NAME-00001-of-00003.gguf and so on. The first one has the keys of the model; all
+have some of the tensors, and say which part they are and how many tensors all of them have.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tandem.errors import ConfigError
+from tandem.models.broken_files import few
+
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.I)
+
+
+def whole_name(file: Path) -> str:
+    """Returns the file's name without its suffix and the number of its part."""
+    found = _PART.fullmatch(file.name)
+    return found["name"] if found else file.stem
+
+
+def parts_of(file: Path) -> tuple[Path, ...]:
+    """Returns all files of the model that a file belongs to. Raises ConfigError naming those that
+    are missing."""
+    found = _PART.fullmatch(file.name)
+    if found is None:
+        return (file,)
+    count = int(found["count"])
+    if not 1 <= int(found["number"]) <= count:
+        raise ConfigError(f"{file} is named as part {found['number']} of {found['count']}")
+    numbers = range(1, count + 1)
+    parts = tuple(
+        file.with_name(f"{found['name']}-{number:05}-of-{count:05}{found['suffix']}")
+        for number in numbers
+    )
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ConfigError(
+            f"{file} is one of {count} parts of a model, and {file.parent} lacks {few(missing)}"
+        )
+    return parts
