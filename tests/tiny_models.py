@@ -284,11 +284,11 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(path)
-    (path / "tokenizer.json").write_text(_character_tokenizer().to_str())
+    (path / "tokenizer.json").write_text(character_tokenizer().to_str())
     return read_folder(path), model
 
 
-def _character_tokenizer() -> Tokenizer:
+def character_tokenizer() -> Tokenizer:
     """Returns a tokenizer that makes a token of each printable character of ASCII."""
     vocabulary = {chr(32 + i): i for i in range(95)} | {"?": 31}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))

@@ -18,6 +18,7 @@ from tandem.models.layers import LayerSpec, read_layers
 from tandem.models.quantized.config import has_kv_scales, read_quantization
 from tandem.models.quantized.scheme import Quantization
 from tandem.models.rope import read_ropes
+from tandem.models.text_part import text_config
 
 Activation = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -82,6 +83,7 @@ class ModelConfig:
     is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
     latent: Latent | None = None  # attention by a latent of each token; None: by heads
     num_extra_layers: int = 0  # a checkpoint may have so many after the last one, which do not run
+    is_text_part: bool = False  # of a multimodal checkpoint (text_part.py)
 
     @property
     def num_layers(self) -> int:
@@ -136,7 +138,10 @@ class ModelConfig:
 
         Raises UnsupportedModel naming what cannot be run and what can.
         """
-        architecture = _architecture(config)
+        eos_token_ids = read_eos_token_ids(config, generation_config)
+        text = text_config(config)
+        architecture = _architecture(config) if text is None else _family_of_part(text)
+        config = config if text is None else text
         family = FAMILIES[architecture]
         config = _with_defaults(config, family)
         _check_supported(config, family)
@@ -166,7 +171,7 @@ class ModelConfig:
             mlp_bias=flag(config, "mlp_bias"),
             qk_norm=family.qk_norm,
             max_model_len=max_model_len,
-            eos_token_ids=read_eos_token_ids(config, generation_config),
+            eos_token_ids=eos_token_ids,
             torch_dtype=_dtype(config),
             norms=family.norms,
             norm_offset=family.norm_offset,
@@ -185,6 +190,7 @@ class ModelConfig:
             is_fused=family.is_fused,
             latent=latent,
             num_extra_layers=_num_extra_layers(config, family),
+            is_text_part=text is not None,
         )
 
 
@@ -224,6 +230,17 @@ def _architecture(config: Mapping[str, Any]) -> str:
             f"{architecture}; only one can be right"
         )
     return architecture
+
+
+def _family_of_part(text: Mapping[str, Any]) -> str:
+    """Returns the architecture of the text part of a multimodal checkpoint."""
+    kind = text["model_type"]
+    if (family := _family_of(kind)) is None:
+        raise UnsupportedModel(
+            f"the text part of this multimodal checkpoint is of the family {kind!r:.80} "
+            f"(text_config.model_type), which is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    return family
 
 
 def _family_of(model_type: object) -> str | None:

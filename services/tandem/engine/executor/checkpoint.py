@@ -15,6 +15,7 @@ from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT
 from tandem.models.config import ModelConfig
 from tandem.models.gguf.tensors import Blocks, read_tensors
 from tandem.models.quantized.tensors import Coded, join_parts
+from tandem.models.text_part import names_in_model
 
 Stored = Mapping[str, torch.Tensor | Blocks | Coded | Mxfp4]
 
@@ -28,7 +29,9 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
     places: dict[str, Path] = {}
     for file in files:
         with naming(file):
-            loaded = load_file(file)
+            stored = load_file(file)
+            names = names_in_model(stored, is_text_part=config.is_text_part)
+            loaded = {own: stored[name] for own, name in names.items()}
         tensors |= loaded
         places |= dict.fromkeys(loaded, file)
     if config.is_mxfp4:

@@ -19,6 +19,7 @@ from tandem.models.checkpoint.quantized_forms import forms_of_parts, is_quantize
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT, expected_shapes
 from tandem.models.config import ModelConfig
 from tandem.models.gguf.names import gguf_names
+from tandem.models.text_part import names_in_model
 
 # Tables that old checkpoints carry along; they follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -43,7 +44,7 @@ def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
     """
     is_gguf = files[0].suffix.lower() == ".gguf"
     with naming(files[0] if len(files) == 1 else files[0].parent):
-        stored = _of_gguf(files, config) if is_gguf else _of_safetensors(files)
+        stored = _of_gguf(files, config) if is_gguf else _of_safetensors(files, config)
         if config.num_layers > len(stored):
             raise UnsupportedModel(
                 f"{config.num_layers} layers are more than the checkpoint has tensors"
@@ -61,12 +62,13 @@ def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
     return shapes
 
 
-def _of_safetensors(files: Sequence[Path]) -> dict[str, _Stored]:
-    return {
-        name: _Stored(each.dtype, each.shape, file, name)
-        for file in files
-        for name, each in read_header(file).tensors.items()
-    }
+def _of_safetensors(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:
+    stored: dict[str, _Stored] = {}
+    for file in files:
+        tensors = read_header(file).tensors
+        for own, name in names_in_model(tensors, is_text_part=config.is_text_part).items():
+            stored[own] = _Stored(tensors[name].dtype, tensors[name].shape, file, name)
+    return stored
 
 
 def _of_gguf(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, read_header
 from tandem.models.config import ModelConfig
+from tandem.models.text_part import names_in_model
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?([kv])_scale")
 
@@ -45,9 +46,11 @@ def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, St
         return {}
     found: dict[Place, StoredScale] = {}
     for file in files:
-        for name, each in read_header(file).tensors.items():
-            if (place := place_of_scale(name)) is None:
+        tensors = read_header(file).tensors
+        for own, name in names_in_model(tensors, is_text_part=config.is_text_part).items():
+            if (place := place_of_scale(own)) is None:
                 continue
+            each = tensors[name]
             if math.prod(each.shape) != 1 or each.dtype not in FLOATS:
                 raise UnsupportedModel(
                     f"{file}: {name} is {each.dtype} of shape {list(each.shape)}; a scale of KV "

@@ -1,0 +1,167 @@
+"""The text part of a multimodal checkpoint, as a model of its own.
+
+    config.json         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}}
+    language_model.model.layers.0.mlp.up_proj.weight    as transformers 4 wrote it
+    model.language_model.layers.0.mlp.up_proj.weight    as transformers 5 has it
+    model.text_model.layers.0.mlp.up_proj.weight        Idefics and SmolVLM
+    model.layers.0.mlp.up_proj.weight                   Qwen 2 VL
+
+The architectures here compute for a text without images exactly what their text part computes
+alone. Others do not: PaliGemma's prompts see their own later tokens, and BLIP has no answer without
+an image. Images, sounds and the tensors for them are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tandem.errors import UnsupportedModel
+
+_SUFFIX = "ForConditionalGeneration"
+# Architecture, less the suffix -> what its text_config is if that does not say its model_type.
+_DEFAULT_KINDS: Mapping[str, str] = {
+    "AudioFlamingo3": "qwen2",
+    "DeepseekVL": "llama",
+    "DeepseekVLHybrid": "llama",
+    "FastVlm": "qwen2",
+    "Gemma3": "gemma3_text",
+    "GlmAsr": "llama",
+    "GotOcr2": "qwen2",
+    "GraniteSpeech": "granite",
+    "Idefics2": "mistral",
+    "Idefics3": "llama",
+    "InternVL": "qwen2",
+    "Janus": "llama",
+    "Kimi_K25": "deepseek_v3",
+    "LightOnOcr": "qwen3",
+    "Llava": "llama",
+    "LlavaNext": "llama",
+    "LlavaNextVideo": "llama",
+    "LlavaOnevision": "qwen2",
+    "Mistral3": "mistral",
+    "MusicFlamingo": "qwen2",
+    "Ovis2": "qwen2",
+    "PerceptionLM": "llama",
+    "QianfanOCR": "qwen3",
+    "Qwen2Audio": "qwen2",
+    "Qwen2VL": "qwen2_vl_text",
+    "Qwen2_5_VL": "qwen2_5_vl_text",
+    "Qwen3ASR": "qwen3",
+    "Qwen3VL": "qwen3_vl_text",
+    "SmolVLM": "llama",
+    "VideoLlama3": "qwen2",
+    "VideoLlava": "llama",
+    "VipLlava": "llama",
+    "Voxtral": "llama",
+}
+# Kinds of text parts that are another architecture once positions are those of a text.
+_PLAIN_KINDS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+_VL = dict(zip(_SIZE_KEYS, (152064, 8192, 29568, 80, 64, 8, 32768), strict=True)) | {
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+}
+# A text_config leaves out what transformers assumes for its kind, sizes too.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    kind: dict(zip(_SIZE_KEYS, sizes, strict=True))
+    for kind, sizes in {
+        "llama": (32000, 4096, 11008, 32, 32, 32, 2048),
+        "mistral": (32000, 4096, 14336, 32, 32, 8, 131072),
+        "qwen2": (151936, 4096, 22016, 32, 32, 32, 32768),
+        "qwen3": (151936, 4096, 22016, 32, 32, 32, 32768),
+        "gemma2": (256000, 2304, 9216, 26, 8, 4, 8192),
+        "gemma3_text": (262208, 2304, 9216, 26, 8, 4, 131072),
+        "granite": (32000, 4096, 11008, 32, 32, 32, 2048),
+        "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128000),
+    }.items()
+} | {"qwen2_vl_text": _VL, "qwen2_5_vl_text": _VL}
+_DEFAULT_THETAS = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen3_vl_text": 5e5}
+_OF_ALL_PARTS = ("quantization_config", "torch_dtype", "dtype")
+_OF_POSITIONS = ("mrope_section", "mrope_interleaved")
+_NAME = re.compile(
+    r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<inner>.+)"
+    r"|(?P<plain>(?:lm_head|model\.(?:layers|embed_tokens|norm))\..+)"
+)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the config of the text part, as a checkpoint of that part alone would have it; None
+    for a config that has no parts.
+
+    Its `architectures` is left out: `model_type` names the family. Raises UnsupportedModel."""
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if not isinstance(name, str) or not name.endswith(_SUFFIX):
+        return None
+    part = config.get("text_config")
+    if part is None and config.get("vision_config") is not None:
+        part = {key: value for key, value in config.items() if key != "model_type"}
+    if part is None:
+        return None
+    if not isinstance(part, dict):
+        raise UnsupportedModel(f"text_config is {part!r:.80}; it must be an object")
+    default = _DEFAULT_KINDS.get(name.removesuffix(_SUFFIX))
+    if default is None:
+        raise UnsupportedModel(
+            f"architecture {name:.80} is not supported, and neither is its text part alone, "
+            f"{part.get('model_type')!r:.80}; text parts are supported of "
+            f"{', '.join(each + _SUFFIX for each in _DEFAULT_KINDS)}"
+        )
+    kind = part.get("model_type") or default
+    text = {**_DEFAULTS.get(str(kind), {}), **part}
+    text |= {key: config[key] for key in _OF_ALL_PARTS if part.get(key) is None and key in config}
+    if (is_tied := _is_tied(config, part)) is not None:
+        text["tie_word_embeddings"] = is_tied
+    if (theta := _DEFAULT_THETAS.get(str(kind))) is not None:
+        text = _with_plain_positions(text, theta)
+    text["model_type"] = _PLAIN_KINDS.get(str(kind), kind)
+    text.pop("architectures", None)
+    return text
+
+
+def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, str]:
+    """Returns the stored names of a model's tensors by the names that they have in it. Those of
+    other parts are left out. Raises UnsupportedModel for two that are the same tensor."""
+    if not is_text_part:
+        return {name: name for name in stored}
+    names: dict[str, str] = {}
+    for name in stored:
+        if (own := text_name(name)) is None:
+            continue
+        if own in names:
+            raise UnsupportedModel(f"{names[own]} and {name} are the same tensor")
+        names[own] = name
+    return names
+
+
+def text_name(name: str) -> str | None:
+    """Returns the name that a tensor or a module has in the text part; None if it is no part of
+    it."""
+    if (found := _NAME.fullmatch(name)) is None:
+        return None
+    if (inner := found["inner"]) is None:
+        return found["plain"]
+    return inner if inner.startswith("lm_head.") else f"model.{inner}"
+
+
+def _is_tied(config: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
+    """Returns what either of both says; transformers has written it to one or the other."""
+    said = [each.get("tie_word_embeddings") for each in (part, config)]
+    said = [each for each in said if each is not None]
+    return True if True in said else next(iter(said), None)
+
+
+def _with_plain_positions(text: dict[str, Any], theta: float) -> dict[str, Any]:
+    """Returns the config with positions of one dimension. The three that a token has are equal
+    where there are no images, and are then those of a text."""
+    plain = {"rope_theta": theta, **text}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(given := plain.get(key), dict):
+            kept = {name: each for name, each in given.items() if name not in _OF_POSITIONS}
+            plain[key] = {name: each for name, each in kept.items() if each != "mrope"} or None
+    return plain
