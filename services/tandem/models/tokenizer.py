@@ -246,7 +246,7 @@ def _bytes_of(token: str) -> bytes:
     """Decodes as tokenizers' ByteLevel does: through the byte alphabet, or, for a token with a
     letter outside it (an added token), its UTF-8."""
     try:
-        return bytes(_BYTE_OF_LETTER[letter] for letter in token)
+        return bytes(BYTE_OF_LETTER[letter] for letter in token)
     except KeyError:
         return token.encode()
 
@@ -255,7 +255,7 @@ def _bytes_of(token: str) -> bytes:
 # the letters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
-_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
+BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)
 }
 

@@ -171,11 +171,14 @@ def write_gguf(
     tokens: dict[int, str] | None = None,
     kinds: dict[int, int] | None = None,
     more: dict[str, object] | None = None,
+    **splitting: int,
 ) -> Path:
-    """Writes a file. `keys` are more metadata under the architecture, or other sizes; `types` are
-    those of tensors that are quantized, `tokens` other texts of some, and `kinds` other types.
-    `more` are metadata by their whole keys. The file lacks those that are None."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """Writes a file, or with `splitting` its parts.
+
+    `keys` are more metadata under the architecture, or other sizes; `types` are those of tensors
+    that are quantized, `tokens` other texts of some, and `kinds` other types. `more` are metadata
+    by their whole keys. The file lacks those that are None."""
+    writer = gguf.GGUFWriter(path, architecture, **splitting)
     own_kinds = dict(enumerate([CONTROL, CONTROL, USER_DEFINED, UNUSED], len(TOKENS) - 4))
     own_kinds |= kinds or {}
     metadata: dict[str, object] = {

@@ -51,6 +51,8 @@ def test_smollm_cuts_digits_first(convert):
         ("deepseek-llm", ["I", "'", "LL", " pay", " ", "12345", ".", "Go"]),
         ("deepseek-coder", ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", ".", "Go"]),
         ("deepseek-v3", ["I", "'LL", " pay", " ", "123", "45", ".Go"]),
+        ("tekken", ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", ".Go"]),
+        ("kimi-k2", ["I'LL", " pay", " ", "123", "45", ".Go"]),
     ],
 )
 def test_each_rule_cuts_in_its_own_way(convert, pre, pieces):
@@ -64,6 +66,19 @@ def test_gpt_4o_cuts_where_capitals_begin(convert):
     found = cuts(convert("gpt-4o").pre_tokenizer, text)
     pieces = [text[start:end] for start, end in found]
     assert pieces == ["get", "URLparts", "/\n", " naïve", "Café"]
+
+
+def test_tekken_and_kimi_cut_words_at_capitals_and_han(convert):
+    text = "getURLparts/\n 中文abc漢it's naïveCafé"
+    for pre, pieces in (
+        ("tekken", ["get", "URLparts", "/\n", " 中文abc漢it", "'s", " naïve", "Café"]),
+        (
+            "kimi-k2",
+            ["get", "URLparts", "/\n", " ", "中文", "abc", "漢", "it's", " naïve", "Café"],
+        ),
+    ):
+        found = cuts(convert(pre).pre_tokenizer, text)
+        assert [text[start:end] for start, end in found] == pieces
 
 
 @pytest.mark.parametrize(
@@ -91,7 +106,9 @@ def test_merges_and_added_tokens(convert, tiny_gguf):
 def test_llama_3_begins_every_text_with_bos(convert, tiny_gguf):
     assert convert("llama-bpe").encode("a").ids[0] == tiny_gguf.bos
     assert convert("llama-bpe").encode("a", add_special_tokens=False).ids != []
+    assert convert("tekken").encode("a").ids[0] == tiny_gguf.bos
     assert convert("qwen2").encode("a").ids[0] != tiny_gguf.bos
+    assert convert("kimi-k2").encode("a").ids[0] != tiny_gguf.bos
 
 
 def test_qwen_composes_characters_first(convert):

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,20 +46,28 @@ def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
     ConfigError when the file is no GGUF file.
     """
     files = parts_of(gguf_file)
-    place = _place(files, cache_dir)
-    if place.is_dir() and _source(place) == str(files[0].resolve()):
+    return keep_conversion(
+        _place(files, cache_dir), files[0], lambda folder: _convert(files, folder)
+    )
+
+
+def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) -> Path:
+    """Returns a folder of the cache, which `convert` fills unless it was filled before.
+
+    `source` is what the conversion is made of, or another copy of that."""
+    if place.is_dir() and _source(place) == str(source.resolve()):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(place.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process dies
         if place.is_dir():
-            _set_source(place, files[0])
+            _set_source(place, source)
         else:
             unfinished = place.with_name(place.name + ".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             try:
-                _convert(files, unfinished)
+                convert(unfinished)
                 unfinished.rename(place)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -107,11 +115,11 @@ def _source(folder: Path) -> str:
     return str(json.loads((folder / CONVERSION_FILE).read_text())["source"])
 
 
-def _set_source(folder: Path, gguf_file: Path) -> None:
+def _set_source(folder: Path, source: Path) -> None:
     """The copy that the folder was made from may be gone, with an older environment for example."""
     conversion = json.loads((folder / CONVERSION_FILE).read_text())
     changed = folder / f"{CONVERSION_FILE}.changed"
-    _write_json(changed, conversion | {"source": str(gguf_file.resolve())})
+    write_json(changed, conversion | {"source": str(source.resolve())})
     changed.rename(folder / CONVERSION_FILE)
 
 
@@ -159,8 +167,8 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
         tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
             hf_name(tensor.name, config["architectures"][0])  # raises for one that has no place
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", generation)
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", generation)
         write_tokenizer(metadata, folder)
     conversion = {
         "name": model_name(files[0]),
@@ -168,8 +176,9 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
         "num_weights": sum(math.prod(tensor.shape) for tensor in tensors),
         "version": _VERSION,
     }
-    _write_json(folder / CONVERSION_FILE, conversion)
+    write_json(folder / CONVERSION_FILE, conversion)
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Writes a JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")

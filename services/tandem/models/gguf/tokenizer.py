@@ -151,11 +151,17 @@ def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
     )
     if pre in _NFC_NAMES:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def pre_tokenizer(pre: str = "", *, pattern: str = "") -> pre_tokenizers.PreTokenizer:
+    """Returns what cuts a text into words, by rules that have a name here, or by one pattern."""
+    patterns = (pattern,) if pattern else _PATTERNS[pre]
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, byte_level])
 
 
 def _merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
