@@ -218,11 +218,13 @@ def read_eos_token_ids(
 
 def _architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or ["(none named)"]
-    if not isinstance(named, list) or named[0] not in FAMILIES:
+    first = named[0] if isinstance(named, list) else named
+    if not isinstance(named, list) or not isinstance(first, str) or first not in FAMILIES:
         raise UnsupportedModel(
-            f"architecture {named[0]!s:.80} is not supported; supported are {', '.join(FAMILIES)}"
+            f"architecture {first!s:.80} is not supported; supported are {', '.join(FAMILIES)}, "
+            "and text parts of multimodal models of these"
         )
-    architecture = str(named[0])
+    architecture = first
     kind = config.get("model_type")
     if kind is not None and _family_of(kind) not in (None, architecture):
         raise UnsupportedModel(

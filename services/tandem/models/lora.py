@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -25,9 +25,11 @@ from tandem.models.checkpoint.headers import TensorHeader, read_header
 from tandem.models.config import ModelConfig
 from tandem.models.lora_targets import find_modules, linear_shapes
 from tandem.models.source import read_json
+from tandem.models.text_part import text_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of the names of tensors
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 20
 _DTYPES = ("F32", "F16", "BF16")
@@ -62,6 +64,11 @@ _READ = {
 }
 # Other ways to initialize change the base model's weights, too.
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
+_TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "rank_pattern": (dict, "an object of names and ranks"),
+    "alpha_pattern": (dict, "an object of names and numbers"),
+    "exclude_modules": ((str, list), "a pattern of names, or a list of them"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,8 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
             )
     with naming(folder / WEIGHTS_FILE):
         header = read_header(folder / WEIGHTS_FILE)
-        tensors = _check_header(header.tensors, modules, linear_shapes(model))
+        plain = _plain_names(header.tensors, is_text_part=model.is_text_part)
+        tensors = _check_header(header.tensors, plain, modules, linear_shapes(model))
     return LoraFolder(folder, modules, tensors, raw)
 
 
@@ -164,6 +172,9 @@ def _check_supported(config: Mapping[str, Any]) -> None:
             f"init_lora_weights is {initialized!r:.80}, which changes the base model's weights; "
             "save the adapter as a plain LoRA"
         )
+    for name, (kinds, allowed) in _TYPES.items():
+        if config.get(name) and not isinstance(config[name], kinds):
+            raise UnsupportedModel(f"{name} is {config[name]!r:.80}; it must be {allowed}")
     for name in sorted(set(config) - _NEUTRAL - _READ - {"bias"}):
         if config[name]:  # PEFT writes every field; those that are off are null, false or empty
             raise UnsupportedModel(f"{name} is {config[name]!r:.80}, which is not supported")
@@ -176,19 +187,28 @@ def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
+def _plain_names(stored: Iterable[str], *, is_text_part: bool) -> dict[str, str]:
+    """Returns the names in the file by those that PEFT gives to the tensors of a model that has no
+    other parts. It writes no adapter's name into the file; older versions and programs do."""
+    plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in stored}
+    if not is_text_part:
+        return plain
+    inner = {name.removeprefix(_PREFIX): name for name in plain}
+    return {f"{_PREFIX}{text_name(own) or own}": plain[name] for own, name in inner.items()}
+
+
 def _check_header(
     header: Mapping[str, TensorHeader],
+    plain: Mapping[str, str],
     modules: Mapping[str, LoraModule],
     linears: Mapping[str, tuple[int, int]],
 ) -> dict[str, tuple[str, str]]:
     """Returns the names of each module's A and B. Raises UnsupportedModel."""
-    # PEFT writes no adapter's name into the file; older versions and other programs do.
-    plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in header}
     tensors = {}
     expected: dict[str, tuple[int, int]] = {}
     for name, module in modules.items():
         num_out, num_in = linears[name]
-        a, b = (f"base_model.model.{name}.lora_{part}.weight" for part in "AB")
+        a, b = (f"{_PREFIX}{name}.lora_{part}.weight" for part in "AB")
         expected |= {a: (module.rank, num_in), b: (num_out, module.rank)}
         tensors[name] = plain.get(a, a), plain.get(b, b)
     if surplus := plain.keys() - expected.keys():

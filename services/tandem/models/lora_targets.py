@@ -81,8 +81,10 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     else:
         for target in targets:
             if not any(_ends_with(name, [target]) for name in linears):
+                is_other = any(_ends_with(name, [target]) for name in _OTHERS)
                 raise UnsupportedModel(
-                    f"target_modules has {target!r:.80}, which is not supported; supported are "
+                    f"target_modules has {target!r:.80}, which is not supported"
+                    f"{'' if is_other else ': this model has no such module'}; supported are "
                     f"{_allowed(linears)}"
                 )
         found = [name for name in names if _ends_with(name, targets)]

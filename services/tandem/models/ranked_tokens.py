@@ -28,7 +28,7 @@ from tandem.models.broken_files import naming
 from tandem.models.fields import size
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, keep_conversion, write_json
 from tandem.models.gguf.tokenizer import pre_tokenizer
-from tandem.models.source import read_json, read_json_if_any
+from tandem.models.source import read_json, read_json_if_any, read_tokenizer_settings
 from tandem.models.tokenizer import BYTE_OF_LETTER
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
@@ -135,17 +135,18 @@ def with_tokenizer_json(folder: Path, file: Path, *, cache_dir: Path | None = No
     place = (cache_dir or cache_root()) / "models" / f"{folder.name}-{digest.hexdigest()}"
 
     def convert(made: Path) -> None:
+        settings = read_tokenizer_settings(folder / "tokenizer_config.json")
         with naming(file):
-            tokens = _tekken(file) if file.suffix == ".json" else _tiktoken(folder, file)
+            tokens = _tekken(file) if file.suffix == ".json" else _tiktoken(settings, file)
             _build(tokens).save(str(made / "tokenizer.json"))
-        _write_settings(folder, made, file, tokens)
+        _write_settings(folder, made, file, settings, tokens)
         conversion = {"name": folder.name, "source": str(folder.resolve()), "version": _VERSION}
         write_json(made / CONVERSION_FILE, conversion)
 
     return keep_conversion(place, folder, convert)
 
 
-def _tiktoken(folder: Path, file: Path) -> _Tokens:
+def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
     ranked: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
@@ -157,7 +158,6 @@ def _tiktoken(folder: Path, file: Path) -> _Tokens:
         token, rank = line.split()
         ranked[_decoded(token, f"line {number}")] = int(rank)
     _check_ranks(ranked)
-    settings = read_json_if_any(folder / "tokenizer_config.json")
     family = _family(settings, file, len(ranked))
     first, num_named = len(ranked), len(family.special)
     special = {name: first + index for index, name in enumerate(family.special)}
@@ -248,16 +248,7 @@ def _special_of_tekken(given: Any, num: int) -> dict[str, int]:
 def _added_tokens(settings: Mapping[str, Any]) -> dict[str, int]:
     """Returns the special tokens that a tokenizer_config.json names."""
     added = settings.get("added_tokens_decoder") or {}
-    found = {}
-    for token_id, each in added.items() if isinstance(added, dict) else ():
-        content = each.get("content") if isinstance(each, dict) else None
-        if not token_id.isdecimal() or not isinstance(content, str):
-            raise ConfigError(
-                f"added_tokens_decoder of tokenizer_config.json has {token_id!r:.40}: "
-                f"{each!r:.80}; it must be a token's id with an object that has its content"
-            )
-        found[content] = int(token_id)
-    return found
+    return {each["content"]: int(token_id) for token_id, each in added.items()}
 
 
 def _decoded(token: bytes, place: str) -> bytes:
@@ -322,7 +313,9 @@ def _copied(folder: Path, file: Path) -> list[Path]:
     return [each for each in found if each != file and not each.name.endswith(".index.json")]
 
 
-def _write_settings(folder: Path, made: Path, file: Path, tokens: _Tokens) -> None:
+def _write_settings(
+    folder: Path, made: Path, file: Path, settings: Mapping[str, Any], tokens: _Tokens
+) -> None:
     for each in _copied(folder, file):
         if each.name not in _WRITTEN:
             copy = made / each.relative_to(folder)
@@ -333,12 +326,11 @@ def _write_settings(folder: Path, made: Path, file: Path, tokens: _Tokens) -> No
         str(token_id): {"content": name, "normalized": False, "special": True}
         for name, token_id in tokens.special.items()
     }
-    settings = own | read_json_if_any(folder / "tokenizer_config.json")
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}
-    settings.pop("auto_map", None)
-    write_json(made / "tokenizer_config.json", settings)
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}
+    given = {name: value for name, value in settings.items() if name != "auto_map"}
+    write_json(made / "tokenizer_config.json", own | given | kind)
     generation = read_json_if_any(folder / "generation_config.json")
     eos = generation.get("eos_token_id")
-    given = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    named = [] if eos is None else eos if isinstance(eos, list) else [eos]
     ends = [tokens.special[end] for end in tokens.ends if end in tokens.special]
-    write_json(made / "generation_config.json", generation | {"eos_token_id": given + ends})
+    write_json(made / "generation_config.json", generation | {"eos_token_id": named + ends})

@@ -184,19 +184,15 @@ def end_token_ids(path: Path) -> tuple[int, ...]:
 def _end_token_of_tokenizer(path: Path) -> int | None:
     """Returns the id of the tokenizer's end token; None if it has none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        settings = read_json_if_any(path / name)
+        settings = read_tokenizer_settings(path / name)
         token = settings.get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(text, str):
-            raise ConfigError(
-                f"{path / name}: eos_token is {token!r:.80}; it must be a text, or an object that "
-                "has the text as content"
-            )
-        if text is not None:
-            with naming(path / name):
-                added = dict(settings.get("added_tokens_decoder") or {}).items()
-                found = [int(token_id) for token_id, each in added if each["content"] == text]
-            return found[0] if found else _id_of(text, path / "tokenizer.json")
+        text = token["content"] if isinstance(token, dict) else token
+        if text is None:
+            continue
+        for token_id, each in (settings.get("added_tokens_decoder") or {}).items():
+            if each["content"] == text:
+                return int(token_id)
+        return _id_of(text, path / "tokenizer.json")
     return None
 
 
@@ -211,6 +207,47 @@ def _id_of(token: str, file: Path) -> int | None:
         if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of ids
             vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
         return vocabulary.get(token)
+
+
+def read_tokenizer_settings(file: Path) -> dict[str, Any]:
+    """Returns what a tokenizer_config.json or special_tokens_map.json has, if there is such a file.
+    Raises ConfigError naming a field of another type than it must have."""
+    settings = read_json_if_any(file)
+    for name, is_allowed, allowed in (
+        *((f"{role}_token", _is_token, _TOKEN_FORMS) for role in _TOKEN_ROLES),
+        ("chat_template", _is_template, "a text, or a list of objects with a name and a template"),
+        ("added_tokens_decoder", _is_decoder, "an object of ids and objects with a content"),
+    ):
+        value = settings.get(name)
+        if value is not None and not is_allowed(value):
+            raise ConfigError(f"{file}: {name} is {value!r:.80}; it must be {allowed}")
+    return settings
+
+
+_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_TOKEN_FORMS = "a text, or an object that has the text as content"
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
+def _is_template(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and all(
+            isinstance(each, dict)
+            and all(isinstance(each.get(key), str) for key in ("name", "template"))
+            for each in value
+        )
+    )
+
+
+def _is_decoder(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        token_id.isdecimal() and isinstance(each, dict) and isinstance(each.get("content"), str)
+        for token_id, each in value.items()
+    )
 
 
 def _with_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
@@ -290,9 +327,16 @@ def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path
 def _weight_files(path: Path) -> tuple[Path, ...]:
     index = path / _INDEX_FILE
     if index.is_file():
-        with naming(index):
-            names = sorted(set(read_json(index).get("weight_map", {}).values()))
-            outside = [name for name in names if Path(name).is_absolute() or ".." in name]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise ConfigError(
+                f"{index}: weight_map is {weight_map!r:.80}; it must be an object that gives the "
+                "file of each tensor"
+            )
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if Path(name).is_absolute() or ".." in name]
         if outside:
             raise ConfigError(f"{index} names {outside[0][:80]!r}, which is not in its folder")
         for name in names:

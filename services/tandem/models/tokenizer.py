@@ -18,7 +18,7 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.broken_files import naming
 from tandem.models.chat_template import NO_OPTIONS, ChatTemplate
 from tandem.models.control_strings import ControlStrings
-from tandem.models.source import ModelFolder, end_token_ids, read_json_if_any
+from tandem.models.source import ModelFolder, end_token_ids, read_tokenizer_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self.chat_template = ChatTemplate.from_folder(
-            folder, read_json_if_any(folder / "tokenizer_config.json")
+            folder, read_tokenizer_settings(folder / "tokenizer_config.json")
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = end_token_ids(folder)

@@ -245,3 +245,41 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(text)
         with pytest.raises(ConfigError, match=f"{tmp_path / 'adapter_config.json'}"):
             open_lora(str(tmp_path), MODEL, rank_max=64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"target_modules": ["q_proj", "wq"]},
+            "has 'wq', which is not supported: this model has no",
+        ),
+        ({"target_modules": ["lm_head"]}, "has 'lm_head', which is not supported; supported are"),
+        ({"target_modules": ".*wq"}, "target_modules '.*wq' names no module of this model, which"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\]; it must be an object"),
+        ({"alpha_pattern": "x"}, "alpha_pattern is 'x'; it must be an object"),
+        ({"exclude_modules": 5}, "exclude_modules is 5; it must be a pattern"),
+    ],
+)
+def test_a_module_that_the_model_lacks_and_a_field_of_a_wrong_type_are_named(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=says) as raised:
+        modules_of(**settings)
+    assert len(raised.value.message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", ["language_model.model.", "model.language_model.", "model."])
+def test_an_adapter_of_a_multimodal_model(place: str, tmp_path: Path) -> None:
+    """PEFT names the tensors as the whole model does."""
+    write_adapter(tmp_path, MODEL, target_modules=["q_proj"])
+    file = tmp_path / WEIGHTS_FILE
+    wanted = open_lora(str(tmp_path), MODEL, rank_max=64)
+    named = {
+        name.replace("base_model.model.model.", f"base_model.model.{place}"): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(named, file)
+    found = open_lora(str(tmp_path), replace(MODEL, is_text_part=True), rank_max=64)
+    assert found.modules == wanted.modules
+    assert {name for pair in found.tensors.values() for name in pair} == named.keys()
