@@ -23,6 +23,12 @@ _SIZES: dict[str, object] = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 10000.0,
 }
+KEYS = (
+    *(f"llama.{key}" for key in _SIZES),
+    *(f"tokenizer.ggml.{key}" for key in ("model", "pre", "tokens", "merges", "token_type")),
+    *(f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos")),
+    "general.architecture",
+)
 TOKENS = [*sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "<s>", "</s>", "<think>", "[PAD]"]
 MERGES = ["Ġ t", "h e", "Ġt he"]
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5

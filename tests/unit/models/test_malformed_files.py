@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.executor.load_weights import load_weights
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
+from tandem.models.checkpoint.check import check_weights
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
@@ -207,6 +210,53 @@ def test_broken_gguf_files_are_refused(whole_gguf: bytes, tmp_path: Path) -> Non
 
 def test_broken_folders_are_refused(whole_folder: Path, tmp_path: Path) -> None:
     assert fuzz_folder(whole_folder, tmp_path, NUM_FILES_SHORT) > NUM_FILES_SHORT // 4
+
+
+MISTYPED = (None, "x", 0, 1 << 31, -1.5, True, ["x"], [1, 2])
+PYTHON_ERROR = re.compile(r"\b\w*(Error|Exception)\b")
+
+
+def assert_named(path: Path, cache: Path) -> None:
+    """What is refused of a model is one line without the name of a Python error."""
+    said = ""
+    try:
+        model = resolve(str(path), cache_dir=cache)
+        Tokenizer.of(model)
+        check_weights(model.weight_files, model.config)
+    except TandemError as error:
+        said = error.message
+    assert len(said.splitlines()) < 2
+    assert not PYTHON_ERROR.search(said), said
+
+
+def test_each_key_of_a_gguf_file_that_is_mistyped_is_named(tmp_path: Path) -> None:
+    from tests.unit.models.conftest import KEYS, write_gguf
+
+    norm = {"output_norm.weight": np.ones(64, np.float32)}
+    others = ("chat_template", "ggml.eot_token_id", "ggml.add_bos_token", "ggml.scores")
+    for key in (*KEYS, *(f"tokenizer.{each}" for each in others), "split.count"):
+        for value in MISTYPED:
+            file = write_gguf(tmp_path / "m.gguf", norm, more={key: value})
+            assert_named(file, tmp_path / "cache")
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+
+def test_each_field_of_a_folder_that_is_mistyped_is_named(
+    whole_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(whole_folder, folder)
+    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in folder.glob("*.json"):
+        if file.name != "tokenizer.json":
+            content = file.read_text()
+            fields = {"eos_token": "</s>", "added_tokens_decoder": {}} | json.loads(content)
+            for field in fields:
+                for value in MISTYPED:
+                    file.write_text(json.dumps(fields | {field: value}))
+                    assert_named(folder, tmp_path / "cache")
+            file.write_text(content)
 
 
 @pytest.mark.slow

@@ -72,6 +72,11 @@ def hf_config(
     num_heads = metadata.size("attention.head_count")
     hidden_size = metadata.size("embedding_length")
     head_dim = metadata.size("attention.key_length", hidden_size // num_heads)
+    if head_dim < 1:
+        raise UnsupportedModel(
+            f"{metadata.architecture}.embedding_length is {hidden_size}; it must be at least the "
+            f"number of heads, {num_heads}"
+        )
     context_length = metadata.size("context_length")
     theta = metadata.number("rope.freq_base", 10000.0)
     _check_supported(metadata, head_dim=head_dim)
