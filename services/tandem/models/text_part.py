@@ -119,6 +119,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         text["tie_word_embeddings"] = is_tied
     if (theta := _DEFAULT_THETAS.get(str(kind))) is not None:
         text = _with_plain_positions(text, theta)
+    if isinstance(quantization := text.get("quantization_config"), dict):
+        text["quantization_config"] = _with_own_names(quantization)
     text["model_type"] = _PLAIN_KINDS.get(str(kind), kind)
     text.pop("architectures", None)
     return text
@@ -154,6 +156,21 @@ def _is_tied(config: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
     said = [each.get("tie_word_embeddings") for each in (part, config)]
     said = [each for each in said if each is not None]
     return True if True in said else next(iter(said), None)
+
+
+def _with_own_names(quantization: dict[str, Any]) -> dict[str, Any]:
+    """Returns it with the names that modules have in the text part."""
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict):
+        return quantization
+    own = {}
+    for key, group in groups.items():
+        targets = group.get("targets") if isinstance(group, dict) else None
+        if isinstance(targets, list):
+            names = [text_name(each) or each if isinstance(each, str) else each for each in targets]
+            group = group | {"targets": names}
+        own[key] = group
+    return quantization | {"config_groups": own}
 
 
 def _with_plain_positions(text: dict[str, Any], theta: float) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +132,20 @@ def test_torch_keeps_all_of_them(checkpoint: Checkpoint) -> None:
     found = logprobs_of(checkpoint.path, kernels="torch")
     expected = expected_logprobs(checkpoint.model)
     assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > 0.999
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Names and groups are those of the whole model."""
+    tensors = load_file(checkpoint.path / "model.safetensors")
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named | {"vision_tower.x": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = json.loads((checkpoint.path / "config.json").read_text())
+    quantization = json.dumps(config.pop("quantization_config"))
+    for module in (FP8_KEY, INT4_VALUE):
+        quantization = quantization.replace(module, f"language_model.{module}")
+    whole = {"architectures": ["LlavaForConditionalGeneration"], "text_config": config}
+    whole["quantization_config"] = json.loads(quantization)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    shutil.copy(checkpoint.path / "tokenizer.json", tmp_path)
+    found = logprobs_of(tmp_path, kernels="torch", numerics="invariant")
+    torch.testing.assert_close(found, expected_logprobs(checkpoint.model), rtol=0, atol=1e-4)
