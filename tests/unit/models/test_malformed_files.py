@@ -6,6 +6,7 @@ makes, and which: `pytest -m slow tests/unit/models/test_malformed_files.py`.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -143,6 +144,25 @@ def whole_folder(whole_gguf: bytes, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
+@pytest.fixture(scope="module", params=["tiktoken.model", "tekken.json"])
+def ranked_folder(
+    request: pytest.FixtureRequest, whole_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder, with its tokenizer in another form."""
+    folder = tmp_path_factory.mktemp("ranked") / "whole"
+    shutil.copytree(whole_folder, folder)
+    (folder / "tokenizer.json").unlink()
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the"]
+    coded = [base64.b64encode(token).decode() for token in tokens]
+    vocab = [{"rank": rank, "token_bytes": token} for rank, token in enumerate(coded)]
+    sizes = {"default_vocab_size": 263, "default_num_special_tokens": 5}
+    whole: dict[str, object] = {"vocab": vocab, "config": {"pattern": r"\s+|\S+", **sizes}}
+    lines = "".join(f"{token} {rank}\n" for rank, token in enumerate(coded))
+    text = lines if request.param == "tiktoken.model" else json.dumps(whole)
+    (folder / request.param).write_text(text)
+    return folder
+
+
 def fuzz_gguf(
     whole: bytes, tmp_path: Path, num_files: int, chance: random.Random | None = None
 ) -> int:
@@ -212,6 +232,12 @@ def test_broken_folders_are_refused(whole_folder: Path, tmp_path: Path) -> None:
     assert fuzz_folder(whole_folder, tmp_path, NUM_FILES_SHORT) > NUM_FILES_SHORT // 4
 
 
+def test_broken_tokenizers_of_other_forms_are_refused(ranked_folder: Path, tmp_path: Path) -> None:
+    load(ranked_folder, tmp_path / "cache")
+    num_files = NUM_FILES_SHORT // 3
+    assert fuzz_folder(ranked_folder, tmp_path, num_files) > num_files // 4
+
+
 MISTYPED = (None, "x", 0, 1 << 31, -1.5, True, ["x"], [1, 2])
 PYTHON_ERROR = re.compile(r"\b\w*(Error|Exception)\b")
 
@@ -257,6 +283,15 @@ def test_each_field_of_a_folder_that_is_mistyped_is_named(
                     file.write_text(json.dumps(fields | {field: value}))
                     assert_named(folder, tmp_path / "cache")
             file.write_text(content)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_broken_tokenizers_of_other_forms_are_refused(
+    ranked_folder: Path, tmp_path: Path
+) -> None:
+    num_refused = fuzz_folder(ranked_folder, tmp_path, NUM_FILES_LONG)
+    print(f"\n{num_refused} of {NUM_FILES_LONG} broken folders were refused")
 
 
 @pytest.mark.slow

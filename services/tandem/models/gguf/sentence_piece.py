@@ -14,6 +14,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.gguf.metadata import GgufMetadata, special_key
 
 _SPACE = "▁"
+_PIECE_MAX = 1024  # characters; the time to find a piece's merges grows with their square
 
 
 def build_sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
@@ -25,6 +26,11 @@ def build_sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Token
             "tokenizer.ggml.model llama needs"
         )
     unknown = metadata.token_id(special_key("unknown"))
+    if (longest := max(map(len, tokens))) > _PIECE_MAX:
+        raise UnsupportedModel(
+            f"tokenizer.ggml.tokens has a token of {longest} characters; they must have at most "
+            f"{_PIECE_MAX}"
+        )
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(
         models.BPE(
