@@ -217,7 +217,8 @@ def _id_of(token: str, file: Path) -> int | None:
         vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
         if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of ids
             vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
-        return vocabulary.get(token)
+        token_id = vocabulary.get(token)
+        return token_id if type(token_id) is int else None
 
 
 def read_tokenizer_settings(file: Path) -> dict[str, Any]:

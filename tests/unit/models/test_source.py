@@ -99,6 +99,13 @@ def test_the_ends_of_a_folder_are_those_of_all_its_files(folder, settings, ends)
     assert Tokenizer(folder).eos_token_ids == ends
 
 
+def test_an_end_id_without_a_token_is_logged(folder, caplog):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [2, 32]}))
+    assert resolve(str(folder)).config.eos_token_ids == (2, 32)
+    assert f"{folder}: no answer ends at eos_token_id 32: vocab_size is 32" in caplog.messages
+
+
 def test_an_end_token_that_is_none_is_named(folder):
     for wrong in (5, ["</s>"], {"text": "</s>"}, {"content": 5}):
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": wrong}))
