@@ -34,6 +34,7 @@ from tandem.models.tokenizer import BYTE_OF_LETTER
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
 _VERSION = 1
 _TOKEN_BYTES_MAX = 1024  # the longest ones of published models have 128
+_SPECIAL_MAX = 1 << 16
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 _COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 _WRITTEN = ("tokenizer_config.json", "generation_config.json")
@@ -107,6 +108,7 @@ class _Tokens:
     bos: str
     ends: Sequence[str]
     begins_with_bos: bool
+    shown: Container[str] = ()  # added tokens that `skip_special_tokens` leaves in a text
 
 
 def tokenizer_file(folder: Path) -> Path | None:
@@ -165,7 +167,7 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
     for index in range(num_named, family.num_special):
         number = index - num_named + family.reserved_from
         special[family.reserved.format(number=number, id=first + index)] = first + index
-    if added := _added_tokens(settings):
+    if added := {each["content"]: int(id_) for id_, each in _added(settings).items()}:
         ids = set(added.values())
         special = added | {name: id_ for name, id_ in special.items() if id_ not in ids}
     return _Tokens(
@@ -176,6 +178,9 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
         family.bos,
         family.ends,
         family.begins_with_bos,
+        shown={
+            each["content"] for each in _added(settings).values() if each.get("special") is False
+        },
     )
 
 
@@ -200,10 +205,10 @@ def _tekken(file: Path) -> _Tokens:
         raise ConfigError("it must have config, an object, and vocab, a list")
     num_special = size(config, "default_num_special_tokens")
     num_ranked = size(config, "default_vocab_size") - num_special
-    if not 0 < num_ranked <= len(vocab):
+    if not 0 < num_ranked <= len(vocab) or num_special > _SPECIAL_MAX:
         raise ConfigError(
             f"default_vocab_size is {config['default_vocab_size']}; there are {num_special} "
-            f"special tokens and {len(vocab)} others"
+            f"special tokens (at most {_SPECIAL_MAX} are read) and {len(vocab)} others"
         )
     pattern = config.get("pattern")
     if not isinstance(pattern, str):
@@ -246,10 +251,10 @@ def _special_of_tekken(given: Any, num: int) -> dict[str, int]:
     return {names.get(rank, f"<SPECIAL_{rank}>"): rank for rank in range(num)}
 
 
-def _added_tokens(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the special tokens that a tokenizer_config.json names."""
-    added = settings.get("added_tokens_decoder") or {}
-    return {each["content"]: int(token_id) for token_id, each in added.items()}
+def _added(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the tokens that a tokenizer_config.json adds, by their ids."""
+    added: Mapping[str, Any] = settings.get("added_tokens_decoder") or {}
+    return added
 
 
 def _decoded(token: bytes, place: str) -> bytes:
@@ -272,6 +277,12 @@ def _check_ranks(ranked: Mapping[bytes, int]) -> None:
 
 
 def _build(tokens: _Tokens) -> Tokenizer:
+    ids = set(tokens.ranked.values())
+    if clash := [name for name, token_id in tokens.special.items() if token_id in ids]:
+        raise ConfigError(
+            f"the special token {clash[0]!r:.80} is number {tokens.special[clash[0]]}, which "
+            "another token has"
+        )
     spelled = {_spelled(token): token_id for token, token_id in tokens.ranked.items()}
     model = models.BPE(
         vocab={**spelled, **tokens.special},
@@ -284,7 +295,9 @@ def _build(tokens: _Tokens) -> Tokenizer:
     tokenizer.pre_tokenizer = tokens.pre
     tokenizer.decoder = decoders.ByteLevel()
     in_order = sorted(tokens.special, key=tokens.special.__getitem__)
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in in_order])
+    tokenizer.add_tokens(
+        [AddedToken(name, special=name not in tokens.shown, normalized=False) for name in in_order]
+    )
     if tokens.begins_with_bos and tokens.bos in tokens.special:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokens.bos, "$A"], special_tokens=[(tokens.bos, tokens.special[tokens.bos])]
@@ -329,7 +342,11 @@ def _write_settings(
             shutil.copy(each, copy)
     own = {"eos_token": tokens.ends[0]} | ({"bos_token": tokens.bos} if tokens.bos else {})
     added = {
-        str(token_id): {"content": name, "normalized": False, "special": True}
+        str(token_id): {
+            "content": name,
+            "normalized": False,
+            "special": name not in tokens.shown,
+        }
         for name, token_id in tokens.special.items()
     }
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}

@@ -119,6 +119,7 @@ def write(folder: Path, family: str, ranked: list[bytes]) -> Path:
     if family == "kimi":
         names = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>")
         added = {str(len(ranked) + i): {"content": name} for i, name in enumerate(names)}
+        added[str(len(ranked) + 9)] = {"content": "<|tool_call_begin|>", "special": False}
         settings = KIMI | {"added_tokens_decoder": added}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
@@ -203,6 +204,15 @@ def test_special_tokens_of_tekken_come_first(ranked: list[bytes], tmp_path: Path
     assert tokenizer.encode("[NEW][INST]", add_special_tokens=False)[0] == 5
 
 
+def test_added_tokens_that_are_not_special_are_shown(ranked: list[bytes], tmp_path: Path) -> None:
+    """Such as the marks of Kimi's tool calls."""
+    folder = write(tmp_path / "m", "kimi", ranked)
+    tokenizer = Tokenizer.of(resolve(str(folder), cache_dir=tmp_path))
+    ids = tokenizer.encode("a<|tool_call_begin|><|im_end|>", add_special_tokens=False)
+    assert ids[1:] == [len(ranked) + 9, len(ranked) + 2]
+    assert tokenizer.decode(ids) == "a<|tool_call_begin|>"
+
+
 def test_a_chat_is_rendered_by_the_folders_template(ranked: list[bytes], tmp_path: Path) -> None:
     first = len(ranked)
     folder = write(tmp_path / "m", "kimi", ranked)
@@ -236,6 +246,11 @@ def test_what_cannot_be_read_is_named(ranked: list[bytes], tmp_path: Path) -> No
         (lines(ranked) + b"YQ 900\n", {}, "is not base64|must be a token in base64"),
         (lines(ranked[1:]), {}, "has no token for the byte"),
         (lines(ranked) + b"bW9yZQ== 5\n", {}, r"the ranks of its \d+ tokens must be 0 to"),
+        (
+            lines(ranked),
+            {"added_tokens_decoder": {"7": {"content": "<x>"}}},
+            "special token '<x>' is number 7, which another token has",
+        ),
         (lines(ranked), code, "tokenization_other.*known are the tiktoken files of Llama 3, Qwen"),
         (
             lines(ranked),
@@ -255,6 +270,7 @@ def test_what_cannot_be_read_is_named(ranked: list[bytes], tmp_path: Path) -> No
         ({"vocab": None}, "must have config, an object, and vocab, a list"),
         (tekken(ranked, default_vocab_size="x"), "default_vocab_size is 'x'"),
         (tekken(ranked, default_vocab_size=9999), "default_vocab_size is 9999; there are 30"),
+        (tekken(ranked, 1 << 40), "there are 1099511627776 special tokens .at most 65536"),
         (tekken(ranked, pattern=5), r"config\.pattern is 5; it must be a text"),
         ({"vocab": [{"rank": 7}] * 1000}, "as number 0; it must have the rank 0"),
         ({"special_tokens": [5]}, "special_tokens has 5; it must have a rank below 30"),
