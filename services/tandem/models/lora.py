@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +29,6 @@ from tandem.models.text_part import text_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of the names of tensors
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 20
 _DTYPES = ("F32", "F16", "BF16")
@@ -64,6 +63,7 @@ _READ = {
 }
 # Other ways to initialize change the base model's weights, too.
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
+_PREFIX = "base_model.model."  # of the names of tensors
 _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "rank_pattern": (dict, "an object of names and ranks"),
     "alpha_pattern": (dict, "an object of names and numbers"),
@@ -187,7 +187,7 @@ def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def _plain_names(stored: Iterable[str], *, is_text_part: bool) -> dict[str, str]:
+def _plain_names(stored: Mapping[str, TensorHeader], *, is_text_part: bool) -> dict[str, str]:
     """Returns the names in the file by those that PEFT gives to the tensors of a model that has no
     other parts. It writes no adapter's name into the file; older versions and programs do."""
     plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in stored}

@@ -176,13 +176,13 @@ def write_gguf(
     types: dict[str, gguf.GGMLQuantizationType | None] | None = None,
     tokens: dict[int, str] | None = None,
     kinds: dict[int, int] | None = None,
-    more: dict[str, object] | None = None,
+    further: dict[str, object] | None = None,
     **splitting: int,
 ) -> Path:
     """Writes a file, or with `splitting` its parts.
 
     `keys` are more metadata under the architecture, or other sizes; `types` are those of tensors
-    that are quantized, `tokens` other texts of some, and `kinds` other types. `more` are metadata
+    that are quantized, `tokens` other texts of some, and `kinds` other types. `further` are metadata
     by their whole keys. The file lacks those that are None."""
     writer = gguf.GGUFWriter(path, architecture, **splitting)
     own_kinds = dict(enumerate([CONTROL, CONTROL, USER_DEFINED, UNUSED], len(TOKENS) - 4))
@@ -197,7 +197,7 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": EOS,
     }
     metadata |= {f"{architecture}.{key}": value for key, value in (_SIZES | (keys or {})).items()}
-    for key, value in (metadata | (more or {})).items():
+    for key, value in (metadata | (further or {})).items():
         if value is None:
             continue
         adds = {

@@ -207,7 +207,7 @@ END, CALL = 3, 7  # tokens of one letter, which get other texts
     ],
 )
 def test_tokens_that_end_an_answer(tmp_path, tiny_gguf, texts, types, more, ends):
-    file = tiny_gguf.write(tmp_path / "m.gguf", NORM, tokens=texts, kinds=types, more=more)
+    file = tiny_gguf.write(tmp_path / "m.gguf", NORM, tokens=texts, kinds=types, further=more)
     folder = resolve(str(file), cache_dir=tmp_path)
     assert list(folder.config.eos_token_ids) == ends
     tokenizer = Tokenizer.of(folder)

@@ -202,7 +202,7 @@ def test_parts_that_are_missing_or_are_of_another_model_are_named(tmp_path, tiny
     ],
 )
 def test_a_key_that_is_missing_or_mistyped_is_named(tmp_path, tiny_gguf, more, says):
-    file = tiny_gguf.write(tmp_path / "tiny.gguf", NORM, more=more)
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", NORM, further=more)
     if not says:  # a key that nothing is read from
         resolve(str(file), cache_dir=tmp_path)
         return

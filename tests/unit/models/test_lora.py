@@ -227,26 +227,6 @@ def test_names_with_the_adapters_own_are_read(tmp_path: Path) -> None:
     assert a == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
 
 
-def test_broken_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path} has no adapter_config.json"):
-        open_lora(str(tmp_path), MODEL, rank_max=64)
-    write_adapter(tmp_path, MODEL)
-    weights = (tmp_path / WEIGHTS_FILE).read_bytes()
-    for broken in (weights[:-1], b"", weights[:50], b"\xff" * 100):
-        (tmp_path / WEIGHTS_FILE).write_bytes(broken)
-        with pytest.raises(ConfigError, match=f"{tmp_path / WEIGHTS_FILE}"):
-            open_lora(str(tmp_path), MODEL, rank_max=64)
-    (tmp_path / WEIGHTS_FILE).unlink()
-    (tmp_path / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="save the adapter as safetensors"):
-        open_lora(str(tmp_path), MODEL, rank_max=64)
-    (tmp_path / WEIGHTS_FILE).write_bytes(weights)
-    for text in ("", "[]", json.dumps({"peft_type": "LORA", "target_modules": "("})):
-        (tmp_path / "adapter_config.json").write_text(text)
-        with pytest.raises(ConfigError, match=f"{tmp_path / 'adapter_config.json'}"):
-            open_lora(str(tmp_path), MODEL, rank_max=64)
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -283,3 +263,23 @@ def test_an_adapter_of_a_multimodal_model(place: str, tmp_path: Path) -> None:
     found = open_lora(str(tmp_path), replace(MODEL, is_text_part=True), rank_max=64)
     assert found.modules == wanted.modules
     assert {name for pair in found.tensors.values() for name in pair} == named.keys()
+
+
+def test_broken_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} has no adapter_config.json"):
+        open_lora(str(tmp_path), MODEL, rank_max=64)
+    write_adapter(tmp_path, MODEL)
+    weights = (tmp_path / WEIGHTS_FILE).read_bytes()
+    for broken in (weights[:-1], b"", weights[:50], b"\xff" * 100):
+        (tmp_path / WEIGHTS_FILE).write_bytes(broken)
+        with pytest.raises(ConfigError, match=f"{tmp_path / WEIGHTS_FILE}"):
+            open_lora(str(tmp_path), MODEL, rank_max=64)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="save the adapter as safetensors"):
+        open_lora(str(tmp_path), MODEL, rank_max=64)
+    (tmp_path / WEIGHTS_FILE).write_bytes(weights)
+    for text in ("", "[]", json.dumps({"peft_type": "LORA", "target_modules": "("})):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"{tmp_path / 'adapter_config.json'}"):
+            open_lora(str(tmp_path), MODEL, rank_max=64)

@@ -262,7 +262,7 @@ def test_each_key_of_a_gguf_file_that_is_mistyped_is_named(tmp_path: Path) -> No
     others = ("chat_template", "ggml.eot_token_id", "ggml.add_bos_token", "ggml.scores")
     for key in (*KEYS, *(f"tokenizer.{each}" for each in others), "split.count"):
         for value in MISTYPED:
-            file = write_gguf(tmp_path / "m.gguf", norm, more={key: value})
+            file = write_gguf(tmp_path / "m.gguf", norm, further={key: value})
             assert_named(file, tmp_path / "cache")
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
