@@ -182,8 +182,8 @@ def write_gguf(
     """Writes a file, or with `splitting` its parts.
 
     `keys` are more metadata under the architecture, or other sizes; `types` are those of tensors
-    that are quantized, `tokens` other texts of some, and `kinds` other types. `further` are metadata
-    by their whole keys. The file lacks those that are None."""
+    that are quantized, `tokens` other texts of some, and `kinds` other types. `further` are
+    metadata by their whole keys. The file lacks those that are None."""
     writer = gguf.GGUFWriter(path, architecture, **splitting)
     own_kinds = dict(enumerate([CONTROL, CONTROL, USER_DEFINED, UNUSED], len(TOKENS) - 4))
     own_kinds |= kinds or {}
