@@ -162,7 +162,7 @@ def test_parts_that_are_missing_or_are_of_another_model_are_named(tmp_path, tiny
     parts[1].write_bytes(contents[1][:-1])
     refused(parts[0], r"m-00002-of-00004\.gguf cannot be read as a GGUF file")
     (tmp_path / "renamed.gguf").write_bytes(contents[0])
-    refused(tmp_path / "renamed.gguf", "split.count is 4; by its name it is one of 1 files. Parts")
+    refused(tmp_path / "renamed.gguf", "it is one of 4 files of a model; join them with")
     (tmp_path / "m-00005-of-00004.gguf").write_bytes(contents[0])
     refused(tmp_path / "m-00005-of-00004.gguf", "named as part 00005 of 00004")
     for part, content in zip(parts, contents, strict=True):

@@ -90,11 +90,13 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
     stated = layout.keys.get("split.count", 0)
     if count == 1 and stated in (0, 1):
         return
-    if stated != count:
+    if count == 1:
         raise ConfigError(
-            f"split.count is {stated!r:.80}; by its name it is one of {count} files. Parts of a "
-            "model are named as llama-gguf-split names them, NAME-00001-of-00003.gguf"
+            f"it is one of {stated!r:.80} files of a model; join them with llama-gguf-split "
+            "--merge, or name them as that program does, NAME-00001-of-00003.gguf"
         )
+    if stated != count:
+        raise ConfigError(f"split.count is {stated!r:.80}; by its name it must be {count}")
     if (found := layout.keys.get("split.no")) != number:
         raise ConfigError(f"split.no is {found!r:.80}; by its name it must be {number}")
 
