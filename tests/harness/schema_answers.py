@@ -68,6 +68,7 @@ class SchemaAnswers:
     def __init__(self, folder: ModelFolder, *, seeds: int, max_tokens: int) -> None:
         self._tokenizer = Tokenizer(folder.path)
         self._compiler = GrammarCompiler.of(folder)
+        self._end_token_ids = list(folder.config.eos_token_ids)
         config = EngineConfig(model="", num_blocks=_AT_ONCE * (max_tokens // 16 + 2))
         self._engine = Engine(config, ModelRunner(folder, config), "random", self._compiler)
         self._seeds, self._max_tokens = seeds, max_tokens
@@ -105,7 +106,7 @@ class SchemaAnswers:
                     mode=Mode.LOCAL,
                     sampling=SamplingParams(temperature=1.0, seed=seed, logit_bias=self._bias),
                     max_tokens=self._max_tokens,
-                    stop_token_ids=[EOS],
+                    stop_token_ids=self._end_token_ids,
                     grammar=text,
                 )
 

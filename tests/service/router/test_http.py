@@ -20,6 +20,7 @@ from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventua
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 EOS = 2  # of SmolLM2-Instruct: <|im_end|>
+ENDS = [0, EOS, 4]  # <|endoftext|> and <reponame>, too
 CHAT = [{"role": "user", "content": "Hello!"}]
 
 
@@ -43,7 +44,7 @@ async def test_openai_client_streams_a_chat(router: RunningRouter) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 16
     assert usage.completion_tokens == len(ids(router, "Grüße aus Köln 🙂!")) + 1
     submit = router.submitted[0]
-    assert list(submit.input.stop_token_ids) == [EOS]
+    assert list(submit.input.stop_token_ids) == ENDS
     prompt = router.tokenizer.decode(list(submit.input.token_ids), skip_special_tokens=False)
     assert prompt.endswith("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n")
 
