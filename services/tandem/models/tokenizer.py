@@ -170,9 +170,15 @@ class Tokenizer:
         space behind the tag is gone, and then the text before the tag is stripped as well.
         """
         *earlier, final = messages
-        content = final["content"]
+        content: Any = final.get("content")
         tag = f"{self.nonce}unfinished"
-        tagged = [*earlier, {**final, "content": f"{content or ''}{tag} "}]
+        if isinstance(content, list):
+            *before, last = content
+            content = last["text"]
+            tagged_content: Any = [*before, {**last, "text": f"{content}{tag} "}]
+        else:
+            tagged_content = f"{content or ''}{tag} "
+        tagged = [*earlier, {**final, "content": tagged_content}]
         rendered = self.render_chat(tagged, tools, options, add_generation_prompt=False)
         text, found, rest = rendered.rpartition(tag)
         if content is None or not found or content.strip() not in rendered:

@@ -1,6 +1,8 @@
 import json
 import time
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +118,142 @@ def test_where_the_template_is_looked_for(tmp_path):
     template = ChatTemplate.from_folder(tmp_path, {"chat_template": "c"})
     assert template is not None
     assert template.render(USER, add_generation_prompt=True) == "file"
+
+
+def message_of(kind: str) -> dict[str, Any]:
+    """Returns an assistant's message with the parts that `kind` names."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    if "text" in kind:
+        message["content"] = "Text."
+    if "empty" in kind:
+        message["content"] = ""
+    if "reasoning" in kind:
+        message["reasoning_content"] = "Hm."
+    if "call" in kind:
+        message["tool_calls"] = [CALL]
+    return message
+
+
+CALLS = "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+# The traits of public templates: how each of them writes the assistant's message `m`.
+TRAITS = {
+    "searches the content": "{% if 'content' in m and '<x>' in m.content %}!{% endif %}" + CALLS,
+    "prints the content": "{{ m.content }}" + CALLS,
+    "strips the content": "{{ m.content | trim }}" + CALLS,
+    "adds the content": "{{ '' + m.content }}" + CALLS,
+    "asks for the content": "{{ '' if m.content is none else m.content + '' }}" + CALLS,
+    "has calls instead of content": "{% if m.content is none %}" + CALLS + "{% else %}"
+    "{{ '' + m.content }}{% endif %}",
+    "gets the content": "{{ m.get('content') or '' }}" + CALLS,
+    "wants a text": "{% if m.content is not string %}{{ raise_exception('no text') }}{% endif %}"
+    + CALLS,
+    "names thinking": "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{% if m.thinking %}<{{ m.thinking }}>{% endif %}{{ m.content }}" + CALLS,
+    "names reasoning": "{% if m.reasoning %}<{{ m.reasoning }}>{% endif %}{{ m.content }}" + CALLS,
+    "names reasoning_content": "<{{ m.get('reasoning_content', '') }}>{{ m.content }}" + CALLS,
+    "prefers one name": "{{ m.reasoning or m.reasoning_content }}{{ m.content }}" + CALLS,
+    "has parts of thinking": "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p[p.type] }}{% endfor %}{% endif %}{# thinking #}" + CALLS,
+    "wants calls as text": "{{ m.content }}{{ m.reasoning_content }}"
+    "{% for c in m.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}",
+}
+KINDS = ("call", "empty call", "text call", "reasoning", "text reasoning")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "reasoning call", "text reasoning call"])
+@pytest.mark.parametrize("trait", TRAITS)
+def test_nothing_that_a_template_can_show_is_lost(trait: str, kind: str) -> None:
+    source = "{% for m in messages %}{% if m.role == 'assistant' %}" + TRAITS[trait]
+    source += "{% else %}{{ m.role }}{% endif %};{% endfor %}"
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "21"}
+    rendered = render(source, [*USER, message_of(kind), result if "call" in kind else USER[0]])
+    assert "None" not in rendered
+    if "call" in kind:
+        assert rendered.count('{"a": "b"}') == 1
+    if "reasoning" in kind and ("reason" in TRAITS[trait] or "think" in TRAITS[trait]):
+        assert rendered.count("Hm.") == 1
+    if "text" in kind and trait != "wants a text" and "search" not in trait:
+        assert rendered.count("Text.") == 1
+
+
+def test_a_null_key_is_absent_unless_the_template_wants_it_null() -> None:
+    call = message_of("call")
+    for source, shown in (
+        ("{{ 'content' in messages[1] }}", "False"),
+        ("{{ 'name' in messages[1] }}", "False"),
+        ("{% for m in messages if m.content is none %}" + CALLS + "{% endfor %}", '{"a": "b"}'),
+    ):
+        assert render(source, [*USER, {**call, "name": None}]) == shown
+
+
+def test_parts_of_a_content_are_joined_by_lines_unless_the_template_reads_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    listed = "{% for p in m.content %}[{{ p.text }}]{% endfor %}"
+    both = "{% if m.content is string %}{{ m.content }}{% else %}" + listed + "{% endif %}"
+    of_users = "{% if m.role == 'user' %}" + both + "{% else %}{{ m.content }}{% endif %}"
+    for one, shown in (
+        ("{{ m.content }}", "a\nb;a\nb;a\nb;c;"),
+        ("{{ m.content | trim + '' }}", "a\nb;a\nb;a\nb;c;"),
+        ("{{ m.content | tojson }}", '"a\\nb";"a\\nb";"a\\nb";"c";'),
+        (both, "[a][b];[a][b];[a][b];c;"),
+        (of_users, "a\nb;[a][b];a\nb;c;"),
+        (listed, "[a][b];[a][b];[a][b];[c];"),
+    ):
+        chat: list[dict[str, Any]] = [
+            *({"role": role, "content": parts} for role in ("system", "user", "assistant")),
+            {"role": "user", "content": "c"},
+        ]
+        assert render("{% for m in messages %}" + one + ";{% endfor %}", chat) == shown
+
+
+def test_the_template_tells_whether_it_takes_a_system_message() -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    everybody = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for source, takes in ((refuses + everybody, False), (users, False), (everybody, True)):
+        assert ChatTemplate(source, {}).takes_system is takes
+
+
+def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    config = {"chat_template": named}
+    for with_tools in ("[1]", "file"):
+        template = ChatTemplate.from_folder(tmp_path, config)
+        assert template is not None
+        assert template.render(USER, add_generation_prompt=True) == "d"
+        tools: Any = [1]
+        assert template.render(USER, add_generation_prompt=True, tools=tools) == with_tools
+        (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    assert "tools" in template.variables or template.tool_use is not None
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text("own")
+    template = ChatTemplate.from_folder(tmp_path, config)
+    assert template is not None
+    assert template.render(USER, add_generation_prompt=True, tools=tools) == "own"
+
+
+@pytest.mark.parametrize("has_added_tokens", [False, True])
+def test_special_tokens_are_those_of_transformers(has_added_tokens: bool, tmp_path: Path) -> None:
+    """transformers reads special_tokens_map.json only where the other file lists no tokens."""
+    names = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")]
+    (tmp_path / "chat_template.jinja").write_text("{{ " + " ~ '|' ~ ".join(names) + " }}")
+    config = {
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+        "unk_token": None,
+        "extra_special_tokens": {"image_token": "<image>"},
+    }
+    if has_added_tokens:
+        config["added_tokens_decoder"] = {}
+    special = {"eos_token": {"content": "<e>"}, "sep_token": "<sep>", "cls_token": "<cls>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    template = ChatTemplate.from_folder(tmp_path, config)
+    assert template is not None
+    assert not template.variables
+    eos = "</s>" if has_added_tokens else "<e>"
+    rendered = template.render(USER, add_generation_prompt=True)
+    assert rendered == f"<s>|{eos}||<sep>||<cls>||<image>"
 
 
 def test_transformers_renders_the_same(tmp_path):

@@ -83,7 +83,7 @@ def test_chat_messages() -> None:
     ]
     wanted = (
         Message("system", "be brief", name="boss"),
-        Message("user", "ab"),
+        Message("user", "a\nb"),
         Message("assistant", "c"),
     )
     assert chat(messages=messages).requests[0].prompt == Conversation(wanted)

@@ -1,9 +1,9 @@
 """A chat as requested: messages, tools, and what the model's chat template gets of them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal, shorten
@@ -34,6 +34,14 @@ class Message:
     tool_call_id: str = ""
     name: str = ""  # of the speaker; of a tool, its function
     reasoning: str = ""
+    # The texts of a content that was sent as a list. `content` has them, too, with a line break
+    # between them, as vLLM has it.
+    parts: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of_parts(cls, role: str, parts: Sequence[str], **fields: Any) -> Self:
+        """Returns a message whose content was sent as a list of texts."""
+        return cls(role, "\n".join(parts), parts=tuple(parts), **fields)
 
     def __post_init__(self) -> None:
         if not _ROLE.fullmatch(self.role):
@@ -44,8 +52,11 @@ class Message:
             )
 
     def template_input(self) -> dict[str, Any]:
-        """Returns what a chat template gets: as for transformers, only what was sent."""
-        given: dict[str, Any] = {"role": self.role, "content": self.content}
+        """Returns what `ChatTemplate.render` takes: only what was sent."""
+        content: Any = self.content
+        if len(self.parts) > 1:
+            content = [{"type": "text", "text": text} for text in self.parts]
+        given: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             given["tool_calls"] = [call.template_input() for call in self.tool_calls]
         sent = {

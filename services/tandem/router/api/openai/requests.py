@@ -104,20 +104,16 @@ class ChatMessage(BaseModel):
         return self
 
     def to_message(self) -> Message:
-        text = self.content
-        if isinstance(text, list):
-            text = "".join(part.text for part in text)
-        role, name = _ROLE_ALIASES.get(self.role, self.role), self.name or ""
-        if role != "assistant":
-            call_id = self.tool_call_id if role == "tool" else None
-            return Message(role=role, content=text, tool_call_id=call_id or "", name=name)
-        return Message(
-            role=role,
-            content=text,
-            tool_calls=tuple(call.to_tool_call() for call in self.tool_calls or ()),
-            name=name,
-            reasoning=self.reasoning_content or self.reasoning or "",
-        )
+        role = _ROLE_ALIASES.get(self.role, self.role)
+        fields: dict[str, Any] = {"name": self.name or ""}
+        if role == "tool":
+            fields["tool_call_id"] = self.tool_call_id or ""
+        if role == "assistant":
+            fields["tool_calls"] = tuple(call.to_tool_call() for call in self.tool_calls or ())
+            fields["reasoning"] = self.reasoning_content or self.reasoning or ""
+        if isinstance(self.content, list):
+            return Message.of_parts(role, [part.text for part in self.content], **fields)
+        return Message(role, self.content, **fields)
 
 
 class _Body(StructuredFields, BudgetField, RetentionFields):
