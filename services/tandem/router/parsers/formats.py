@@ -258,11 +258,25 @@ _JSON = ToolFormat(
 
 # OpenAI's gpt-oss. An answer is a row of messages; a head names the channel and a call's function:
 # <|channel|>commentary to=functions.find <|constrain|>json<|message|>{...}<|call|>
-_NEXT_MESSAGE = {"<|end|>": "start", "<|call|>": "start", "<|start|>": "start"}
+_NEXT_MESSAGE = {
+    **dict.fromkeys(("<|end|>", "<|call|>"), "start"),
+    "<|start|>": "role",
+    "<|channel|>": "channel",
+}
 _HARMONY = ToolFormat(
     states={
-        "start": State(
-            Text.HEAD,
+        "start": State(Text.HEAD, {**_NEXT_MESSAGE, "to=": "name", "<|message|>": "content"}),
+        "role": State(
+            Text.LABEL,
+            {
+                "assistant": "start",
+                "to=": "name",
+                "<|channel|>": "channel",
+                "<|message|>": "content",
+            },
+        ),
+        "channel": State(
+            Text.LABEL,
             {
                 "analysis": "thought",
                 **dict.fromkeys(("final", "commentary"), "head"),
@@ -270,8 +284,14 @@ _HARMONY = ToolFormat(
                 "<|message|>": "content",
             },
         ),
-        "thought": State(Text.HEAD, {"to=": "name", "<|message|>": "reasoning"}),
-        "head": State(Text.HEAD, {"to=": "name", "<|message|>": "content"}),
+        "thought": State(
+            Text.LABEL,
+            {"to=": "name", "<|constrain|>": "thought", "<|message|>": "reasoning"},
+            otherwise="reasoning",
+        ),
+        "head": State(
+            Text.LABEL, {"to=": "name", "<|constrain|>": "head", "<|message|>": "content"}
+        ),
         "reasoning": State(Text.REASONING, _NEXT_MESSAGE),
         "content": State(Text.CONTENT, _NEXT_MESSAGE),
         "name": State(
@@ -281,7 +301,13 @@ _HARMONY = ToolFormat(
                 "<|message|>": "arguments",
             },
         ),
-        "call": State(Text.HEAD, {"<|message|>": "arguments"}),
+        "call": State(
+            Text.LABEL,
+            {
+                **dict.fromkeys((" ", "<|channel|>", "<|constrain|>"), "call"),
+                "<|message|>": "arguments",
+            },
+        ),
         "arguments": State(Text.ARGUMENTS, _NEXT_MESSAGE),
     },
     frames=[

@@ -7,8 +7,9 @@ before them. For example, Hermes:
        ^                                                                    |
        `----------------------- any text but space -------------------------'
 
-Three rules hold for every format:
+Four rules hold for every format:
 
+- All text but the format's own marks comes out: as content, as reasoning or in a call.
 - Text is held while it may be the start of a terminal, and only then. How the text is cut into
   pieces does not change what comes out.
 - Text of a call is held until its name is known and its arguments begin. If it turns out not to be
@@ -40,12 +41,14 @@ class Text(Enum):
     SKIPPED = "a word of a call that tells nothing"
     ARGUMENTS = "a JSON object"
     CALLS = "calls as JSON objects, or a list of them"
-    HEAD = "what stands before a message and tells its kind"
+    HEAD = "space before a message's head"
+    LABEL = "a word in a message's head"
     KEY = "a parameter's name"
     VALUE = "a parameter's value"
 
 
-_OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, Text.HEAD)
+_HEADS = (Text.HEAD, Text.LABEL)
+_OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,7 @@ class State:
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
-    # Of BETWEEN, or of CALLS: the state for text that is neither space nor JSON.
-    otherwise: str = "content"
+    otherwise: str = "content"  # the state for text that does not have the form of this one
 
 
 @dataclass(slots=True)
@@ -88,6 +90,8 @@ class Rules:
     one_call_only: bool = False
     finish_reason: str = "tool_calls"  # of an answer that has a call and ends by itself
     trims_lines: bool = False  # a parameter's value stands on lines of its own
+    # Terminals that end reasoning only if a call of a known function follows.
+    call_marks: frozenset[str] = frozenset()
 
 
 class Machine:
@@ -101,7 +105,8 @@ class Machine:
         self._parts = Parts()
         self._pending = ""
         self._space = ""  # at the end of content or reasoning, until more of it follows
-        self._raw = ""  # text that is content if no call comes of it
+        self._raw = ""  # text that is content, or reasoning, if no call comes of it
+        self._thinks = False  # no call has come yet of a mark in reasoning
         self._word = ""  # the text of the current state, if it is a word or a key
         self._name = ""
         self._is_open = False  # a call is among the parts, and has not ended
@@ -127,7 +132,7 @@ class Machine:
     @property
     def in_reasoning(self) -> bool:
         """Returns whether the text so far ends within reasoning."""
-        return self._state.text is Text.REASONING
+        return self._state.text is Text.REASONING or self._thinks
 
     @property
     def may_begin_reasoning(self) -> bool:
@@ -136,27 +141,30 @@ class Machine:
 
     def push(self, text: str) -> Parts:
         """Returns the parts that this text completes."""
+        self._parts = Parts()
         self._pending += text
-        return self._run(final=False)
+        self._run(final=False)
+        return self._parts
 
     def finish(self, text: str = "") -> Parts:
         """Takes the last text; returns its parts, and those of what was held until now."""
-        self._pending += text
-        parts = self._run(final=True)
+        parts = self.push(text)
+        if self._state.text in _HEADS and self._pending.startswith("<|"):
+            self._pending = ""  # a mark that the end cut
+        self._run(final=True)
         if self._is_open and self._pairs is not None:
-            is_cut = self._state.text is Text.VALUE
-            self._add_arguments(self._pairs.cut() if is_cut else self._pairs.end())
+            key = self._word if self._state.text is Text.KEY else ""
+            is_cut = key or self._state.text is Text.VALUE
+            self._add_arguments(self._pairs.cut(key) if is_cut else self._pairs.end())
         elif not self._is_open and not self.is_done:
-            self._add_content(self._raw)
+            (self._add_reasoning if self._thinks else self._add_content)(self._raw)
         self._put(self._space)
         self._space = self._raw = ""
         return parts
 
-    def _run(self, *, final: bool) -> Parts:
-        self._parts = Parts()
+    def _run(self, *, final: bool) -> None:
         while self._pending and not self.is_done and self._step(final=final):
             pass
-        return self._parts
 
     def _step(self, *, final: bool) -> bool:
         """Takes some of the pending text; returns False if all of it is held."""
@@ -182,14 +190,26 @@ class Machine:
         """Follows a terminal into the next state."""
         kind, name = self._state.text, self._state.terminals[terminal]
         next_kind = self._states[name].text
+        if self._thinks and next_kind is Text.CONTENT:  # the reasoning goes on, or ends here
+            self._enter(name)
+            self._pending = terminal + self._pending
+            return
         if kind in (Text.CONTENT, Text.REASONING):
-            self._raw = self._space + terminal if kind is Text.CONTENT else ""
+            self._thinks = kind is Text.REASONING and terminal in self._rules.call_marks
+            begins_call = self._thinks or (kind is Text.CONTENT and next_kind not in _HEADS)
+            self._raw = self._space + terminal if begins_call else ""
             self._space = ""
-            self._strips_start = self._strips_start or kind is Text.REASONING
+            self._strips_start |= kind is Text.REASONING and not self._thinks
+        elif kind in _HEADS:
+            if self._states[name] is self._state:
+                self._raw += terminal
+            else:  # of heads, only that of a call without arguments is content
+                self._raw = terminal if next_kind is Text.NAME else ""
+            self._after_call = self._after_call and next_kind is not Text.NAME
         elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
             self._raw = terminal if self._after_call else self._raw + terminal
             self._after_call = False
-        if kind is Text.HEAD:
+        if next_kind is Text.REASONING:
             self._raw = ""
         if kind is Text.NAME and not self._end_name(next_kind):
             name = "content"
@@ -200,14 +220,16 @@ class Machine:
         self._enter(name)
 
     def _enter(self, name: str) -> None:
+        if self._thinks and self._states[name].text is Text.CONTENT:
+            name = "reasoning"
         self._state = self._states[name]
         kind = self._state.text
         if kind in _OUTSIDE and self._is_open:
             self._end_call()
         if kind is Text.REASONING:
-            self._raw, self._strips_start = "", True
-        if kind is Text.HEAD:
-            self._raw = ""
+            self._strips_start |= not self._thinks
+            self._add_reasoning(self._raw)
+            self._raw, self._thinks = "", False
         if kind is Text.CONTENT:
             raw, self._raw = self._raw, ""
             self._strips_start = self._strips_start or self._after_call
@@ -228,21 +250,22 @@ class Machine:
             self._word += text
         elif kind is Text.VALUE and self._pairs is not None:
             self._add_arguments(self._pairs.push(text))
-        elif kind in (Text.NAME, Text.SKIPPED):
+        elif kind in (Text.NAME, Text.SKIPPED, Text.LABEL):
             return self._take_word(text)
-        elif text and kind is not Text.HEAD:
+        elif text:
             return self._take_space(text)
         return ""
 
     def _take_word(self, text: str) -> str:
-        """Takes a word of a call's head; text that is no word makes all of it content."""
+        """Takes a word of a call's or message's head; text that is no word makes all of it
+        content."""
         found = _WORD.match(self._word + text)
         assert found is not None  # the empty text is a word
         num_taken = found.end() - len(self._word)
         self._word += text[:num_taken]
         self._raw += text[:num_taken]
         if num_taken < len(text):
-            self._enter("content")
+            self._enter(self._state.otherwise)
         return text[num_taken:]
 
     def _take_space(self, text: str) -> str:
@@ -261,7 +284,7 @@ class Machine:
             self._call = CallText()
         elif kind is Text.ARGUMENTS and rest[0] == "{" and self._open_call(self._name):
             self._arguments = JsonText()
-        elif kind is Text.BETWEEN or (kind is Text.CALLS and not self._after_call):
+        elif kind in (Text.BETWEEN, Text.HEAD) or (kind is Text.CALLS and not self._after_call):
             self._enter(self._state.otherwise)
         else:
             self._enter("content")
@@ -331,7 +354,7 @@ class Machine:
     def _end_name(self, next_kind: Text) -> bool:
         """Returns whether a call may go on after its name; it opens here if it has parameters."""
         self._name = self._word.strip()
-        if next_kind in (Text.ARGUMENTS, Text.SKIPPED, Text.HEAD):
+        if next_kind in (Text.ARGUMENTS, Text.SKIPPED, Text.LABEL):
             return bool(self._name)
         return self._open_call(self._name, has_pairs=True)
 
@@ -339,8 +362,10 @@ class Machine:
         """Tells the client of a call; returns False if the name makes none."""
         rules = self._rules
         name = rules.name_of(written)
-        if self._after_call or not name or (rules.known_names_only and name not in rules.schemas):
+        is_known = name in rules.schemas or not (rules.known_names_only or self._thinks)
+        if self._after_call or not name or not is_known:
             return False
+        self._thinks = False
         self._parts.calls.append(CallDelta(self.num_calls, "", rules.make_id(written), name))
         self.num_calls += 1
         self._is_open, self._raw = True, ""
@@ -386,7 +411,7 @@ class Machine:
         return kept
 
     def _put(self, space: str) -> None:
-        if self._state.text is Text.REASONING:
+        if self.in_reasoning:
             self._parts.reasoning += space
         else:
             self._parts.content += space

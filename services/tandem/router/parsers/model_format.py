@@ -187,9 +187,15 @@ def machine_of(
     """Returns the machine of one answer. `schemas` are of the functions' parameters, by name."""
     tool_format = tools or _PLAIN
     states, start = dict(tool_format.states), tool_format.start
+    marks: Mapping[str, str] = {}
     if reasoning is not None:
-        states["reasoning"] = State(Text.REASONING, {reasoning.closes: start})
+        marks = states[start].terminals
+        states["reasoning"] = State(Text.REASONING, {**marks, reasoning.closes: start})
         states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
+        for name, state in tool_format.states.items():
+            if state.text is Text.BETWEEN:  # the tag may come after a call that it did not precede
+                terminals = {**state.terminals, reasoning.closes: "content"}
+                states[name] = replace(state, terminals=terminals)
         start = "reasoning" if begins_in_reasoning else "begin"
     rules = Rules(
         make_id=tool_format.make_id,
@@ -199,5 +205,6 @@ def machine_of(
         one_call_only=one_call_only,
         finish_reason=finish_reason,
         trims_lines=tool_format.trims_lines,
+        call_marks=frozenset(marks),
     )
     return Machine(states, start, rules)

@@ -4,12 +4,16 @@ The tags have no types, so the function's schema tells a string from other value
 while it is written; any other value once it is whole.
 """
 
+import ast
+import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from tandem.router.parsers.json_text import escaped, loaded
 
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_LITERAL_CHARACTERS_MAX = 1 << 15  # takes 20 ms; longer ones stay text
 _TYPE_NAMES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
@@ -63,14 +67,18 @@ class PairArguments:
         text = held.strip()
         text = _PYTHON_LITERALS.get(text, text)
         value = loaded(text)
+        if value is None and (literal := _from_python(text)):
+            text, value = literal, loaded(literal)
         is_json = value is not None or text == "null"
         names = _TYPE_NAMES.get(type(value), ("string",))
         if is_json and (not self._types or self._types.intersection(names)):
             return text
         return f'"{escaped(held)}"'
 
-    def cut(self) -> str:
-        """Returns what is held of a value that the text's end cut."""
+    def cut(self, key: str = "") -> str:
+        """Returns what is held of a value that the text's end cut, or a `key` that it cut."""
+        if key:
+            return f'{"{" if self._is_first else ", "}"{escaped(key)}'
         held, self._held = self._held, ""
         return escaped(held) if self._is_string else held
 
@@ -80,6 +88,17 @@ class PairArguments:
     @property
     def _is_string(self) -> bool:
         return self._types == {"string"}
+
+
+def _from_python(text: str) -> str:
+    """Returns the JSON of an object or array that is written as in Python; empty for others."""
+    if not text.startswith(("{", "[", "(")) or len(text) > _LITERAL_CHARACTERS_MAX:
+        return ""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return ""
 
 
 def types_of(schema: Any) -> set[str]:

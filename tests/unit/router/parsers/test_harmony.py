@@ -33,6 +33,24 @@ HARMONY = [
     ("<|channel|>analysis<|message|>Hm", Said("Hm", "", [])),
     ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|chan", Said("Hm", "", [])),
     ("<|channel|>commentary to=python code<|message|>1 + 1", Said("", "1 + 1", [])),
+    # Answers without all the marks that a message should have.
+    ("4. The final answer.", Said("", "4. The final answer.", [])),
+    ("<|channel|>final 4. Yes", Said("", " 4. Yes", [])),
+    ("<|channel|>final Yes<|end|>", Said("", " Yes", [])),
+    ("<|channel|>final json<|message|>{}", Said("", "{}", [])),
+    ("<|channel|>commentary <|constrain|>json<|message|>{}", Said("", "{}", [])),
+    ("<|channel|>analysis I think.<|end|>", Said("I think.", "", [])),
+    ("<|channel|>analysis<|message|>Hm<|channel|>final<|message|>Hi", Said("Hm", "Hi", [])),
+    (
+        "<|channel|>analysis<|message|>Hm<|channel|>commentary to=functions.now<|message|>{}",
+        Said("Hm", "", [("now", "{}")]),
+    ),
+    ("<|start|>user says hi there", Said("", "user says hi there", [])),
+    (
+        "<|channel|>commentary to=functions.now <|constrain|>json",
+        Said("", "to=functions.now <|constrain|>json", []),
+    ),
+    ("<|channel|>other<|message|>Hi<|end|>and more", Said("", "Hiand more", [])),
 ]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -279,6 +280,30 @@ def test_no_text_is_lost_or_depends_on_where_it_is_cut(parser: str, data: st.Dat
 
 
 @pytest.mark.parametrize("parser", TOOL_FORMATS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_all_text_arrives_somewhere(parser: str, data: st.DataObject) -> None:
+    """Two words are never a part of a format, whatever stands around them."""
+    reasoning = data.draw(st.sampled_from(sorted(REASONING_TAGS)))
+    opened = reasoning != "none" and data.draw(st.booleans())
+    good = [w(*calls) for w, (p, _) in WRITERS.items() if p == parser for calls in ([NOW], [PARIS])]
+    begun = [text[: len(text) // 2] for text in good]
+    tags = [tag for tags in REASONING_TAGS.values() if tags for tag in tags]
+    marks = st.sampled_from([*terminals(parser), *tags, *good, *begun, "\n", "{", "["])
+    pieces = data.draw(st.lists(st.one_of(marks, st.none()), max_size=12))
+    words = [f"w{i} v{i}" if piece is None else "" for i, piece in enumerate(pieces)]
+    text = "".join(word or piece or "" for word, piece in zip(words, pieces, strict=True))
+    said = whole(make(parser, reasoning, opened=opened), text)
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert cut(make(parser, reasoning, opened=opened), text, places) == said
+    arrived = [said.reasoning, said.content, *(part for call in said.calls for part in call)]
+    if parser == "harmony":  # all words after a recipient belong to the head of its message
+        text = re.sub(r"to=.*?<\|message\|>", "", text, flags=re.DOTALL)
+    for word in filter(None, words):
+        assert word not in text or any(word in part for part in arrived), (word, text, said)
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
 def test_no_terminal_begins_another_of_its_state(parser: str) -> None:
     for state in TOOL_FORMATS[parser].states.values():
         for one in state.terminals:
@@ -357,6 +382,34 @@ def test_the_schema_tells_strings_from_other_values() -> None:
     assert said == [("get_weather", wanted)]
 
 
+def test_objects_that_are_written_as_in_python_become_json() -> None:
+    schema = {
+        "properties": {"o": {"type": "object"}, "l": {"type": "array"}, "s": {"type": "string"}}
+    }
+
+    def read(key: str, value: str) -> Any:
+        machine = machine_of(TOOL_FORMATS["qwen3_coder"], None, schemas={"f": schema})
+        text = f"<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>"
+        ((_, arguments),) = whole(machine, text).calls
+        return json.loads(arguments)[key]
+
+    assert read("o", "{'a': 1, 'b': True, 'c': None, 1: ['\\d']}") == {
+        **{"a": 1, "b": True, "c": None},
+        "1": ["\\d"],
+    }
+    assert read("l", "['a', {'b': (1, 2)}]") == ["a", {"b": [1, 2]}]
+    assert read("x", "{'a': 1}") == {"a": 1}
+    assert read("s", "{'a': 1}") == "{'a': 1}"
+    for text in ("{'a': b}", "{'a', 'b'}", "{'a': b'c'}", "{'a': 1e999}", "[" * 30_000, "(1)"):
+        assert read("o", text) == text
+
+
+def test_a_key_that_the_end_cuts_is_passed_on() -> None:
+    text = "<function=now>\n<parameter=a>\n1\n</parameter>\n<parameter=bc"
+    assert whole(make("qwen3_coder"), text).calls == [("now", '{"a": 1, "bc')]
+    assert whole(make("glm45"), "<tool_call>now\n<arg_key>bc").calls == [("now", '{"bc')]
+
+
 def test_kimi_keeps_the_ids_of_the_model() -> None:
     ids = [c.id for c in make("kimi_k2").push(kimi_k2(NOW, PARIS)).calls]
     assert ids == ["functions.now:0", "functions.get_weather:1"]
@@ -378,6 +431,31 @@ def test_reasoning_stands_apart(tags: str, opened: bool, text: str) -> None:
     said = whole(make("", tags, opened=opened), text)
     assert said == Said("Hm, 1 < 2.", "Yes.", [])
     assert cut(make("", tags, opened=opened), text, list(range(len(text)))) == said
+
+
+@pytest.mark.parametrize("name", [n for n, w in NAMES.items() if WRITERS[w][1]])
+def test_a_call_ends_reasoning_that_has_no_end(name: str) -> None:
+    parser = WRITERS[NAMES[name]][0]
+    text = "<think>\nI call\n" + NAMES[name](PARIS, NOW)
+    said = whole(make(parser, "think"), text)
+    assert (said.reasoning, said.content, values(said)) == ("I call", "", [PARIS, NOW])
+    assert cut(make(parser, "think"), text, list(range(len(text)))) == said
+    said = whole(make(parser, "think", opened=True), text.removeprefix("<think>") + "\nDone.")
+    assert (said.reasoning, said.content, values(said)) == ("I call", "Done.", [PARIS, NOW])
+
+
+def test_reasoning_about_calls_is_reasoning() -> None:
+    for text in (
+        "I may use <tool_call>.",
+        "as in <tool_call></tool_call>",
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        "<tool_call>",
+        '<tool_call> {"name": "now"',
+    ):
+        assert whole(make("hermes", "think"), f"<think>{text}</think>Hi").reasoning == text
+        assert whole(make("hermes", "think", opened=True), text) == Said(text, "", [])
+    text = "<think>" + hermes(NOW) + "\n</think>\nHi"
+    assert whole(make("hermes", "think"), text) == Said("", "Hi", [("now", "{}")])
 
 
 def test_reasoning_then_calls() -> None:
