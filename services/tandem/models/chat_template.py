@@ -117,7 +117,9 @@ class _Form(NamedTuple):
         return [first | called]
 
     def _content(self, content: Any) -> dict[str, Any]:
-        return {"content": content} if content else {"content": value for value in self.empty}
+        if content:
+            return {"content": content}
+        return {"content": self.empty[0]} if self.empty else {}
 
     def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self.has_argument_text:

@@ -147,7 +147,8 @@ TRAITS = {
     "gets the content": "{{ m.get('content') or '' }}" + CALLS,
     "wants a text": "{% if m.content is not string %}{{ raise_exception('no text') }}{% endif %}"
     + CALLS,
-    "names thinking": "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "names thinking": "{% if m.tool_calls and m.content and m.thinking %}"
+    "{{ raise_exception('both') }}{% endif %}"
     "{% if m.thinking %}<{{ m.thinking }}>{% endif %}{{ m.content }}" + CALLS,
     "names reasoning": "{% if m.reasoning %}<{{ m.reasoning }}>{% endif %}{{ m.content }}" + CALLS,
     "names reasoning_content": "<{{ m.get('reasoning_content', '') }}>{{ m.content }}" + CALLS,

@@ -27,14 +27,13 @@ def write_grammar(
     tool_format: ToolFormat,
     reasoning: ReasoningTags | None,
     *,
-    knows: Callable[[str], bool],
+    frame: CallFrame,
     added_token_id: Callable[[str], int | None],
     begins_in_reasoning: bool,
     one_call_only: bool,
 ) -> str:
-    """Returns the grammar, in llguidance's variant of Lark. `knows` tells whether a string is in
-    the model's chat template or vocabulary. Raises BadRequest for a tool that cannot be called."""
-    frame = next(f for f in tool_format.frames if not f.sign or knows(f.sign))
+    """Returns the grammar, in llguidance's variant of Lark. Raises BadRequest for a tool that
+    cannot be called."""
     grammar = _CallRules(terminals_of(tool_format, reasoning), added_token_id, frame=frame)
     calls = grammar.calls([tool["function"] for tool in tools], one_call_only=one_call_only)
     thought = ""

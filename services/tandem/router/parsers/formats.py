@@ -6,10 +6,11 @@ Each is written from the public description of its family: model cards and chat 
 # DeepSeek's tokens have full-width bars.
 # ruff: noqa: RUF001
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from tandem.router.parsers.ids import call_id, kimi_call_id, mistral_call_id
 from tandem.router.parsers.machine import State, Text
@@ -45,6 +46,24 @@ class CallFrame:
     pair: tuple[str, str] | None = None
     sign: str = ""  # the frame is only for models that know this string
     is_single: bool = False  # an answer has one call
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Returns calls, each a name and its arguments, as the model writes them."""
+        written = []
+        for number, (name, arguments) in enumerate(calls):
+            before = self.before.replace("%d", str(number)).replace("%s", name)
+            written.append(f"{before}{self._arguments(arguments)}{self.after}")
+        return f"{self.opens}{self.between.join(written)}{self.closes}"
+
+    def _arguments(self, arguments: Mapping[str, Any]) -> str:
+        if self.pair is None:
+            return json.dumps(arguments, ensure_ascii=False)
+        opens, closes = self.pair
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in arguments.items()
+        }
+        return "".join(f"{opens.replace('%s', k)}{text}{closes}" for k, text in texts.items())
 
 
 class ReasoningTags(NamedTuple):
@@ -338,6 +357,24 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "harmony": _HARMONY,
     "json": _JSON,
 }
+
+
+def read_json_too(tool_format: ToolFormat) -> ToolFormat:
+    """Returns a format that also reads the JSON of `json`: for models that are asked for it in
+    words, whatever format they were trained with."""
+    states, start = dict(tool_format.states), tool_format.start
+    if tool_format.thought is not None:  # JSON stands where the content of a message begins
+        for name, state in tool_format.states.items():
+            if state.text in (Text.HEAD, Text.LABEL):
+                to = {t: "told" if n == "content" else n for t, n in state.terminals.items()}
+                states[name] = replace(state, terminals=to)
+        states["told"] = State(Text.CALLS, states["content"].terminals)
+        return replace(tool_format, states=states)
+    if states[start].text is not Text.CALLS:
+        states["told"] = State(Text.CALLS, states[start].terminals, otherwise=start)
+        start = "told"
+    return replace(tool_format, states=states, start=start, known_names_only=True)
+
 
 REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "think": ReasoningTags("<think>", "</think>"),

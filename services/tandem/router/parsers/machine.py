@@ -209,6 +209,9 @@ class Machine:
         elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
             self._raw = terminal if self._after_call else self._raw + terminal
             self._after_call = False
+        if kind is Text.CALLS and next_kind in _HEADS:
+            self._add_content(self._raw.removesuffix(terminal))
+            self._raw = ""
         if next_kind is Text.REASONING:
             self._raw = ""
         if kind is Text.NAME and not self._end_name(next_kind):

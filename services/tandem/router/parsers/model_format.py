@@ -15,10 +15,12 @@ from tandem.router.parsers.forced_calls import write_grammar
 from tandem.router.parsers.formats import (
     REASONING_TAGS,
     TOOL_FORMATS,
+    CallFrame,
     ReasoningTags,
     ToolFormat,
     choose_reasoning,
     choose_tool_format,
+    read_json_too,
 )
 from tandem.router.parsers.grammar_rules import write_head
 from tandem.router.parsers.machine import Machine, Rules, State, Text
@@ -36,10 +38,11 @@ class ModelFormat:
 
     def __init__(self, tokenizer: Tokenizer, config: AnswerConfig) -> None:
         template = tokenizer.chat_template
-        source = "" if template is None else template.source
+        source = "" if template is None else (template.tool_use or template).source
         tools, reasoning = config.tool_parser, config.reasoning_parser
         self.tool_parser = choose_tool_format(source) if tools == "auto" else tools
         self.reasoning_parser = choose_reasoning(source) if reasoning == "auto" else reasoning
+        self._template = template
         self._source = source
         self._added_token_id = tokenizer.added_token_id
         self._tokenizer = tokenizer
@@ -47,11 +50,37 @@ class ModelFormat:
         self._reads_all = self._format.thought is not None
         self._reasoning = None if self._reads_all else REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
+        # Of answers to chats with tools. Without the template's words, the model is asked for JSON.
+        self._calls = self._format if self.takes_tools else read_json_too(self._format)
+        if tools == "auto" and not (self.takes_tools or self._reads_all):
+            self._calls = replace(self._calls, frames=TOOL_FORMATS["json"].frames)
 
     @property
     def takes_tools(self) -> bool:
         """True if the chat template writes tools into the prompt."""
         return "tools" in self._variables
+
+    @property
+    def takes_system(self) -> bool:
+        """True if the chat template shows a system message."""
+        return self._template is None or self._template.takes_system
+
+    def written_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, tools: bool) -> str:
+        """Returns calls of an earlier answer in the model's own format if the chat template does
+        not show calls; empty if it does. `tools`: the chat has tools."""
+        template = self._template
+        if template is not None and tools and template.tool_use is not None:
+            template = template.tool_use
+        if template is None or template.shows_calls:
+            return ""
+        return self._frame.write(calls)
+
+    @property
+    def _frame(self) -> CallFrame:
+        return next(f for f in self._calls.frames if not f.sign or self._knows(f.sign))
+
+    def _knows(self, sign: str) -> bool:
+        return sign in self._source or self._added_token_id(sign) is not None
 
     def template_options(
         self, asked: Mapping[str, Any], effort: str | None, thinking: bool | None = None
@@ -111,19 +140,22 @@ class ModelFormat:
         *,
         one_call_only: bool,
         finish_reason: str = "tool_calls",
+        continued: str | None = None,
     ) -> Machine | None:
         """Returns the parser of an answer to a chat; None if all of its text is content.
-        `finish_reason` is that of an answer with calls."""
+        `finish_reason` is that of an answer with calls. `continued` is the content that the answer
+        goes on with, if it does."""
         if not (tools or self._reads_all or self._reasoning):
             return None
         functions = [tool["function"] for tool in tools]
         return machine_of(
-            self._format if tools or self._reads_all else None,
+            self._calls if tools else self._format if self._reads_all else None,
             self._reasoning,
             schemas={f["name"]: f.get("parameters") for f in functions},
             one_call_only=one_call_only,
             finish_reason=finish_reason,
-            begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
+            begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids, continued or ""),
+            begins_in_content=continued is not None,
         )
 
     def forced_calls(
@@ -136,9 +168,9 @@ class ModelFormat:
         """Returns the form of an answer that has to call tools. Raises BadRequest."""
         grammar = write_grammar(
             tools,
-            self._format,
+            self._calls,
             self._thought(prompt_token_ids),
-            knows=lambda sign: sign in self._source or self._added_token_id(sign) is not None,
+            frame=self._frame,
             added_token_id=self._added_token_id,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
             one_call_only=one_call_only,
@@ -165,10 +197,12 @@ class ModelFormat:
             return None  # the template has written it: this answer is to have none
         return self._format.thought or reasoning
 
-    def _begins_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
-        return self._reasoning is not None and self._ends_with(
-            prompt_token_ids, self._reasoning.opens
-        )
+    def _begins_in_reasoning(self, prompt_token_ids: Sequence[int], continued: str = "") -> bool:
+        if self._reasoning is None:
+            return False
+        opens, closes = self._reasoning
+        is_open = continued.rfind(opens) > continued.rfind(closes)
+        return is_open or self._ends_with(prompt_token_ids, opens)
 
     def _ends_with(self, prompt_token_ids: Sequence[int], tag: str) -> bool:
         tail = prompt_token_ids[-_TAIL_TOKENS:]
@@ -183,8 +217,10 @@ def machine_of(
     one_call_only: bool = False,
     finish_reason: str = "tool_calls",
     begins_in_reasoning: bool = False,
+    begins_in_content: bool = False,
 ) -> Machine:
-    """Returns the machine of one answer. `schemas` are of the functions' parameters, by name."""
+    """Returns the machine of one answer. `schemas` are of the functions' parameters, by name.
+    `begins_in_content`: the prompt ends within content."""
     tool_format = tools or _PLAIN
     states, start = dict(tool_format.states), tool_format.start
     marks: Mapping[str, str] = {}
@@ -196,7 +232,11 @@ def machine_of(
             if state.text is Text.BETWEEN:  # the tag may come after a call that it did not precede
                 terminals = {**state.terminals, reasoning.closes: "content"}
                 states[name] = replace(state, terminals=terminals)
-        start = "reasoning" if begins_in_reasoning else "begin"
+        start = "begin"
+    if begins_in_content:
+        start = "content"
+    if begins_in_reasoning:
+        start = "reasoning"
     rules = Rules(
         make_id=tool_format.make_id,
         name_of=tool_format.name_of,

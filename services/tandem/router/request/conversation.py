@@ -120,6 +120,14 @@ class Conversation:
         return tuple(named)[:1] if self.only_tool else self.tools
 
     @property
+    def continued(self) -> str | None:
+        """The content that the answer goes on with; None if it is a message of its own. Calls that
+        are forced are one, too."""
+        if not self.continue_final_message or self.tool_choice == "required":
+            return None
+        return self.messages[-1].content or ""
+
+    @property
     def one_call_only(self) -> bool:
         """True if the answer ends with its first call."""
         return bool(self.only_tool) or not self.parallel_tool_calls

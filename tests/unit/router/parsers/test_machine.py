@@ -394,7 +394,9 @@ def test_objects_that_are_written_as_in_python_become_json() -> None:
         return json.loads(arguments)[key]
 
     assert read("o", "{'a': 1, 'b': True, 'c': None, 1: ['\\d']}") == {
-        **{"a": 1, "b": True, "c": None},
+        "a": 1,
+        "b": True,
+        "c": None,
         "1": ["\\d"],
     }
     assert read("l", "['a', {'b': (1, 2)}]") == ["a", {"b": [1, 2]}]

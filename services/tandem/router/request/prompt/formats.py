@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from tandem.grammars.text import StructuredOutput
 from tandem.router.parsers.machine import Machine
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.conversation import Conversation
-from tandem.router.request.prompt.told_tools import with_told_tools
+from tandem.router.request.prompt.told_tools import with_told_tools, with_written_calls
 from tandem.router.request.request import ClientRequest
 
 
@@ -16,7 +17,8 @@ def with_template_options(answers: ModelFormat, request: ClientRequest) -> Clien
 
     def filled(chat: Conversation) -> Conversation:
         if not answers.takes_tools:
-            chat = with_told_tools(chat)
+            chat = with_told_tools(chat, takes_system=answers.takes_system)
+        chat = with_written_calls(chat, partial(answers.written_calls, tools=bool(chat.tools)))
         options, effort = chat.template_options, chat.reasoning_effort
         return replace(
             chat, template_options=answers.template_options(options, effort, chat.thinking)
@@ -57,4 +59,5 @@ def answer_parser(
         one_call_only=chat.one_call_only,
         # As OpenAI has it.
         finish_reason="stop" if chat.only_tool else "tool_calls",
+        continued=chat.continued,
     )

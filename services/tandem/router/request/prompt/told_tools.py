@@ -1,10 +1,15 @@
 """Tells a model of tools in words, where its chat template does not.
 
-The tools stand in the system message, and earlier calls and their results are messages of their
-own. The model is asked for the format that the parser `json` reads.
+The tools stand in the system message, or in the first message of the user, and earlier calls and
+their results are messages of their own. The model is asked for the format that the parser `json`
+reads.
+
+A template may also take tools and show no earlier calls. Then these are written as the model wrote
+them.
 """
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,21 +21,55 @@ _ASKS = (
 )
 
 
-def with_told_tools(chat: Conversation) -> Conversation:
+def with_told_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
     """Returns the chat as a template without tools can render it; the tools are still its own.
+    Without `takes_system` the first message of the user tells of the tools.
 
     One without tools and calls is as it was: the template knows it.
     """
     if not (chat.tools or any(message.tool_calls for message in chat.messages)):
         return chat
-    messages = [_told(message) for message in chat.messages]
+    messages: list[Message] = []
+    earlier = ""  # the role of the message before
+    for message in chat.messages:
+        told = _told(message)
+        # Some templates refuse two messages of the user in a row.
+        if earlier == "tool" and told.role == "user":
+            told = _joined(messages.pop(), told)
+        messages.append(told)
+        earlier = message.role
     if chat.tools:
         text = "\n".join([_ASKS, *(_json(tool["function"]) for tool in chat.tools)])
-        if messages and messages[0].role == "system":
-            first = messages.pop(0)
-            text = f"{first.content or ''}\n\n{text}".lstrip()
-        messages.insert(0, Message("system", text))
+        if not takes_system:
+            roles = [message.role for message in messages]
+            at = roles.index("user") if "user" in roles else len(messages)
+            messages[at : at + 1] = [_joined(Message("user", text), *messages[at : at + 1])]
+        else:
+            if messages and messages[0].role == "system":
+                first = messages.pop(0)
+                text = f"{first.content or ''}\n\n{text}".lstrip()
+            messages.insert(0, Message("system", text))
     return replace(chat, messages=tuple(messages))
+
+
+def with_written_calls(
+    chat: Conversation, write: Callable[[list[tuple[str, Mapping[str, Any]]]], str]
+) -> Conversation:
+    """Returns the chat with earlier calls as text of their messages, if `write` returns any."""
+
+    def written(message: Message) -> Message:
+        calls = [(call.name, call.arguments) for call in message.tool_calls]
+        if not calls or not (text := write(calls)):
+            return message
+        content = f"{message.content or ''}\n{text}".lstrip()
+        return replace(message, content=content, parts=(), tool_calls=())
+
+    return replace(chat, messages=tuple(map(written, chat.messages)))
+
+
+def _joined(first: Message, *then: Message) -> Message:
+    """Returns one message of the user with the contents of several."""
+    return Message("user", "\n\n".join(message.content or "" for message in (first, *then)))
 
 
 def _told(message: Message) -> Message:
@@ -40,7 +79,7 @@ def _told(message: Message) -> Message:
     if message.tool_calls:
         calls = _json([_call(call) for call in message.tool_calls])
         content = f"{message.content or ''}\n{calls}".lstrip()
-        return replace(message, content=content, tool_calls=())
+        return replace(message, content=content, parts=(), tool_calls=())
     return message
 
 
