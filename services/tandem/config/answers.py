@@ -31,7 +31,10 @@ ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]
 @Parameter(name="*", group=REQUESTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerConfig(Options):
-    """The options of how answers are read, and how long those with tool calls are kept."""
+    """The options of how answers are made and read, and how long those with calls are kept."""
+
+    generation_config: Literal["auto", "none"] = "auto"
+    """Defaults of sampling. auto: the model's generation_config.json. none: OpenAI's."""
 
     tool_parser: ToolParser = "auto"
     """Format of tool calls. auto: the one that fits the model's chat template."""

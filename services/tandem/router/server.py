@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from tandem.config.cluster import LEAVE_SIGNAL
 from tandem.config.router import RouterConfig
 from tandem.errors import TandemError
 from tandem.garbage import exempt_loaded
-from tandem.models.source import resolve
+from tandem.models.broken_files import naming
+from tandem.models.source import read_json_if_any, resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.observability.traces import make_tracing
 from tandem.prefix_index.audit import TreeInspector
@@ -52,6 +54,7 @@ from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.generator import Generator, LoadedModel
 from tandem.router.request.prompt.prompts import PromptPreparer
+from tandem.router.request.request import read_model_defaults
 from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
 from tandem.router.scaling.control import ClusterControl
@@ -365,4 +368,12 @@ def _load(config: RouterConfig) -> LoadedModel:
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
     answers = ModelFormat(tokenizer, config.answers)
     created_s = int((folder.path / "config.json").stat().st_mtime)
-    return LoadedModel(folder, tokenizer, preparer, answers, created_s)
+    sampling: Mapping[str, float] = {}
+    if config.answers.generation_config == "auto":
+        file = folder.path / "generation_config.json"
+        with naming(file):
+            sampling = read_model_defaults(read_json_if_any(file))
+    if sampling:
+        shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        log.info("requests that leave them out get the model's own defaults: %s", shown)
+    return LoadedModel(folder, tokenizer, preparer, answers, created_s, sampling)

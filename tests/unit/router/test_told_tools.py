@@ -41,6 +41,26 @@ def test_calls_and_results_are_told_in_order() -> None:
     )
 
 
+def test_without_a_system_role_the_first_message_of_the_user_tells() -> None:
+    chat = Conversation((Message("assistant", "Hi"), ASKED), tools=(WEATHER,))
+    first, asked = with_told_tools(chat, takes_system=False).messages
+    assert (first.content, asked.role) == ("Hi", "user")
+    assert asked.content is not None
+    tools, _, question = asked.content.rpartition("\n\n")
+    assert question == "Rome?"
+    assert json.loads(tools.splitlines()[-1]) == WEATHER["function"]
+
+
+def test_results_and_what_the_user_adds_are_one_message() -> None:
+    calls = tuple(ToolCall(f"call-{n}", "weather", {}) for n in "12")
+    results = (Message("tool", "18", tool_call_id=f"call-{n}") for n in "12")
+    messages = (ASKED, Message("assistant", None, tool_calls=calls), *results, Message("user", "?"))
+    chat = with_told_tools(Conversation(messages, tools=(WEATHER,)), takes_system=False)
+    assert [message.role for message in chat.messages] == ["user", "assistant", "user"]
+    told = "Result of the call call-1:\n18\n\nResult of the call call-2:\n18\n\n?"
+    assert chat.messages[-1].content == told
+
+
 def test_a_chat_without_tools_is_as_it_was() -> None:
     chat = Conversation((ASKED, Message("tool", "18 degrees")))
     assert with_told_tools(chat) is chat

@@ -114,11 +114,22 @@ def hf_config(
     return config | more | metadata.special_ids(**_SPECIAL)
 
 
+# Names in general.sampling -> names in generation_config.json.
+_SAMPLING = {
+    **{name: name for name in ("top_k", "top_p", "min_p")},
+    "temp": "temperature",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
 def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
-    """Returns every id that ends a sequence."""
+    """Returns every id that ends a sequence, and the sampling defaults of newer files."""
     ids: dict[str, Any] = metadata.special_ids(**_SPECIAL)
     if eos := end_token_ids(metadata):
         ids["eos_token_id"] = eos if len(eos) > 1 else eos[0]
+    for name, ours in _SAMPLING.items():
+        if (value := metadata.get(f"general.sampling.{name}")) is not None:
+            ids[ours] = round(value, 6) if isinstance(value, float) else value  # of a float32
     return ids
 
 

@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tandem.adapter import Adapter, digest_of
 from tandem.config.router import RouterConfig
@@ -67,6 +67,7 @@ class LoadedModel:
     preparer: PromptPreparer
     answers: ModelFormat
     created_s: int  # when the model's files were written, in seconds since 1970
+    sampling: Mapping[str, float] = field(default_factory=dict)  # for what clients leave out
 
 
 class Generator:
@@ -114,6 +115,10 @@ class Generator:
     def name_of(self, model: str) -> str:
         """Returns the name that answers tell of what a request names as its model."""
         return model if model in self._view.adapters() else self.served_name
+
+    def with_defaults(self, request: ClientRequest) -> ClientRequest:
+        """Returns a request with the model's defaults for the sampling that it leaves out."""
+        return request if self.model is None else request.with_defaults(self.model.sampling)
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -197,6 +202,7 @@ class Generator:
         Raises errors of services/tandem/errors.py only.
         """
         together = together or self.together()
+        request = self.with_defaults(request)
         record = self._open(request, trace)
         reasons: set[str] = set()
         self._num_running += 1

@@ -8,10 +8,10 @@ import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
-from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
+from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
 from tandem.kv_budget import KvBudget, check_budget
 from tandem.retention import NO_RETENTION, PRIORITY_MAX, Retention
@@ -49,6 +49,9 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 Prompt = str | tuple[int, ...] | Conversation
+# Fields of sampling for which a model may have defaults of its own, as vLLM reads them. Like vLLM,
+# `do_sample` has no effect.
+MODEL_DEFAULTS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
+    # Names of MODEL_DEFAULTS that the client did not send.
+    left_out: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         # Written so that NaN fails.
@@ -100,6 +105,11 @@ class Sampling:
             raise refusal("bad_words", why=f"a list of {len(self.bad_words)}")
         if any(not 0 < len(word) <= BAD_WORD_CHARACTERS_MAX for word in self.bad_words):
             raise refusal("bad_words", why="one with an empty or too long string")
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """Returns the sampling with a model's defaults for what the client left out."""
+        used = {name: value for name, value in defaults.items() if name in self.left_out}
+        return replace(self, **used, left_out=frozenset())  # type: ignore[arg-type]
 
     @property
     def effective_temperature(self) -> float:
@@ -210,6 +220,13 @@ class ClientRequest:
             "kv_budget": self.kv_budget is not None,
         }
         return next((name for name, is_wrong in is_set.items() if is_wrong), "")
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """Returns the request with a model's defaults for the sampling that the client left out.
+        Beams and embeddings draw nothing."""
+        if self.use_beam_search or self.embed:
+            return self
+        return replace(self, sampling=self.sampling.with_defaults(defaults))
 
     @property
     def num_sequences(self) -> int:
@@ -360,6 +377,24 @@ class ClientRequest:
     @property
     def _prompt_name(self) -> str:
         return "messages" if isinstance(self.prompt, Conversation) else "prompt"
+
+
+def read_model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the defaults of sampling in a generation_config.json. Raises ConfigError for a value
+    that no request may have."""
+    sent = {n: generation_config[n] for n in sorted(MODEL_DEFAULTS & generation_config.keys())}
+    defaults = {name: value for name, value in sent.items() if value is not None}
+    try:
+        for name, value in defaults.items():
+            kinds = int if name == "top_k" else int | float
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise refusal(name, value)
+        Sampling(**defaults)
+    except BadRequest as error:
+        raise ConfigError(
+            f"{error.message}; or start with --generation-config none, which ignores it"
+        ) from None
+    return defaults
 
 
 def read_client_id(sent: Sequence[str]) -> str:

@@ -14,8 +14,9 @@ from tandem.config.answers import AnswerConfig, ReasoningParser, ToolParser
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
-from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.parsers.model_format import ModelFormat, machine_of
 from tandem.router.request.text import TextStream
+from tests.unit.router.parsers.test_machine import NOW, WRITERS, Said, bare_list, cut, whole
 
 TEMPLATES = {
     "hermes": '{{ tools }}<tool_call>\n{"name": ',
@@ -60,6 +61,63 @@ def test_the_template_tells_whether_it_takes_tools(tmp_path: Path) -> None:
     assert ModelFormat(load(tmp_path, "{{ tools }}"), AnswerConfig()).takes_tools
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert not ModelFormat(Tokenizer(tmp_path), AnswerConfig()).takes_tools
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_json_that_the_words_ask_for_is_read(name: str, tmp_path: Path) -> None:
+    """The template has the marks of a format and takes no tools: the prompt asks for JSON."""
+    tokenizer = load(tmp_path, TEMPLATES[name].replace("{{ tools }}", ""))
+    answers = ModelFormat(tokenizer, AnswerConfig())
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    head = "<|channel|>final<|message|>" if name == "harmony" else ""
+    writers = [w for w, (parser, _) in WRITERS.items() if parser == answers.tool_parser]
+    for text in (bare_list(NOW), bare_list(NOW, NOW), '{"name": "now", "arguments": {}}'):
+        machine = answers.machine(tools, [1], one_call_only=False)
+        assert machine is not None
+        said = cut(machine, head + text, list(range(len(head + text))))
+        assert said == Said("", "", [("now", "{}")] * text.count("now"))
+    for text in (*(writer(NOW) for writer in writers), "Hi", '{"a": [1]}', "[1, 2]", "[TOOL"):
+        machine = answers.machine(tools, [1], one_call_only=False)
+        assert machine is not None
+        said = whole(machine, text)
+        assert said.calls == [("now", "{}")] or said.content == text
+
+
+@pytest.mark.parametrize(
+    ("template", "continued", "said"),
+    [
+        (TEMPLATES["harmony"], "It is", Said("", " 4.", [])),
+        (TEMPLATES["json"], '{"name":', Said("", " 4.", [])),
+        ("{{ tools }}<think></think>", "It is", Said("", " 4.", [])),
+        ("{{ tools }}<think></think>", "<think>It is", Said("4.", "", [])),
+        ("{{ tools }}<think></think>", "<think>a</think>It is", Said("", " 4.", [])),
+    ],
+)
+def test_the_answer_goes_on_where_the_prompt_ends(
+    template: str, continued: str, said: Said, tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    answers = ModelFormat(load(tmp_path, template), AnswerConfig())
+    machine = answers.machine(tools, [1], one_call_only=False, continued=continued)
+    assert machine is not None
+    assert whole(machine, " 4.") == said
+
+
+def test_calls_that_the_template_does_not_show_are_written(tmp_path: Path) -> None:
+    shows = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    shows += "{{ c.function.arguments }}{% endfor %}{% endfor %}{{ tools }}"
+    calls = [("f", {"a": 1, "b": "c"}), ("g", {})]
+    assert ModelFormat(load(tmp_path, shows), AnswerConfig()).written_calls(calls, tools=True) == ""
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}{{ messages[0].content }}")
+    tokenizer = Tokenizer(tmp_path)
+    schemas = {"f": {"properties": {"b": {"type": "string"}}}, "g": {}}
+    for parser in get_args(ToolParser):
+        answers = ModelFormat(tokenizer, AnswerConfig(tool_parser=parser))
+        text = answers.written_calls(calls, tools=True)
+        tool_format = TOOL_FORMATS["json" if parser == "auto" else parser]
+        said = whole(machine_of(tool_format, None, schemas=schemas), text)
+        assert said.calls[0] == ("f", '{"a": 1, "b": "c"}'), text
+        assert parser == "harmony" or [name for name, _ in said.calls] == ["f", "g"]
 
 
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:

@@ -338,10 +338,10 @@ class MessagesBody(CountTokensBody):
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the body of a chat that asks for the same answer."""
-        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority")
+        same = {"max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority"}
         return {
             **super().to_chat(),
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in same & self.model_fields_set},
             "stop": self.stop_sequences,
         }
 

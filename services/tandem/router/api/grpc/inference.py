@@ -37,6 +37,7 @@ from tandem.router.request.allowed import refusal, renamed
 from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import (
+    MODEL_DEFAULTS,
     REQUEST_ID_HEADER,
     ClientRequest,
     Prompt,
@@ -278,6 +279,7 @@ def _structured_output(message: pb.GenerateRequest) -> StructuredOutput | None:
 def _sampling(message: pb.SamplingParams) -> Sampling:
     # Only those that the client set, zeros too: each field has presence.
     fields = {field.name: value for field, value in message.ListFields()}
+    fields["left_out"] = MODEL_DEFAULTS - fields.keys()
     fields["logit_bias"] = dict(message.logit_bias)
     return Sampling(**{**fields, "bad_words": tuple(message.bad_words)})
 

@@ -29,11 +29,11 @@ from tandem.router.api.openai.structured import StreamOptions, Strict, Structure
 from tandem.router.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message
-from tandem.router.request.request import ClientRequest, Prompt, Sampling
+from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt, Sampling
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
-_SAMPLING = {field.name for field in fields(Sampling)}
+_SAMPLING = {field.name for field in fields(Sampling)} - {"left_out"}
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
 COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
@@ -160,6 +160,7 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
             raise refusal("use_beam_search", why="true")
         sampling = self.model_dump(include=_SAMPLING)
         sampling["logit_bias"] = _by_token_id(self.logit_bias)
+        sampling["left_out"] = MODEL_DEFAULTS - self.model_fields_set
         return ClientRequest(
             prompt=prompt,
             model=self.model,

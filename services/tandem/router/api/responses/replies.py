@@ -72,6 +72,8 @@ class ResponseReplies:
             "usage": None,
             "store": keep is not None,
             **parsed.body.told(),
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
         }
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:

@@ -173,6 +173,7 @@ class ResponsesBody(Strict):
             **{
                 name: getattr(self, name)
                 for name in (*_SAMPLING, *_CACHE, "model", "stream", "top_k", "seed")
+                if name in self.model_fields_set
             },
             "messages": [*system, *messages],
             "max_tokens": self.max_output_tokens,

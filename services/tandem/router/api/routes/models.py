@@ -58,6 +58,7 @@ def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str,
         "root": model.folder.name,
         "parent": None,
         "max_model_len": max_model_len,
+        "sampling_defaults": dict(model.sampling),
         "embedding": {**POOLING, "dimensions": model.folder.config.hidden_size},
     }
 

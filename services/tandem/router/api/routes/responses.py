@@ -1,6 +1,7 @@
 """Routes of OpenAI's responses, and those that the router keeps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -38,6 +39,9 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
             body = validate(ResponsesBody, sent)
             earlier = kept.messages_of(body.previous_response_id, tenant)
             parsed = parse_response(body, earlier, request.state.request_id)
+            (asked,) = parsed.chat.requests
+            asked = routes.generator.with_defaults(asked)
+            parsed = replace(parsed, chat=replace(parsed.chat, requests=(asked,)))
 
             def keep(response: dict[str, Any]) -> None:
                 said = to_messages(_ITEMS.validate_python(response["output"]))
@@ -47,7 +51,7 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
 
             replies = ResponseReplies(
                 parsed,
-                routes.generator.name_of(parsed.chat.requests[0].model),
+                routes.generator.name_of(asked.model),
                 routes.tokenizer,
                 keep=keep if kept.is_on and body.store is not False else None,
             )
