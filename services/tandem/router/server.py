@@ -364,16 +364,21 @@ def _access(config: RouterConfig, ring: KeyRing, host: str) -> Access:
 
 def _load(config: RouterConfig) -> LoadedModel:
     folder = resolve(config.model, revision=config.model_revision)
+    sampling = _sampling_defaults(config, folder.path / "generation_config.json")
     tokenizer = Tokenizer(folder.path)
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
     answers = ModelFormat(tokenizer, config.answers)
     created_s = int((folder.path / "config.json").stat().st_mtime)
-    sampling: Mapping[str, float] = {}
-    if config.answers.generation_config == "auto":
-        file = folder.path / "generation_config.json"
-        with naming(file):
-            sampling = read_model_defaults(read_json_if_any(file))
-    if sampling:
-        shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-        log.info("requests that leave them out get the model's own defaults: %s", shown)
     return LoadedModel(folder, tokenizer, preparer, answers, created_s, sampling)
+
+
+def _sampling_defaults(config: RouterConfig, file: Path) -> Mapping[str, float]:
+    """Returns the model's own defaults. Raises ConfigError for a value that is out of range."""
+    if config.answers.generation_config == "none":
+        return {}
+    with naming(file):
+        defaults = read_model_defaults(read_json_if_any(file))
+    if defaults:
+        shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        log.info("requests that leave them out get the model's own defaults: %s", shown)
+    return defaults

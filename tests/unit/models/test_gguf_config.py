@@ -218,6 +218,19 @@ def test_tokens_that_end_an_answer(tmp_path, tiny_gguf, texts, types, more, ends
             assert tokenizer.is_special(token_id)
 
 
+def test_defaults_of_sampling(tmp_path, tiny_gguf):
+    sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "penalty_repeat": 1.05}
+    further = {f"general.sampling.{name}": value for name, value in sampling.items()}
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", NORM, further=further)
+    folder = converted_folder(file, cache_dir=tmp_path)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    del generation["eos_token_id"], generation["bos_token_id"]
+    assert generation == {
+        "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0,
+        "repetition_penalty": 1.05,
+    }
+
+
 def test_another_table_is_refused(tmp_path, tiny_gguf):
     table = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
     with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight is not one of Llama 3"):

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from tandem.errors import BadRequest, ContextTooLong, ModelNotFound, OverKeyLimit
+from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.grammars.text import StructuredOutput
 from tandem.kv_budget import KvBudget
 from tandem.router.request.allowed import ALLOWED, refusal, rename
 from tandem.router.request.conversation import Conversation, Message
-from tandem.router.request.request import ClientRequest, Sampling, check_model
+from tandem.router.request.request import (
+    MODEL_DEFAULTS,
+    ClientRequest,
+    Sampling,
+    check_model,
+    read_model_defaults,
+)
 from tandem.security.limits import Limits
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
@@ -141,6 +147,32 @@ def test_tiny_temperatures_are_raised_and_zero_stays_greedy() -> None:
     assert Sampling(temperature=1e-30).effective_temperature == 0.01
     assert Sampling(temperature=0).effective_temperature == 0
     assert Sampling(temperature=0.7).effective_temperature == 0.7
+
+
+def test_a_model_has_defaults_of_its_own() -> None:
+    values = {"temperature": 0.6, "top_k": 20, "top_p": None, "eos_token_id": 2, "do_sample": False}
+    defaults = read_model_defaults(values)
+    assert defaults == {"temperature": 0.6, "top_k": 20}
+    sent = Sampling(top_k=5, min_p=0.1, left_out=MODEL_DEFAULTS - {"top_k", "min_p"})
+    assert sent.with_defaults(defaults) == Sampling(temperature=0.6, top_k=5, min_p=0.1)
+    assert Sampling(top_k=5).with_defaults(defaults) == Sampling(top_k=5)
+    request = ClientRequest("a", sampling=Sampling(left_out=MODEL_DEFAULTS), use_beam_search=True)
+    assert request.with_defaults({"repetition_penalty": 1.1}).sampling == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (5, -1, "0.6", True)),
+        *(("top_k", value) for value in (2.5, False, "20", [])),
+        *(("top_p", value) for value in (0, 1.5, float("nan"))),
+        *(("min_p", value) for value in (float("inf"), {})),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_a_default_that_no_request_may_have_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*--generation-config none"):
+        read_model_defaults({name: value})
 
 
 def test_a_key_bounds_prompts_and_completions() -> None:
