@@ -134,6 +134,7 @@ class _Expected(NamedTuple):
     forms: Mapping[_Kind, _Form]
     takes_text: Mapping[str, bool]  # by role: it shows content that is a text
     takes_parts: Mapping[str, bool]  # by role: it shows content that is a list of parts
+    shows_calls: bool  # of earlier answers
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
         """Returns the messages that the template gets for one. No key is null, unless the template
@@ -241,16 +242,15 @@ class ChatTemplate:
 
     # What the template expects
 
-    @cached_property
+    @property
     def takes_system(self) -> bool:
         """True if the template shows a system message."""
         return self._expected.takes_text["system"] or self._expected.takes_parts["system"]
 
-    @cached_property
+    @property
     def shows_calls(self) -> bool:
         """True if the template shows calls of earlier answers."""
-        kind = _Kind(None, has_reasoning=False, has_calls=True)
-        return self._num_shown(kind, self._expected.forms[kind]) == 1
+        return self._expected.shows_calls
 
     @cached_property
     def _plain(self) -> tuple[str, list[dict[str, Any]] | None]:
@@ -267,6 +267,9 @@ class ChatTemplate:
     def _expected(self) -> _Expected:
         _clock.begin()  # one bound for all of the small chats
         kinds = map(_Kind._make, product((None, "", "text"), (False, True), (False, True)))
+        forms = {kind: self._form(kind) for kind in kinds}
+        called = _Kind(None, has_reasoning=False, has_calls=True)
+        shows_calls = self._num_shown(called, forms[called]) == 1
         takes_text, takes_parts = {}, {}
         for role in ("system", "user", "assistant"):
             text = self._probed(role, "probedone")
@@ -275,7 +278,7 @@ class ChatTemplate:
             # A template that adds the list itself to the text shows its quotes as well.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
-        return _Expected({kind: self._form(kind) for kind in kinds}, takes_text, takes_parts)
+        return _Expected(forms, takes_text, takes_parts, shows_calls)
 
     def _probed(self, role: str, content: Any) -> str:
         """Returns a chat with such a message; empty if the template refuses it."""

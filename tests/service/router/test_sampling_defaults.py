@@ -125,6 +125,6 @@ async def test_an_option_ignores_the_models_values(
     assert _load(config(model_folder)).sampling == DEFAULTS
     assert "min_p 0.25, repetition_penalty 1.5, temperature 0.5, top_k 20" in caplog.text
     folder = with_generation_config(tmp_path / "model", temperature=5)
-    with pytest.raises(ConfigError, match="json: temperature must be .*; it is 5"):
+    with pytest.raises(ConfigError, match=r"json: temperature must be .*; it is 5"):
         _load(config(folder))
     assert _load(config(folder, generation_config="none")).sampling == {}

@@ -226,7 +226,10 @@ def test_defaults_of_sampling(tmp_path, tiny_gguf):
     generation = json.loads((folder / "generation_config.json").read_text())
     del generation["eos_token_id"], generation["bos_token_id"]
     assert generation == {
-        "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.0,
         "repetition_penalty": 1.05,
     }
 

@@ -38,9 +38,11 @@ class ModelFormat:
 
     def __init__(self, tokenizer: Tokenizer, config: AnswerConfig) -> None:
         template = tokenizer.chat_template
-        source = "" if template is None else (template.tool_use or template).source
+        sources = [one.source for one in (template, template and template.tool_use) if one]
         tools, reasoning = config.tool_parser, config.reasoning_parser
-        self.tool_parser = choose_tool_format(source) if tools == "auto" else tools
+        source = "\n".join(sources)
+        auto = choose_tool_format(sources[-1] if sources else "")
+        self.tool_parser = auto if tools == "auto" else tools
         self.reasoning_parser = choose_reasoning(source) if reasoning == "auto" else reasoning
         self._template = template
         self._source = source

@@ -169,19 +169,19 @@ class InputMessage(_Part):
         messages: list[dict[str, Any]] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                result = {"tool_call_id": block.tool_use_id, "content": _text(block.content)}
+                result = {"tool_call_id": block.tool_use_id, "content": _parts(block.content)}
                 messages.append({"role": "tool", **result})
             elif isinstance(block, TextBlock):
                 if not messages or messages[-1]["role"] == "tool":
-                    messages.append({"role": self.role, "content": ""})
-                messages[-1]["content"] += block.text
+                    messages.append({"role": self.role, "content": []})
+                messages[-1]["content"] += _parts([block])
         return messages
 
     def _as_assistant(self) -> dict[str, Any]:
         texts = [b for b in self.content if isinstance(b, TextBlock)]
         thoughts = [b.thinking for b in self.content if isinstance(b, ThinkingBlock)]
         calls = [_call(b) for b in self.content if isinstance(b, ToolUseBlock)]
-        message: dict[str, Any] = {"role": "assistant", "content": _text(texts) if texts else None}
+        message: dict[str, Any] = {"role": "assistant", "content": _parts(texts) or None}
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
         if calls:
@@ -381,6 +381,11 @@ def _is_marked(part: object) -> bool:
 
 def _text(blocks: list[TextBlock]) -> str:
     return "".join(block.text for block in blocks)
+
+
+def _parts(blocks: list[TextBlock]) -> list[dict[str, Any]]:
+    """Returns the parts of a chat's content."""
+    return [{"type": "text", "text": block.text} for block in blocks]
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # as newer clients of vLLM call it
+    thinking: str | None = None  # as gpt-oss calls it
     annotations: _Unsupported = None
     audio: _Unsupported = None
     function_call: _Unsupported = None
@@ -98,10 +99,14 @@ class ChatMessage(BaseModel):
     @model_validator(mode="after")
     def _check_content(self) -> Self:
         """An assistant may say nothing if it called tools or thought; nobody else may."""
-        says_more = self.tool_calls or self.reasoning_content or self.reasoning
+        says_more = self.tool_calls or self.thought
         if self.content is None and not (self.role == "assistant" and says_more):
             raise PydanticCustomError("missing", "it must have a content")
         return self
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning_content or self.thinking or self.reasoning or ""
 
     def to_message(self) -> Message:
         role = _ROLE_ALIASES.get(self.role, self.role)
@@ -110,7 +115,7 @@ class ChatMessage(BaseModel):
             fields["tool_call_id"] = self.tool_call_id or ""
         if role == "assistant":
             fields["tool_calls"] = tuple(call.to_tool_call() for call in self.tool_calls or ())
-            fields["reasoning"] = self.reasoning_content or self.reasoning or ""
+            fields["reasoning"] = self.thought
         if isinstance(self.content, list):
             return Message.of_parts(role, [part.text for part in self.content], **fields)
         return Message(role, self.content, **fields)

@@ -138,15 +138,16 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
             assistant().setdefault("tool_calls", []).append(call)
         elif isinstance(item, FunctionCallOutputItem):
             turn = None
-            text = _text(item.output)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+            content = _parts(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif item.role == "assistant":
-            assistant("content", "tool_calls")["content"] = _text(item.content)
+            assistant("content", "tool_calls")["content"] = _parts(item.content)
         else:
             turn = None
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _parts(item.content)})
     return messages
 
 
-def _text(parts: Sequence[TextPart]) -> str:
-    return "".join(part.text for part in parts)
+def _parts(texts: Sequence[TextPart]) -> list[dict[str, Any]]:
+    """Returns the parts of a chat's content."""
+    return [{"type": "text", "text": part.text} for part in texts]
