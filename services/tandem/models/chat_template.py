@@ -41,7 +41,7 @@ RENDER_S_MAX = 5.0  # a conversation takes milliseconds
 _DIGITS_MAX = 1 << 20  # of a product or power: bits of a number, elements of a text or list
 # A template that meets a shape it does not expect fails as any Python code would.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-_ERRORS = (jinja2.TemplateError, MemoryError, RecursionError, *_PYTHON_ERRORS)
+_ERRORS = (jinja2.TemplateError, MemoryError, RuntimeError, *_PYTHON_ERRORS)
 _SPECIAL_TOKENS = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
@@ -176,12 +176,14 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-        """Reads the files of templates, else those in tokenizer_config.json; None if neither has
-        a template."""
+        """Reads the files of templates, else tokenizer_config.json or chat_template.json; None if
+        none has a template."""
         special_map, own_file = folder / "special_tokens_map.json", folder / "chat_template.jinja"
         with naming(special_map):
             tokens = _special_tokens(tokenizer_config, read_json_if_any(special_map))
         named = None if own_file.is_file() else tokenizer_config.get("chat_template")
+        if not (named or own_file.is_file()):  # of a model that reads images, too
+            named = read_json_if_any(folder / "chat_template.json").get("chat_template")
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
         template = None
         for name, file in (("tool_use", tool_file), ("default", own_file)):

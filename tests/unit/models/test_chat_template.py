@@ -114,6 +114,10 @@ def test_where_the_template_is_looked_for(tmp_path):
         template = ChatTemplate.from_folder(tmp_path, config)
         assert template is not None
         assert template.render(USER, add_generation_prompt=True) == expected
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
+    template = ChatTemplate.from_folder(tmp_path, {})
+    assert template is not None
+    assert template.render(USER, add_generation_prompt=True) == "json"
     (tmp_path / "chat_template.jinja").write_text("file")
     template = ChatTemplate.from_folder(tmp_path, {"chat_template": "c"})
     assert template is not None

@@ -8,6 +8,8 @@ def split(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str,
 
     What may be the beginning of a terminal is in neither, unless the text is `final`.
     """
+    if not any(t[0] in text for t in terminals):  # most pieces of an answer
+        return text, ""
     end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
     if not final:
         longest = max(map(len, terminals), default=1)
