@@ -132,7 +132,7 @@ def test_what_is_before_the_last_mark_is_pinned() -> None:
     asks = {"role": "user", "content": [marked_one, two]}
     says = {"role": "assistant", "content": "yes"}
     ends = {"role": "user", "content": [two]}
-    begun = [("user", "onetwo"), ("assistant", "yes")]
+    begun = [("user", "one\ntwo"), ("assistant", "yes")]
     assert pinned(messages=[asks, says, ends]) == [("user", "one")]
     assert pinned(messages=[asks, says, {**ends, "content": [marked_one, two]}]) == [
         *begun,
