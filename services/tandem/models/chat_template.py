@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -135,6 +135,13 @@ class _Expected(NamedTuple):
     takes_text: Mapping[str, bool]  # by role: it shows content that is a text
     takes_parts: Mapping[str, bool]  # by role: it shows content that is a list of parts
     shows_calls: bool  # of earlier answers
+    takes_one_call: bool  # a message with several calls shows one of them, or is refused
+
+    def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
+        """Returns the messages that the template gets for those of a chat."""
+        if self.takes_one_call:
+            messages = _with_one_call_each(messages)
+        return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
         """Returns the messages that the template gets for one. No key is null, unless the template
@@ -151,6 +158,28 @@ class _Expected(NamedTuple):
             sent = "text" if content else content and ""
             return self.forms[_Kind(sent, bool(reasoning), bool(calls))].messages(message)
         return [{name: value for name, value in message.items() if value is not None}]
+
+
+def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
+    """Returns messages that have one call each, with the call's result behind it."""
+    given: list[_Message] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            given.append(message)
+            continue
+        results = list(takewhile(lambda m: m["role"] == "tool", rest))
+        del rest[: len(results)]
+        for number, call in enumerate(calls):
+            said = {"role": message["role"]} if number else message
+            given.append({**said, "tool_calls": [call]})
+            own = [result for result in results if result.get("tool_call_id") == call["id"]]
+            given += own
+            results = [result for result in results if result not in own]
+        given += results
+    return given
 
 
 class ChatTemplate:
@@ -179,8 +208,9 @@ class ChatTemplate:
         """Reads the files of templates, else tokenizer_config.json or chat_template.json; None if
         none has a template."""
         special_map, own_file = folder / "special_tokens_map.json", folder / "chat_template.jinja"
-        with naming(special_map):
-            tokens = _special_tokens(tokenizer_config, read_json_if_any(special_map))
+        special = read_json_if_any(special_map)
+        with naming(special_map if special else folder / "tokenizer_config.json"):
+            tokens = _special_tokens(tokenizer_config, special)
         named = None if own_file.is_file() else tokenizer_config.get("chat_template")
         if not (named or own_file.is_file()):  # of a model that reads images, too
             named = read_json_if_any(folder / "chat_template.json").get("chat_template")
@@ -221,7 +251,7 @@ class ChatTemplate:
             return self.tool_use.render(
                 messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
             )
-        given = [one for message in messages for one in self._expected.given(message)]
+        given = self._expected.chat(messages)
         try:
             _clock.begin()
             return self._render(given, tools, options, add_generation_prompt=add_generation_prompt)
@@ -280,7 +310,10 @@ class ChatTemplate:
             # A template that adds the list itself to the text shows its quotes as well.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
-        return _Expected(forms, takes_text, takes_parts, shows_calls)
+        expected = _Expected(forms, takes_text, takes_parts, shows_calls, takes_one_call=False)
+        takes_one = not self._shows_two_calls(expected)
+        one_each = expected._replace(takes_one_call=True)
+        return one_each if takes_one and self._shows_two_calls(one_each) else expected
 
     def _probed(self, role: str, content: Any) -> str:
         """Returns a chat with such a message; empty if the template refuses it."""
@@ -291,6 +324,18 @@ class ChatTemplate:
             return self._render(chat, self._plain[1])
         except _ERRORS:
             return ""
+
+    def _shows_two_calls(self, expected: _Expected) -> bool:
+        """Returns whether the template shows both calls of one message."""
+        arguments = {"name": "f", "arguments": {"probedtwo": "b"}}
+        calls = [_CALL, {**_CALL, "id": "abcdefghj", "function": arguments}]
+        results = [_RESULT, {**_RESULT, "tool_call_id": "abcdefghj"}]
+        chat = expected.chat([_USER, {"role": "assistant", "tool_calls": calls}, *results])
+        try:
+            rendered = self._render(chat, self._plain[1])
+        except _ERRORS:
+            return False
+        return "probedcall" in rendered and "probedtwo" in rendered
 
     def _form(self, kind: _Kind) -> _Form:
         """Returns the first form in which the template shows most of such a message. A template

@@ -181,6 +181,26 @@ def test_nothing_that_a_template_can_show_is_lost(trait: str, kind: str) -> None
         assert rendered.count("Text.") == 1
 
 
+@pytest.mark.parametrize(
+    "one_call",
+    [
+        "{{ m.tool_calls[0].function.arguments | tojson }}",
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}" + CALLS,
+    ],
+)
+def test_a_template_for_one_call_gets_one_call_a_message(one_call: str) -> None:
+    source = "{% for m in messages %}{{ m.role[0] }}{{ m.reasoning_content }}{{ m.content }}"
+    source += "{% if m.tool_calls %}" + one_call + "{% endif %};{% endfor %}"
+    calls = [
+        {"id": n, "type": "function", "function": {"name": "f", "arguments": {"n": int(n)}}}
+        for n in "123"
+    ]
+    said = {"role": "assistant", "content": "T", "reasoning_content": "R", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": n, "content": f"r{n}"} for n in "213"]
+    rendered = render(source, [*USER, said, *results, {"role": "assistant", "content": "E"}])
+    assert rendered == 'uHi;aRT{"n": 1};tr1;a{"n": 2};tr2;a{"n": 3};tr3;aE;'
+
+
 def test_a_null_key_is_absent_unless_the_template_wants_it_null() -> None:
     call = message_of("call")
     for source, shown in (

@@ -52,7 +52,8 @@ class ModelFormat:
         self._reads_all = self._format.thought is not None
         self._reasoning = None if self._reads_all else REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
-        # Of answers to chats with tools. Without the template's words, the model is asked for JSON.
+        # The format of answers to chats with tools. A template without tools gets words that ask
+        # for JSON.
         self._calls = self._format if self.takes_tools else read_json_too(self._format)
         if tools == "auto" and not (self.takes_tools or self._reads_all):
             self._calls = replace(self._calls, frames=TOOL_FORMATS["json"].frames)

@@ -13,7 +13,7 @@ from typing import Any
 from tandem.router.parsers.json_text import escaped, loaded
 
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_LITERAL_CHARACTERS_MAX = 1 << 15  # takes 20 ms; longer ones stay text
+_LITERAL_CHARACTERS_MAX = 1 << 13  # takes at most 10 ms; longer ones stay text
 _TYPE_NAMES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
