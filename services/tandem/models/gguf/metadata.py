@@ -32,11 +32,13 @@ class GgufMetadata:
         return self._checked(key, self.get(key, default), _is_flag, "true or false")
 
     def items(self, key: str, kind: type, num: int | None = None) -> list[Any] | None:
-        """Returns a list of `num` items of a type; None if the file has none."""
+        """Returns a list of `num` items of a type; None if the file has none. Integers are numbers,
+        too."""
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        kinds = (int, float) if kind is float else (kind,)
+        if not isinstance(value, list) or not all(type(item) in kinds for item in value):
             raise _refusal(key, value, f"it must be a list of {_PLURALS[kind]}")
         if num is not None and len(value) != num:
             raise UnsupportedModel(
