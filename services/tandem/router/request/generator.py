@@ -324,8 +324,7 @@ class Generator:
             logprobs = 0
         if request.use_beam_search:
             request = replace(request, sampling=Sampling(temperature=0.0))
-            # Beside the end tokens, of which a model may have several, as many as there are beams.
-            logprobs = request.n + max(request.n, len(model.tokenizer.eos_token_ids))
+            logprobs = 2 * request.n
         stop_token_ids = set(request.stop_token_ids)
         if grammar or not request.ignore_eos:  # only an end token can end what has a form
             stop_token_ids.update(model.tokenizer.eos_token_ids)
