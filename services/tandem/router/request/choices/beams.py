@@ -1,7 +1,7 @@
 """Beam search, by the definition of vLLM 0.11's OpenAI server (`use_beam_search`).
 
 `width` beams begin as one, the prompt. A step takes the 2 x `width` most likely next tokens of each
-beam, or more if the model has more than `width` end tokens, with the model's own log probabilities:
+beam, with the model's own log probabilities:
 
 - An end token completes the beam: it leaves with its log probability, and none of the `width`
   others is given up for it. With `ignore_eos` an end token is a token like any other.
