@@ -130,18 +130,17 @@ def test_what_cannot_be_run_is_named(changes, message):
 
 
 def test_a_model_of_images_is_refused_by_name_before_a_weight_is_read(tmp_path):
-    """The config is as of Gemma 3 4B: the sizes of its decoder are one level below."""
+    """The config is as of Llama 4: the sizes of its decoder are one level below."""
     config = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "text_config": SIZES | {"model_type": "gemma3_text"},
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": SIZES | {"model_type": "llama4_text"},
         "vision_config": {"model_type": "siglip_vision_model", "image_size": 896},
-        "mm_tokens_per_image": 256,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    named = "Gemma3ForConditionalGeneration is not supported; supported are .*Gemma3ForCausalLM"
+    named = "Llama4ForConditionalGeneration is not supported, and neither is its text part alone"
     with pytest.raises(UnsupportedModel, match=named):
         read_folder(tmp_path)
 
