@@ -36,6 +36,7 @@
           BlockMismatch     503  UNAVAILABLE          a block's checksum is not the producer's
       DeadlineExceeded      504  DEADLINE_EXCEEDED
       Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
+      MemoryGrown           503  UNAVAILABLE          a process ends for its memory; never sent
       ConfigError           500  FAILED_PRECONDITION  wrong settings, found at start
         UnsupportedModel    500  FAILED_PRECONDITION
       OperateError          500  INTERNAL             an operator's command failed; never sent
@@ -195,6 +196,9 @@ class DeadlineExceeded(
 
 
 class Incompatible(TandemError, code="incompatible", grpc="FAILED_PRECONDITION"): ...
+
+
+class MemoryGrown(TandemError, code="memory_grown", http=503, grpc="UNAVAILABLE"): ...
 
 
 class ConfigError(TandemError, code="config_error", grpc="FAILED_PRECONDITION"): ...

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import get_args
 
-from tandem.cluster.pools import ClusterSpec, Host, Leave, Member, with_free_gpu
-from tandem.config.cluster import Pool
-from tandem.pool_sizes import POOLS
+from tandem.cluster.pools import ClusterSpec, Host, Leave, Member, router_hosts, with_free_gpu
+from tandem.config.cluster import SIZED_POOLS, Pool
 
 
 def describe(
     wanted: Mapping[Pool, int],
     members: Sequence[Member],
-    pools: Collection[Pool] = POOLS,
+    pools: Collection[Pool] = SIZED_POOLS,
     waits: Mapping[Pool, str] = MappingProxyType({}),
 ) -> dict[str, object]:
     """Returns the state of these pools in the form of Redis and `/v1/cluster`. `waits` has the
     reason of each pool that stays smaller than wanted."""
+    wanted = {**wanted, "grpc": len(router_hosts(members))}
     return {
         pool: {
             "wanted": wanted.get(pool, 0),
@@ -45,7 +46,7 @@ def describe(
             ],
             **({"waits_why": waits[pool]} if pool in waits else {}),
         }
-        for pool in POOLS
+        for pool in get_args(Pool)
         if pool in pools
     }
 

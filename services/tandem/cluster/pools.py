@@ -36,7 +36,7 @@ from tandem.config.cluster import Pool
 
 Leave = Literal["leaves", "drains"]  # a host's members are replaced; they are also drained
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
-_IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")
+_IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")  # "grpc" follows "router"
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -179,7 +179,14 @@ def plan(
             and (found := _host_to_move_to(spec, pool, [*members, *add], hosts, measured))
         ):
             add.append(_next_member(spec, pool, [*members, *add], *found))
+    if "grpc" in spec.pools:
+        _follow_routers(spec, members, hosts, add, drain)
     return add, drain
+
+
+def router_hosts(members: Sequence[Member]) -> set[str]:
+    """Returns the hosts with a router that stays, each of which has one gRPC replica, too."""
+    return {m.host for m in members if m.pool == "router" and not m.leaves}
 
 
 def node_bundles(
@@ -236,6 +243,26 @@ def with_free_gpu(
         total = sum(host.num_gpus for host in hosts)
         return [], f"no GPU is free ({total} in all, --workers-per-gpu {limit})"
     return [h for h in hosts if h.host_id in gpus and gpus[h.host_id][0] == fewest], ""
+
+
+def _follow_routers(
+    spec: ClusterSpec,
+    members: Sequence[Member],
+    hosts: Sequence[Host],
+    add: list[Member],
+    drain: list[Member],
+) -> None:
+    """Adds a gRPC replica on each of these hosts that gets or has a router and no replica, and
+    drains those on hosts without a router. One that drains still holds the port."""
+    leave = {m.ordinal for m in drain}
+    routed = router_hosts([m for m in (*members, *add) if m.ordinal not in leave])
+    replicas = [m for m in members if m.pool == "grpc" and m.state != "lost"]
+    drain += [
+        m for m in replicas if m.host not in routed and not m.leaves and m.ordinal not in leave
+    ]
+    free = [h for h in hosts if h.host_id in routed - {m.host for m in replicas}]
+    for host in free:
+        add.append(_next_member(spec, "grpc", [*members, *add], host, ""))
 
 
 def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:

@@ -15,6 +15,8 @@ from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 
+from tandem.config.cluster import ROUTER_POOLS
+
 _LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
 _TIERS = "KV in tiers"
 _MORE_COLUMNS = ("measured", "pulls from")
@@ -36,7 +38,7 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
     made = table("pool", "wanted", "running", "ready", "serving", "processes")
     for name, pool in pools.items():
         agents = ", ".join(f"{a['id']} {a['state']}" for a in pool.get("agents", ()))
-        is_router = name == "router"
+        is_router = name in ROUTER_POOLS
         ready, serving = ("-" if is_router else str(pool.get(k, 0)) for k in ("ready", "serving"))
         wanted, running = pool.get("wanted", "-"), pool.get("running", pool.get("registered", "-"))
         made.add_row(name, str(wanted), str(running), ready, serving, agents)

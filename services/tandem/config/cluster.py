@@ -13,7 +13,10 @@ from tandem.errors import ConfigError
 from tandem.options import arguments
 
 Role = Literal["prefill", "decode"]
-Pool = Literal["router", "prefill", "decode"]
+# The pool "grpc" has routers that serve the public gRPC API only: one on each host with a router.
+Pool = Literal["router", "grpc", "prefill", "decode"]
+SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # whose size people set
+ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 # URLs of the kinds' own users, for who starts processes: each gets its own as REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -13,7 +13,7 @@ from tandem.config.addresses import AddressConfig
 from tandem.config.admin import AdminOptions
 from tandem.config.answers import AnswerConfig
 from tandem.config.autoscale import AutoscaleConfig
-from tandem.config.cluster import ClusterConfig, Pool
+from tandem.config.cluster import SIZED_POOLS, ClusterConfig
 from tandem.config.gateway import GatewayOptions
 from tandem.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
 from tandem.config.tls import PublicTls, TlsDir
@@ -42,10 +42,10 @@ def parse_scale_objects(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in filter(None, text.split(",")):
         match = _SCALE_OBJECT.fullmatch(entry)
-        if match is None or match[1] not in get_args(Pool) or match[1] in found:
+        if match is None or match[1] not in SIZED_POOLS or match[1] in found:
             raise ConfigError(
                 f"scale-objects has {entry!r}; it must be POOL=statefulsets/NAME or "
-                f"POOL=deployments/NAME, once for a POOL of {', '.join(get_args(Pool))}"
+                f"POOL=deployments/NAME, once for a POOL of {', '.join(SIZED_POOLS)}"
             )
         found[match[1]] = match[2]
     return found
@@ -90,6 +90,8 @@ class AdmissionOptions(Options):
     """Serve everybody while there is no API key, on an address that is not loopback, too."""
     keys_file: Annotated[Text, Own] = ""
     """JSON file of key records, such as a mounted Secret, beside the keys in Redis."""
+    grpc_memory: Positive = 1 << 30
+    """Bytes by which a gRPC replica or an endpoint picker may grow; then it drains and ends."""
     keys_max_age_s: Seconds = 0.0
     """Seconds without news of the keys, after which requests with keys are refused. 0: never."""
 
@@ -105,8 +107,10 @@ class RouterOptions(AdmissionOptions):
     """Name of the model in the API. Default: the model's own name."""
     host: Annotated[str, Own] = "127.0.0.1"
     """Address of both public ports."""
+    api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
+    """Public APIs of this process. grpc: a replica for gRPC alone, with a limit on its memory."""
     http_port: Annotated[Port, Own] = 8000
-    """Port of the HTTP API."""
+    """Port of the HTTP API. With --api grpc it answers probes and other routers only."""
     grpc_port: Annotated[Port, Own] = 8001
     """Port of the gRPC API."""
     router_id: Annotated[str, Own] = "router-0"
@@ -153,6 +157,20 @@ class RouterOptions(AdmissionOptions):
     hold_requests_max: Constant[Positive] = 256  # while a pool is empty; as many for tenants' turns
     request_deadline_s: Constant[float] = 600.0
     service_account: Constant[str] = SERVICE_ACCOUNT  # the folder with its token
+
+    def check_together(self) -> None:
+        if self.api != "both" and self.gateway.endpoint_picker:
+            raise ConfigError("an endpoint picker has no public API: --api goes without it")
+        if self.api == "grpc" and self.gateway.front_of:
+            raise ConfigError(
+                "a front serves the HTTP API: --api grpc and --front-of cannot go together"
+            )
+
+    @property
+    def has_leaking_port(self) -> bool:
+        """Returns whether strangers reach only a gRPC port, so that the process may end for its
+        memory: gRPC's core never frees the tables of some headers (HPACK)."""
+        return self.api == "grpc" or bool(self.gateway.endpoint_picker)
 
     @property
     def connections_per_address_max(self) -> int:

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from tandem.cancellation import cancel
 from tandem.config.cluster import LEAVE_SIGNAL
 from tandem.config.router import RouterConfig
-from tandem.errors import TandemError
+from tandem.errors import MemoryGrown, TandemError
 from tandem.garbage import exempt_loaded
 from tandem.models.broken_files import naming
 from tandem.models.source import read_json_if_any, resolve
@@ -48,6 +48,7 @@ from tandem.router.index.metrics import IndexMetrics, counted_match
 from tandem.router.index.trust import IndexTrust
 from tandem.router.limits.meter import make_meter
 from tandem.router.limits.metrics import TenantMetrics
+from tandem.router.memory_watch import MemoryWatch
 from tandem.router.metrics.gen_ai import make_gen_ai_metrics
 from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.parsers.model_format import ModelFormat
@@ -81,6 +82,8 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._stopping = asyncio.Event()
+        self.gave_way: MemoryGrown | None = None
+        self._memory: MemoryWatch | None = None
         self._redis: Client = connect(config.cluster.redis_url)
         self._tls = _public_certificate(config)
         self._metrics = Metrics(make_gen_ai_metrics(_SERVICE, config.router_id))
@@ -150,7 +153,7 @@ class Router:
 
     @property
     def grpc_port(self) -> int:
-        """Port of the public gRPC API, or of the endpoint picker, once it is bound."""
+        """Port of the public gRPC API, or of the endpoint picker, once it is bound; 0 for none."""
         return self._public.grpc_port
 
     def _num_held(self) -> int:
@@ -158,9 +161,10 @@ class Router:
         return self._dispatcher.num_pending + (self.picker.num_awaited if self.picker else 0)
 
     def _make_public(self) -> PublicListener:
-        inference = GrpcApi(self._config, self.generator, CallGuard(self._access, self._trail))
-        handlers = inference.handlers()
-        return PublicListener(self._config, handlers, self._access.clients, self._tls)
+        guard = CallGuard(self._access, self._trail)
+        handlers = GrpcApi(self._config, self.generator, guard).handlers()
+        clients, live = self._access.clients, guard.live_peers
+        return PublicListener(self._config, handlers, clients, live, self._tls)
 
     def _make_picker(self) -> PickerListener:
         table = FrontTable(self._fronts, self.view)
@@ -188,6 +192,13 @@ class Router:
         """Ends `run`: nothing new is accepted, live requests get the drain deadline to end."""
         self._stopping.set()
 
+    def give_way(self, why: str) -> None:
+        """Ends `run` because of this process's memory; `gave_way` says why."""
+        self.gave_way = MemoryGrown(why)
+        log.error("%s", why)
+        self.view.events.add("memory", self._config.router_id, why)
+        self.stop()
+
     def announce_end(self) -> None:
         """Says that this router is not ready, and serves on; `stop` is to follow."""
         log.info("leaving: requests are still served")
@@ -208,6 +219,13 @@ class Router:
         admin = await self.admin.start(admin_app)
         self._log_listening()
         self.listening.set()
+        if self._config.has_leaking_port:
+            loop = asyncio.get_running_loop()
+            self._memory = MemoryWatch(
+                self._config.grpc_memory,
+                lambda why: loop.call_soon_threadsafe(self.give_way, why),
+            )
+            self._memory.start()
         work: set[asyncio.Task[Any]] = {
             self._public.serve(app),
             admin,
@@ -280,7 +298,8 @@ class Router:
         named = {task.get_name(): task for task in work}
         if (front := named.pop("front", None)) is not None:
             await cancel(front)  # first of all: no gateway sends more here
-        await self._public.stop(deadline_s, named.pop("public"))
+        gives_way = self.gave_way is not None
+        await self._public.stop(deadline_s, named.pop("public"), gives_way=gives_way)
         self.page.close()
         await self.admin.stop(named.pop("admin-http"))
         await cancel(*named.values())
@@ -297,14 +316,17 @@ class Router:
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
         self.view.tell_change()
-        model.preparer.warm_up()
+        if self._config.api != "grpc":  # which is to be light: few prompts are long
+            model.preparer.warm_up()
         exempt_loaded()
+        if self._memory is not None:
+            self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
         said: str | None = None
         while True:
             reason = self.generator.not_ready_reason() or self._public.not_ready_reason()
             if reason != said:
-                for server in (self._public.grpc, self.admin.grpc):
+                for server in filter(None, (self._public.grpc, self.admin.grpc)):
                     await server.set_ready(ready=not reason)
                 self._metrics.serving.set(not reason)
                 (log.warning if reason else log.info)("%s", reason or "ready")
@@ -340,7 +362,7 @@ def serve(config: RouterConfig) -> TandemError | None:
             await router.run()
         except TandemError as error:
             return error
-        return None
+        return router.gave_way
 
     return asyncio.run(main())
 

@@ -103,6 +103,8 @@ class Leaving:
         still starting."""
         lacking, is_coming = [], False
         for pool, state in pools.items():
+            if pool == "grpc":
+                continue  # a gRPC replica goes to each host that gets a router
             others = [
                 agent
                 for agent in state["agents"]

@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -61,7 +61,9 @@ class LaunchOptions(Options):
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
     """Port of the HTTP API."""
     grpc_port: _PublicPort = 8001
-    """Port of the gRPC API."""
+    """Port of the gRPC API, which a process of its own serves."""
+    no_grpc: Switch = False
+    """Start no gRPC API."""
     redis_url: Annotated[Text, Parameter(name="--redis")] = ""
     """URL of a Redis to use. Default: one of its own."""
     listen: Annotated[Text, Parameter(metavar="IP")] = ""
@@ -131,9 +133,10 @@ class LaunchOptions(Options):
     @property
     def ports(self) -> dict[str, tuple[str, int]]:
         """Returns the host and port of each listener, by the port's option."""
+        grpc = {} if self.no_grpc else {"--grpc-port": (self.host, self.grpc_port)}
         return {
             "--port": (self.host, self.http_port),
-            "--grpc-port": (self.host, self.grpc_port),
+            **grpc,
             "--admin-port": (self.admin.host, self.admin.port),
             "--admin-grpc-port": (self.admin.host, self.admin.grpc_port),
         }
@@ -215,11 +218,15 @@ def make_spec(
         "prefill": options.num_prefill,
         "decode": options.num_decode,
     }
+    grpc: dict[Pool, PoolCommand] = {}
+    if not options.no_grpc:
+        grpc["grpc"] = _router(options, model, run_folder, api="grpc")
     return ClusterSpec(
         cluster_id=cluster_id,
         run_folder=str(run_folder),
         pools={
-            "router": _router(options, model, run_folder),
+            "router": _router(options, model, run_folder, api="http"),
+            **grpc,
             "prefill": _worker("prefill", options, model, run_folder),
             "decode": _worker("decode", options, model, run_folder),
         },
@@ -252,21 +259,25 @@ def _tls(options: LaunchOptions, run_folder: Path, kind: Kind) -> list[str]:
     return ["--tls-dir", str(certificate_folder(run_folder, kind))]
 
 
-def _router(options: LaunchOptions, model: Path, run_folder: Path) -> PoolCommand:
+def _router(
+    options: LaunchOptions, model: Path, run_folder: Path, *, api: Literal["http", "grpc"]
+) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
-    command += ["--router-id", "{id}", "--host", options.host]
-    command += ["--http-port", "{http_port}", "--grpc-port", "{grpc_port}"]
+    command += ["--router-id", "{id}", "--host", options.host, "--api", api]
+    command += ["--http-port", "{http_port}" if api == "http" else "0"]
+    command += ["--grpc-port", "{grpc_port}"] if api == "grpc" else []
     command += ["--admin-host", options.admin.host]
     command += ["--admin-port", "{admin_port}", "--admin-grpc-port", "{admin_grpc_port}"]
     command += [*_tls(options, run_folder, "router"), *to_argv(options.tls)]
     command += [*to_argv(options.admission), *to_argv(options.answers)]
     command += to_argv(options.autoscaler)
-    ports = {
-        "http_port": options.http_port,
-        "grpc_port": options.grpc_port,
-        "admin_port": options.admin.port,
-        "admin_grpc_port": options.admin.grpc_port,
-    }
+    ports = {"admin_port": 0, "admin_grpc_port": 0, "grpc_port": options.grpc_port}
+    if api == "http":
+        ports = {
+            "http_port": options.http_port,
+            "admin_port": options.admin.port,
+            "admin_grpc_port": options.admin.grpc_port,
+        }
     return PoolCommand(command, ports=ports)
 
 

@@ -21,6 +21,7 @@ from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.config.cluster import ROUTER_POOLS
 from tandem.errors import ConfigError
 from tandem.progress import Step
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
@@ -105,20 +106,29 @@ class Readiness:
 
     def _is_ready(self, member_id: str, redis: SyncClient) -> bool:
         member = self._waiting[member_id][0]
-        if member.pool == "router":
-            url = f"{self.options.http_url}/ready"
+        if member.pool in ROUTER_POOLS:
+            url = self.options.http_url if member.pool == "router" else self._url(member_id, redis)
             try:
                 # The check needs no identity: the certificate names another host than ours.
                 context = ssl._create_unverified_context()
-                with urllib.request.urlopen(url, timeout=_REPLY_DEADLINE_S, context=context):
+                ready = f"{url}/ready"
+                with urllib.request.urlopen(ready, timeout=_REPLY_DEADLINE_S, context=context):
                     return True
             except urllib.error.HTTPError:
                 # It is up; without a decode worker here it waits for one on another machine.
                 return all(m.pool != "decode" for m in self.members)
-            except OSError:
+            except (OSError, ValueError):  # it does not answer; it has not announced its URL
                 return False
         record = self._record(member_id, redis)
         return record is not None and record.state == "ready"
+
+    def _url(self, router_id: str, redis: SyncClient) -> str:
+        """Returns the URL that a router announced (store/router_registry.py); empty before that."""
+        try:
+            entry = redis.hget(f"{{tandem:{self.cluster_id}}}:routers", router_id)
+        except UNREACHABLE:
+            return ""
+        return entry.decode().partition(" ")[2] if isinstance(entry, bytes) else ""
 
     def _bytes_loaded(self, redis: SyncClient) -> tuple[int, int]:
         """Returns the bytes of weights that all workers have loaded, and the bytes of all weights:

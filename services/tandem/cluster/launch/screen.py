@@ -67,7 +67,10 @@ class LaunchScreen:
         print_(f"\n[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
         print_(f"  model  [bold]{escape(model)}[/]")
         print_(f"  HTTP   [bold]{url}[/]  (OpenAI API under {url}/v1)")
-        print_(f"  gRPC   [bold]{escape(self._options.grpc_address)}[/]  (tandem.v1.Inference)")
+        if self._options.no_grpc:
+            print_("  gRPC   off (--no-grpc)")
+        else:
+            print_(f"  gRPC   [bold]{escape(self._options.grpc_address)}[/]  (tandem.v1.Inference)")
         admin = escape(self._options.admin_url)
         admin_grpc = escape(self._options.admin_grpc_address)
         print_(f"  admin  [bold]{admin}/[/]  (live page, /metrics; `tandem status`)")

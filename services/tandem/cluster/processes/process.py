@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tandem import endings
 from tandem.cluster.processes import detach
-from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, Pool
+from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, ROUTER_POOLS, Pool
 from tandem.errors import ConfigError
 from tandem.observability.log_file import FILE_VARIABLE
 
@@ -153,7 +153,7 @@ def child_environment(environment: Mapping[str, str], pool: Pool | None = None) 
     child = {k: v for k, v in environment.items() if not k.startswith(("RAY_", "__RAY"))}
     if pool is None:
         return child
-    kind = "router" if pool == "router" else "worker"
+    kind = "router" if pool in ROUTER_POOLS else "worker"
     own = child.get(f"{REDIS_URL_OF_KIND}{kind}", child.get(REDIS_URL_VARIABLE, ""))
     child = {k: v for k, v in child.items() if not k.startswith(REDIS_URL_OF_KIND)}
     return {**child, REDIS_URL_VARIABLE: own}

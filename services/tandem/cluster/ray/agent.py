@@ -34,7 +34,12 @@ from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.config.cluster import LEAVE_SIGNAL, REDIS_URL_VARIABLE, RUN_FOLDER_VARIABLE
+from tandem.config.cluster import (
+    LEAVE_SIGNAL,
+    REDIS_URL_VARIABLE,
+    ROUTER_POOLS,
+    RUN_FOLDER_VARIABLE,
+)
 from tandem.errors import ConfigError
 from tandem.observability.logs import configure_logging
 
@@ -177,7 +182,7 @@ class Agent:
 
     def _stop(self, running: DetachedProcess) -> None:
         self._tell("draining", running.pid)
-        if self._member.pool == "router" and self._member.host:
+        if self._member.pool in ROUTER_POOLS and self._member.host:
             # Its clients can go to routers on other hosts once they see that it leaves.
             running.send(LEAVE_SIGNAL)
             running.wait(self._spec.leave_notice_s)

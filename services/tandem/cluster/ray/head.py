@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from tandem.cluster.pools import ClusterSpec
-from tandem.config.cluster import RUN_FOLDER_VARIABLE
-from tandem.pool_sizes import POOL_SIZE_MAX, POOLS
+from tandem.config.cluster import RUN_FOLDER_VARIABLE, Pool
+from tandem.pool_sizes import POOL_SIZE_MAX
 
 NAMESPACE = "tandem"
 LISTENING = b"listening\n"
@@ -223,7 +223,7 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
         temp_dir=str(temp_dir),
         num_cpus=0,
         num_gpus=0,
-        resources=dict.fromkeys(POOLS, POOL_SIZE_MAX),
+        resources=dict.fromkeys(get_args(Pool), POOL_SIZE_MAX),
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         include_log_monitor=False,

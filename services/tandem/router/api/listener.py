@@ -1,16 +1,22 @@
-"""The public listener of a router: the HTTP API and the gRPC API, each on a port of its own."""
+"""The public listener of a router: the HTTP API and the gRPC API, each on a port of its own.
+
+A router of `--api http` has no gRPC port. One of `--api grpc` has both: on its HTTP port it answers
+probes and other routers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Collection
 from typing import Any
 
 import grpc
 from starlette.types import ASGIApp
 
 from tandem.config.router import RouterConfig
+from tandem.router.api.grpc.connections import Peer
 from tandem.router.api.grpc.inference import SERVICE
 from tandem.router.api.grpc.server import Address, GrpcServer
 from tandem.router.api.http.server import HttpServer, bind
@@ -29,21 +35,25 @@ class PublicListener:
         config: RouterConfig,
         inference: grpc.GenericRpcHandler[Any, Any],
         clients: Clients,
+        live: Collection[Peer],
         files: CertificateFiles | None = None,
     ) -> None:
-        """Both ports speak TLS if there are `files`."""
+        """Both ports speak TLS if there are `files`. `live` are the peers with a gRPC call."""
         self._config = config
         self._clients = clients
         self._files = files
+        self._live = live
         self._sock: socket.socket | None = None
         self._http: HttpServer | None = None
-        self.grpc = GrpcServer(
-            config,
-            {SERVICE: inference},
-            Address(config.host, config.grpc_port, "--grpc-port"),
-            clients,
-            files,
-        )
+        self.grpc: GrpcServer | None = None
+        if config.api != "http":
+            self.grpc = GrpcServer(
+                config,
+                {SERVICE: inference},
+                Address(config.host, config.grpc_port, "--grpc-port"),
+                clients,
+                files,
+            )
         self.http_port = 0
         self.grpc_port = 0
 
@@ -71,25 +81,37 @@ class PublicListener:
             send_deadline_s=config.send_deadline_s,
         )
         self.http_port = self._sock.getsockname()[1]
-        self.grpc_port = self.grpc.bind()
+        if self.grpc is not None:
+            self.grpc_port = self.grpc.bind()
 
     async def start(self) -> None:
-        """Serves gRPC."""
-        await self.grpc.start()
+        """Serves gRPC, if it is to."""
+        if self.grpc is not None:
+            await self.grpc.start()
 
     def serve(self, app: ASGIApp) -> asyncio.Task[None]:
         """Serves `app` over HTTP. Returns the task of the server."""
         assert self._sock is not None
         self._http = HttpServer(app, self._config, self._clients, self._files)
         host = self._config.host
-        log.info("listening: HTTP %s:%d, gRPC %s:%d", host, self.http_port, host, self.grpc_port)
+        ports = f"HTTP {host}:{self.http_port}" + (
+            f", gRPC {host}:{self.grpc_port}" if self.grpc else ""
+        )
+        log.info("listening: %s", ports)
         return asyncio.create_task(self._http.serve(sockets=[self._sock]), name="public")
 
-    async def stop(self, deadline_s: float, serving: asyncio.Task[None]) -> None:
+    async def stop(
+        self, deadline_s: float, serving: asyncio.Task[None], *, gives_way: bool = False
+    ) -> None:
         """Takes nothing new, and waits for what is live."""
         if self._http is not None:
             self._http.begin_stop()
-        await asyncio.gather(self.grpc.stop(deadline_s), serving, return_exceptions=True)
+        ends: list[Awaitable[None]] = [serving]
+        if self.grpc is not None and gives_way:
+            ends.append(self.grpc.give_way(deadline_s, self._live))
+        elif self.grpc is not None:
+            ends.append(self.grpc.stop(deadline_s))
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 def _own_host(config: RouterConfig) -> str:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tandem.config.cluster import ROUTER_POOLS
 from tandem.router.workers.pools import pool_states
 from tandem.router.workers.rows import WorkerRow
 from tandem.store.registry import WorkerRecord
@@ -48,7 +49,7 @@ class PoolWatch:
         self._now = now
         known = Counter(row.pool for row in rows if row.state not in _GONE)
         self.sizes |= {name: s["wanted"] for name, s in pools.items() if "wanted" in s}
-        self.ready = {name: s["ready"] for name, s in pools.items() if name != "router"}
+        self.ready = {name: s["ready"] for name, s in pools.items() if name not in ROUTER_POOLS}
         for name, ready in self.ready.items():
             if "agents" in pools[name]:
                 self._have_agents.add(name)  # also while Redis has lost what the controller wrote

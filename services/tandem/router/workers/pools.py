@@ -8,12 +8,12 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
+from tandem.config.cluster import ROUTER_POOLS, Pool
 from tandem.errors import NoWorkers
-from tandem.pool_sizes import POOLS
 from tandem.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
 from tandem.store.registry import WorkerRecord
@@ -76,8 +76,8 @@ def pool_states(
             "ready": ready[name],
             "serving": serving[name],
         }
-        for name in POOLS
-        if name in told or name != "router"
+        for name in get_args(Pool)
+        if name in told or name not in ROUTER_POOLS
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tandem.config.cluster import ROUTER_POOLS
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 from tandem.store.registry import WorkerRecord
@@ -83,7 +84,7 @@ def worker_rows(
     agents = {
         agent["id"]: (pool, agent)
         for pool, state in pools.items()
-        if pool != "router"
+        if pool not in ROUTER_POOLS
         for agent in state.get("agents", ())
     }
     seen = list(seen)
@@ -147,7 +148,7 @@ def problems_of(
 def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns one sentence that says what is wrong, from the result of `problems_of`."""
     if not problems:
-        ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p != "router")
+        ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p not in ROUTER_POOLS)
         return f"All is well: workers that are ready: {ready}."
     more = len(problems) - _PROBLEMS_MAX
     told = "; ".join(problems[:_PROBLEMS_MAX])

@@ -64,7 +64,9 @@ class PickerListener:
         log.info("listening: endpoint picker %s:%d", self._host, self.grpc_port)
         return asyncio.create_task(self._fronts.run(), name="public")
 
-    async def stop(self, deadline_s: float, serving: asyncio.Task[None]) -> None:
+    async def stop(
+        self, deadline_s: float, serving: asyncio.Task[None], *, gives_way: bool = False
+    ) -> None:
         """Takes nothing new, and waits for what is live."""
         await self.grpc.stop(deadline_s)
         await cancel(serving)

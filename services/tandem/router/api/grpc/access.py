@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from typing import Any
 from urllib.parse import unquote
 
 import grpc.aio
 
 from tandem.errors import Forbidden, RequestNotFound, TandemError, Unauthenticated
+from tandem.router.api.grpc.connections import Peer, peer_of
 from tandem.security.access import Access, Need
 from tandem.security.audit_trail import AuditTrail, Caller
 from tandem.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
+
+_STATUS_SENT_S = 1.0  # from the end of a call
 
 
 class CallGuard:
@@ -24,6 +28,7 @@ class CallGuard:
 
     def __init__(self, access: Access, trail: AuditTrail) -> None:
         self.clients = access.clients
+        self.live_peers: Counter[Peer] = Counter()  # with a call whose key was accepted
         self._access = access
         self._trail = trail
 
@@ -35,13 +40,34 @@ class CallGuard:
         sent = context.invocation_metadata() or ()
         authorization = [str(value) for name, value in sent if name == "authorization"]
         try:
-            return self._access.check(need, authorization, now=time.time())
+            key = self._access.check(need, authorization, now=time.time())
+            self._note_live(context)
+            return key
         except TandemError as error:
             self.tell(context, method, self._access.claimed(authorization), error)
             if isinstance(error, Unauthenticated):
                 late_s = self._access.throttle.fail(self._address(context), time.monotonic())
                 await asyncio.sleep(late_s)
             raise
+
+    def _note_live(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Counts the peer among the live ones until a moment after the end of the call, by when
+        gRPC has sent its status."""
+        address, _, port = _peer(context).rpartition(":")
+        if not port.isdecimal():  # a socket of this machine without addresses
+            return
+        peer = peer_of(address.strip("[]").partition("%")[0], int(port))
+        self.live_peers[peer] += 1
+
+        def forget() -> None:
+            self.live_peers[peer] -= 1
+            if not self.live_peers[peer]:
+                del self.live_peers[peer]
+
+        def end(_: Any) -> None:
+            asyncio.get_running_loop().call_later(_STATUS_SENT_S, forget)
+
+        context.add_done_callback(end)
 
     def tell(
         self,

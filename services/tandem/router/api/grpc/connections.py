@@ -6,12 +6,14 @@ have too many for a second.
 """
 
 import asyncio
+import ipaddress
 import logging
 import os
 import socket
 import struct
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from tandem.security.clients import Clients
@@ -25,10 +27,19 @@ _PAUSE_S = 0.0005
 _TCP_INFO = struct.Struct("44x I 4x I")
 
 
+Peer = tuple[str, int]  # address and port of a client's end of a connection
+
+
 class _Connection(NamedTuple):
     silent_ms: int  # since a byte went either way
     file: int
     peer: Any  # address and port, as the socket gives them
+
+
+def peer_of(address: str, port: int) -> Peer:
+    """Returns the peer in one form, whatever the family of the socket that it came to."""
+    found = ipaddress.ip_address(address)
+    return str(getattr(found, "ipv4_mapped", None) or found), port
 
 
 class ConnectionShares:
@@ -44,6 +55,11 @@ class ConnectionShares:
             await asyncio.sleep(_INTERVAL_S)
             if num_cut := await asyncio.to_thread(self.cut, port):
                 log.info("%d gRPC connections were cut: their address has too many", num_cut)
+
+    def cut_all_but(self, port: int, spared: Collection[Peer]) -> int:
+        """Cuts every connection of other peers than these; returns how many."""
+        found = [_look(int(file), port) for file in os.listdir("/proc/self/fd")]
+        return sum(_cut(one) for one in found if one and peer_of(*one.peer[:2]) not in spared)
 
     def cut(self, port: int) -> int:
         """Cuts what an address has above its part, the longest silent first; returns how many."""

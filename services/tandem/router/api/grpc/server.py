@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.config.router import RouterConfig
 from tandem.errors import ConfigError
-from tandem.router.api.grpc.connections import ConnectionShares
+from tandem.router.api.grpc.connections import ConnectionShares, Peer
 from tandem.rpc.certificates import CertificateFiles
 from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from tandem.rpc.options import SERVER_OPTIONS
@@ -25,6 +25,7 @@ METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more f
 IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
 STREAMS_MAX = 1024  # calls at once of one connection; a client lets further ones wait
 PING_STRIKES_MAX = 2  # pings too soon, after which a connection is closed
+_CUT_INTERVAL_S = 0.2
 AGE_S = 1800.0  # of a connection; then it takes no new call, and its channel connects again
 
 
@@ -111,6 +112,15 @@ class GrpcServer:
         status = health_pb2.HealthCheckResponse
         for name in self._names:
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+    async def give_way(self, grace_s: float, live: Collection[Peer]) -> None:
+        """Stops, and meanwhile cuts the connections of peers that are not `live`: one of them may
+        be what fills the memory of this process."""
+        stopping = asyncio.create_task(self.stop(grace_s))
+        while not stopping.done():
+            await asyncio.wait({stopping}, timeout=_CUT_INTERVAL_S)
+            await asyncio.to_thread(self._shares.cut_all_but, self._port, frozenset(live))
+        await stopping
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits for live ones, then cancels them."""

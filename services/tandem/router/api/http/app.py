@@ -61,6 +61,8 @@ def make_app(
     keys: KeyService,
     trail: AuditTrail,
 ) -> FastAPI:
+    """Makes the app of the public HTTP port. The one of `--api grpc` answers probes and other
+    routers only."""
     app = FastAPI(
         title="Tandem",
         description="OpenAI's API on prefill and decode workers apart from each other",
@@ -75,6 +77,14 @@ def make_app(
     app.add_middleware(HttpMetrics, metrics=generator.metrics, uncounted=PROBES)
     # The last one added is the first one called.
     app.add_middleware(Front, config=config, generator=generator)
+    if config.api != "grpc":
+        _add_api(app, config, generator, trail)
+    add_health_routes(app, generator)
+    add_record_route(app, config, keys)
+    return app
+
+
+def _add_api(app: FastAPI, config: RouterConfig, generator: Generator, trail: AuditTrail) -> None:
     routes = GenerationRoutes(config, generator)
     _add_generation(app, routes)
     add_message_routes(app, routes)
@@ -85,9 +95,6 @@ def make_app(
     _add_server(app, generator)
     add_model_routes(app, generator)
     add_usage_route(app, generator.tenants.usage)
-    add_health_routes(app, generator)
-    add_record_route(app, config, keys)
-    return app
 
 
 def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:

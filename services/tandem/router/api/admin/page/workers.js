@@ -121,10 +121,12 @@ export function showPools() {
       size.value = pool.wanted ?? pool.running ?? 0;
       label.append(size);
       form.append(label, make("button", "Scale"), make("span", "", "muted"));
+      // The gRPC replicas follow the routers: nobody sets their number.
+      if (name === "grpc") form.replaceChildren(make("span", "grpc: "), make("span", "", "muted"));
       form.addEventListener("submit", event => scale(event, name, size));
       box.append(form);
     }
-    const ready = name === "router" ? "" : `, ${pool.ready} ready`;
+    const ready = name === "router" || name === "grpc" ? "" : `, ${pool.ready} ready`;
     setText(form.lastChild, `${pool.running ?? 0} of ${pool.wanted ?? "?"} run${ready}`);
   }
   showAutoscale();
