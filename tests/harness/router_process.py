@@ -35,6 +35,8 @@ class RouterProcess:
     admin_port: int
     admin_grpc_port: int
     cluster: ClusterConfig
+    worker: ScriptedWorker
+    process: asyncio.subprocess.Process
 
 
 @asynccontextmanager
@@ -71,8 +73,9 @@ async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterPro
                 *command, env=environment, stdout=log, stderr=log
             )
         try:
-            await _until_ready(ports[0])
-            yield RouterProcess(router.pid, *ports, cluster)
+            is_picker = "--endpoint-picker" in options  # it is not ready without a front
+            await _until_answers(f"{ports[2]}/started" if is_picker else f"{ports[0]}/ready")
+            yield RouterProcess(router.pid, *ports, cluster, worker, router)
         finally:
             if router.returncode is None:
                 router.terminate()
@@ -81,11 +84,11 @@ async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterPro
             await redis.aclose()
 
 
-async def _until_ready(port: int) -> None:
+async def _until_answers(place: str) -> None:
     async with asyncio.timeout(START_DEADLINE_S), httpx.AsyncClient(timeout=5) as http:
         while True:
             try:
-                if (await http.get(f"http://127.0.0.1:{port}/ready")).status_code == 200:
+                if (await http.get(f"http://127.0.0.1:{place}")).status_code == 200:
                     return
             except httpx.TransportError:
                 pass

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 import torch
@@ -22,8 +23,11 @@ from safetensors.torch import load_file, save_file
 
 from tandem.cluster.processes import guardian
 from tandem.observability.log_file import FILE_VARIABLE
+from tandem.rpc.tandem.v1 import inference_pb2
+from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.cluster import free_port
 from tests.harness.explained import KILLED, OTHER_MODEL, STOPPED, WRONG_TOKEN, Faulty, look
+from tests.harness.hpack import hpack_attack
 from tests.harness.surfaces import Surfaces, report
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import make_tiny_model
@@ -32,6 +36,7 @@ pytestmark = pytest.mark.service
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 180.0
+GRPC_MEMORY = 128 << 20
 # Stands for make: starts the launcher, tells its pid, and waits.
 PARENT = """
 import os, subprocess, sys
@@ -114,7 +119,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     ports = free_ports()
     with screen.open("wb") as out:
         parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT, *command(ports)],
+            [sys.executable, "-c", PARENT, *command(ports, "--grpc-memory", str(GRPC_MEMORY))],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -152,8 +157,8 @@ def test_the_screen_has_what_a_person_needs(up: Up) -> None:
     text = up.screen.read_text()
     for port in up.ports.values():
         assert f"127.0.0.1:{port}" in text
-    for worker in ("router-0", "prefill-0", "decode-0"):
-        assert re.search(rf"^{worker} +(router|prefill|decode) +\S+ +(any|\d+)", text, re.M)
+    for worker in ("router-0", "grpc-0", "prefill-0", "decode-0"):
+        assert re.search(rf"^{worker} +(router|grpc|prefill|decode) +\S+ +(any|\d+)", text, re.M)
     assert f"curl {up.url}/v1/chat/completions" in text
     assert "where the start went" in text
     assert up.complete()
@@ -284,7 +289,7 @@ def test_faults_of_workers_are_named_by_the_page_the_status_and_a_log(
 ) -> None:
     """The short form of tests/chaos/test_explained.py."""
     cluster = Faulty(up.admin_url, tmp_path, "prefill-0")
-    (router,) = up.pids("tandem.router")
+    (router,) = up.pids("--router-id router-0")
     logs = Path(psutil.Process(router).environ()[FILE_VARIABLE]).parent
     surfaces = Surfaces(up.admin_url, [logs, tmp_path], prometheus=None)
     try:
@@ -294,6 +299,37 @@ def test_faults_of_workers_are_named_by_the_page_the_status_and_a_log(
         assert up.complete()
     finally:
         surfaces.close()
+
+
+def test_memory_that_grpc_leaks_to_strangers_ends_the_grpc_replica_only(up: Up) -> None:
+    """A stranger's headers make gRPC's core keep memory. HTTP goes on, and gRPC comes back."""
+    (router,), (replica,) = up.pids("--router-id router-0"), up.pids("--router-id grpc-0")
+    before_bytes = psutil.Process(router).memory_info().rss
+    body = {"model": up.get("/v1/models")["data"][0]["id"], "prompt": "The sky is", "stream": True}
+    stream = urllib.request.Request(
+        f"{up.url}/v1/completions",
+        json.dumps({**body, "max_tokens": 200, "ignore_eos": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    port = up.ports["--grpc-port"]
+    with urllib.request.urlopen(stream, timeout=60) as answer:
+        assert answer.readline().startswith(b"data: ")
+        with hpack_attack(port, is_over=lambda: not _runs(replica), num_frames_max=4000):
+            eventually(lambda: not _runs(replica))
+            assert up.complete()
+        assert answer.read().rstrip().endswith(b"data: [DONE]")
+    assert up.pids("--router-id router-0") == [router]
+    assert psutil.Process(router).memory_info().rss - before_bytes < 32 << 20
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = inference_pb2.GenerateRequest(text="The sky is", max_tokens=4)
+        call = InferenceStub(channel).Generate(request, wait_for_ready=True, timeout=60)
+        assert [message.finish_reason for message in call][-1] == "length"
+    (agent,) = eventually(
+        lambda: [a for a in up.get("/v1/cluster")["pools"]["grpc"]["agents"] if a["starts"]]
+    )
+    assert agent["id"] == "grpc-0"
+    assert "--grpc-memory allows 128" in agent["last_line"]
+    assert up.get("/v1/cluster")["pools"]["router"]["wanted"] == 1
 
 
 def test_redis_is_started_again_where_it_was(up: Up) -> None:

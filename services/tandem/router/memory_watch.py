@@ -1,7 +1,7 @@
 """Ends a process before its memory harms others on its machine.
 
     grew by less than the limit --the limit--> `give_way`: the process drains, and ends
-                                               --half as much again--> it ends at once
+                                               --half as much again, or 256 MiB--> it ends at once
 
 gRPC's core never frees the tables of some headers (HPACK), and anyone who reaches its port can make
 it build them, without an API key: 0.25 to 0.9 MB for each 15 KB that is sent. RLIMIT_DATA stands
@@ -18,7 +18,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
-_HARD = 1.5  # times the limit
+_ABOVE_BYTES_MIN = 256 << 20  # above the limit, in which a drain may cut those who fill the memory
 _BEHIND_BYTES = 1 << 30  # of address space above the limit: stacks of threads count there, too
 _PAGE_BYTES = resource.getpagesize()
 
@@ -29,6 +29,7 @@ class MemoryWatch:
     def __init__(self, growth_bytes_max: int, give_way: Callable[[str], object]) -> None:
         """`give_way` is called once, in the watch's thread, with a sentence that says why."""
         self._growth_bytes_max = growth_bytes_max
+        self._hard_bytes = growth_bytes_max + max(growth_bytes_max // 2, _ABOVE_BYTES_MIN)
         self._give_way = give_way
         self._base_bytes = 0
 
@@ -41,7 +42,7 @@ class MemoryWatch:
         self._base_bytes = resident_bytes()
         data_bytes = _statm()[5] * _PAGE_BYTES  # private memory that can be written
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        bound = data_bytes + int(_HARD * self._growth_bytes_max) + _BEHIND_BYTES
+        bound = data_bytes + self._hard_bytes + _BEHIND_BYTES
         if most == resource.RLIM_INFINITY or bound < most:
             resource.setrlimit(resource.RLIMIT_DATA, (bound, most))
 
@@ -50,7 +51,7 @@ class MemoryWatch:
         while True:
             pause.wait(_INTERVAL_S)
             growth = resident_bytes() - self._base_bytes
-            if growth > _HARD * self._growth_bytes_max:
+            if growth > self._hard_bytes:
                 log.error("memory grew by %d MiB: this process ends at once", growth >> 20)
                 logging.shutdown()
                 os._exit(1)

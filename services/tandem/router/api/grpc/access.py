@@ -67,7 +67,7 @@ class CallGuard:
         def end(_: Any) -> None:
             asyncio.get_running_loop().call_later(_STATUS_SENT_S, forget)
 
-        context.add_done_callback(end)
+        context.add_done_callback(end)  # type: ignore[arg-type]  # its stub is no protocol
 
     def tell(
         self,

@@ -25,7 +25,7 @@ METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more f
 IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
 STREAMS_MAX = 1024  # calls at once of one connection; a client lets further ones wait
 PING_STRIKES_MAX = 2  # pings too soon, after which a connection is closed
-_CUT_INTERVAL_S = 0.2
+_CUT_INTERVAL_S = 0.1
 AGE_S = 1800.0  # of a connection; then it takes no new call, and its channel connects again
 
 
