@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -79,22 +80,22 @@ async def test_from_open_to_closed(routers: Routers, caplog: pytest.LogCaptureFi
 
 
 async def check_grpc(address: str, user: str, metrics: str) -> None:
+    assert await grpc_code(address, "") is grpc.StatusCode.UNAUTHENTICATED
+    assert await grpc_code(address, "tandem-0-0") is grpc.StatusCode.UNAUTHENTICATED
+    assert await grpc_code(address, metrics) is grpc.StatusCode.PERMISSION_DENIED
+    assert await grpc_code(address, user) is grpc.StatusCode.OK
+
+
+async def grpc_code(address: str, key: str) -> grpc.StatusCode:
+    """Returns the outcome of a call with this key."""
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    request = inference_pb2.GenerateRequest(text="x", max_tokens=1)
     async with grpc.aio.insecure_channel(address) as channel:
-        for key, code in (
-            ("", grpc.StatusCode.UNAUTHENTICATED),
-            ("tandem-0-0", grpc.StatusCode.UNAUTHENTICATED),
-            (metrics, grpc.StatusCode.PERMISSION_DENIED),
-            (user, None),
-        ):
-            metadata = (("authorization", f"Bearer {key}"),) if key else ()
-            request = inference_pb2.GenerateRequest(text="x", max_tokens=1)
-            try:
-                async for _ in InferenceStub(channel).Generate(request, metadata=metadata):
-                    pass
-                seen = None
-            except grpc.aio.AioRpcError as error:
-                seen = error.code()
-            assert seen is code
+        call = InferenceStub(channel).Generate(request, metadata=metadata)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+        return await call.code()
 
 
 async def test_the_tenant_is_the_keys(routers: Routers) -> None:
@@ -119,9 +120,11 @@ async def test_the_tenant_is_the_keys(routers: Routers) -> None:
 
 
 async def test_a_revoked_key_ends_everywhere_with_redis_and_without(routers: Routers) -> None:
-    one, two = await routers.start("r1"), await routers.start("r2")
-    await ready(one)
-    await ready(two)
+    one, two = await routers.start("r1", api="http"), await routers.start("r2")
+    three = await routers.start("grpc-0", api="grpc")
+    assert routers.started["r1"][0].grpc_port == 0
+    for url in (one, two, three):
+        await ready(url)
     first, second = (
         await create(routers.admin_of(one), "acme"),
         await create(routers.admin_of(two), "acme"),
@@ -129,24 +132,28 @@ async def test_a_revoked_key_ends_everywhere_with_redis_and_without(routers: Rou
     await create(routers.admin_of(one), "keeps-the-door-closed")
     for url in (one, two):
         await until(partial(is_accepted, url, second))
-    await eventually(lambda: len(routers.started["r1"][0]._keys._others) == 1)
+    await eventually(lambda: len(routers.started["r1"][0]._keys._others) == 2)
+    replica = routers.grpc_address("grpc-0")
+    await eventually(lambda: len(routers.started["grpc-0"][0]._keys.ring.records) == 3)
+    assert await grpc_code(replica, second) is grpc.StatusCode.OK
     done = await tandem(routers.admin_of(one), "revoke", first.split("-")[1])
-    assert (done.returncode, done.stdout.count("confirmed")) == (0, 3), done.stdout
+    assert (done.returncode, done.stdout.count("confirmed")) == (0, 4), done.stdout
     await refused_soon(one, first)
     await refused_soon(two, first)
     routers.redis.kill()
     done = await tandem(routers.admin_of(one), "revoke", second.split("-")[1])
     assert done.returncode == 1
     assert "redis: Redis is away" in done.stdout
-    assert done.stdout.count("confirmed") == 2
+    assert done.stdout.count("confirmed") == 3
     assert await is_refused(one, second)
     assert await is_refused(two, second)
+    assert await grpc_code(replica, second) is grpc.StatusCode.UNAUTHENTICATED
     # Redis comes back empty: the routers write what they know, tombstones included.
     await asyncio.to_thread(routers.redis.restart)
-    three = await routers.start("r3")
+    fourth = await routers.start("r4")
 
     async def is_closed() -> bool:
-        return await is_refused(three, second) and await is_refused(three, first)
+        return await is_refused(fourth, second) and await is_refused(fourth, first)
 
     await until(is_closed)
 

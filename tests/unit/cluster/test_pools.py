@@ -248,3 +248,81 @@ def test_a_pool_shrinks_where_most_of_it_is_and_by_what_does_not_run() -> None:
     assert places(drain) == [("decode-0", "a")]
     _, drain = plan(spread(), {"decode": 0}, [restarting, running(members)[2]], [A])
     assert len(drain) == 2
+
+
+def with_grpc(host_id: str = "") -> ClusterSpec:
+    spec = make_spec()
+    grpc = PoolCommand(["router", "{id}", "--grpc-port", "{grpc}"], ports={"grpc": 8001})
+    return msgspec.structs.replace(spec, pools={**spec.pools, "grpc": grpc}, host_id=host_id)
+
+
+def names(members: list[Member]) -> list[str]:
+    return [m.member_id for m in members]
+
+
+def test_one_machine_has_one_grpc_replica_however_many_routers() -> None:
+    spec = with_grpc()
+    add, _ = plan(spec, WANTED, [])
+    assert names(add) == ["router-0", "decode-0", "prefill-0", "grpc-0"]
+    assert spec.pools["grpc"].filled(add[-1]) == ["router", "grpc-0", "--grpc-port", "8001"]
+    assert plan(spec, WANTED, add) == ([], [])
+    more, drain = plan(spec, {**WANTED, "router": 3}, add)
+    assert (names(more), drain) == (["router-1", "router-2"], [])
+    pools = describe(WANTED, [*add, *more], spec.pools)
+    assert [(name, pool["wanted"]) for name, pool in pools.items()] == [  # type: ignore[index]
+        ("router", 1),
+        ("grpc", 1),
+        ("prefill", 1),
+        ("decode", 1),
+    ]
+
+
+def test_each_host_with_a_router_has_a_grpc_replica() -> None:
+    spec, hosts = with_grpc("a"), [Host(name, [0]) for name in ("a", "b", "c")]
+    add, _ = plan(spec, {"router": 2}, [], hosts)
+    routed = {m.host for m in add if m.pool == "router"}
+    assert len(routed) == 2
+    assert {m.host for m in add if m.pool == "grpc"} == routed
+    members = [msgspec.structs.replace(m, state="running") for m in add]
+    _, drain = plan(spec, {"router": 1}, members, hosts)
+    assert names(drain) == ["router-1", "grpc-1"]
+    # Its port is free only when the process that drains has ended.
+    leaving = [msgspec.structs.replace(m, state="draining") if m in drain else m for m in members]
+    more, _ = plan(spec, {"router": 2}, leaving, hosts[:2])
+    assert names(more) == []
+    more, _ = plan(spec, {"router": 2}, leaving, hosts)
+    assert [(m.pool, m.host) for m in more] == [("router", "c"), ("grpc", "c")]
+
+
+def test_a_lost_hosts_grpc_replica_is_lost_and_comes_back_with_it() -> None:
+    spec, hosts = with_grpc("a"), [Host("a", [0]), Host("b", [0])]
+    add, _ = plan(spec, {"router": 1}, [], hosts)
+    members = [msgspec.structs.replace(m, state="running") for m in add]
+    (host,) = {m.host for m in members}
+    lost = lose(members, [host])
+    more, drain = plan(spec, {"router": 1}, lost, [h for h in hosts if h.host_id != host])
+    assert (names(more), drain) == (["router-1", "grpc-1"], [])
+    back = [
+        *revive(lost, [host]),
+        *(msgspec.structs.replace(m, state="running") for m in more),
+    ]
+    add, drain = plan(spec, {"router": 1}, back, hosts)
+    assert add == []
+    assert {m.host for m in drain} <= {host}
+
+
+def test_a_leaving_host_keeps_its_grpc_replica_until_it_drains() -> None:
+    spec, hosts = with_grpc("a"), [Host("a", [0]), Host("b", [0])]
+    add, _ = plan(spec, {"router": 1}, [], hosts[:1])
+    members = [msgspec.structs.replace(m, state="running") for m in add]
+    more, drain = plan(spec, {"router": 1}, members, hosts, {"a": "leaves"})
+    assert ([(m.pool, m.host) for m in more], drain) == ([("router", "b"), ("grpc", "b")], [])
+    members += [msgspec.structs.replace(m, state="running") for m in more]
+    more, drain = plan(spec, {"router": 1}, members, hosts, {"a": "drains"})
+    assert (more, names(drain)) == ([], ["router-0", "grpc-0"])
+
+
+def test_without_a_grpc_command_there_is_no_replica() -> None:
+    add, _ = plan(make_spec(), WANTED, [])
+    assert "grpc" not in {m.pool for m in add}
+    assert "grpc" not in describe(WANTED, add, make_spec().pools)
