@@ -116,8 +116,13 @@ def test_no_route_leads_to_the_admin_ports() -> None:
     leading = [o for o in objects if o["kind"] in ("Ingress", "HTTPRoute", "GRPCRoute")]
     assert len(leading) == 3
     assert not [o for o in leading if "admin" in str(o) or "8002" in str(o) or "8003" in str(o)]
-    public = find(objects, "Service", "router")
-    assert {p["name"] for p in public["spec"]["ports"]} == {"http", "grpc"}
+    for component, name in (("router", "http"), ("grpc", "grpc")):
+        public = find(objects, "Service", component)
+        (port,) = public["spec"]["ports"]
+        assert port["name"] == name
+        (route,) = (o for o in leading if o["kind"] == f"{name.upper()}Route")
+        (backend,) = route["spec"]["rules"][0]["backendRefs"]
+        assert backend == {"name": public["metadata"]["name"], "port": port["port"]}
 
 
 def test_keys_of_ones_own_replace_the_generated_ones() -> None:

@@ -82,6 +82,11 @@ def test_routers_reach_workers_redis_dns_and_the_api_server_alone() -> None:
     assert all(reached(objects, "router", pool) == {"grpc"} for pool in POOLS)
     assert reached(objects, "router", "redis") == {"redis"}
     assert reached(objects, "router", "router") == {"http", "admin"}
+    assert reached(objects, "router", "grpc") == {"http", "admin"}
+    assert all(reached(objects, "grpc", pool) == {"grpc"} for pool in POOLS)
+    assert reached(objects, "grpc", "redis") == {"redis"}
+    assert reached(objects, "grpc", "router") == set()
+    assert blocks(objects, "grpc") == [("*", 53), ("*", 53)]
     assert blocks(objects, "router") == [("*", 53), ("*", 53), ("10.0.0.1/32", "*")]
 
 
@@ -97,8 +102,8 @@ def test_workers_reach_one_another_redis_and_dns_alone(component: str) -> None:
 def test_ports_of_rules_exist_in_the_pods_that_they_name() -> None:
     objects = render(with_egress())
     pods = dict(pod_templates(objects))
-    for component in ("router", *POOLS):
-        for target in (*POOLS, "redis"):
+    for component in ("router", "grpc", *POOLS):
+        for target in (*POOLS, "redis", "grpc"):
             ports = {
                 port["name"]
                 for made in pods[target]["spec"]["containers"]

@@ -39,7 +39,7 @@ def test_command_lines_are_the_programs() -> None:
     front = parse_router(command_line(container(objects, "decode", "front"), pod))
     worker = command_line(container(objects, "decode", "worker"), pod)
     assert front.gateway.front_of == worker[worker.index("--worker-id") + 1]
-    assert (front.host, front.http_port) == ("0.0.0.0", 8000)
+    assert (front.host, front.api, front.http_port) == ("0.0.0.0", "http", 8000)
     assert front.drain_deadline_s == float(worker[worker.index("--drain-deadline") + 1])
     made = container(objects, "picker")
     picker = parse_router(command_line(made, pod))
@@ -48,6 +48,11 @@ def test_command_lines_are_the_programs() -> None:
     told = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "InferenceObjective"}
     assert picker.gateway.objectives == {name: spec["priority"] for name, spec in told.items()}
     assert {spec["poolRef"]["name"] for spec in told.values()} == {"demo-tandem"}
+
+
+def test_objectives_are_of_the_group_that_has_them_since_version_1_6() -> None:
+    objectives = [o for o in render(VALUES) if o["kind"] == "InferenceObjective"]
+    assert {o["apiVersion"] for o in objectives} == {"llm-d.ai/v1alpha2"}
 
 
 def test_a_front_has_a_routers_certificate_and_keys() -> None:

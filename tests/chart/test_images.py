@@ -127,9 +127,14 @@ def test_compose_runs_the_programs(programs: Path) -> None:
         assert f"/{given.metrics_port} " in probed
     command, _ = called("router", programs)
     router = parse_router(command)
-    assert (router.host, router.http_port, router.grpc_port) == ("0.0.0.0", 8000, 8001)
-    published = COMPOSE["services"]["router"]["ports"]
-    assert published == [f"127.0.0.1:{p}:{p}" for p in (router.http_port, router.grpc_port)]
+    assert (router.host, router.api, router.http_port) == ("0.0.0.0", "http", 8000)
+    command, _ = called("grpc", programs)
+    replica = parse_router(command)
+    assert (replica.host, replica.api, replica.grpc_port) == ("0.0.0.0", "grpc", 8001)
+    assert replica.http_port == router.http_port  # which the check of its health names
+    assert replica.router_id != router.router_id
+    for service, port in (("router", router.http_port), ("grpc", replica.grpc_port)):
+        assert COMPOSE["services"][service]["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert is_loopback(router.admin.host)  # `docker compose exec router tandem status` reaches it
     command, stdin = called("redis", programs)
     assert stdin == "requirepass s3cret\n"
@@ -137,7 +142,7 @@ def test_compose_runs_the_programs(programs: Path) -> None:
     assert options(command)["save"] == ""
 
 
-@pytest.mark.parametrize("service", ["decode", "router"])
+@pytest.mark.parametrize("service", ["decode", "router", "grpc"])
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
 def test_compose_asks_for_health_without_python(
     service: str, status: int | None, healthy: bool, tmp_path: Path

@@ -146,8 +146,8 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
         for e in each.get("env", [])
         if "secretKeyRef" in e.get("valueFrom", {})
     ]
-    # Router, two workers and Redis: two each; the head and the test: one each.
-    assert len(references) == 10
+    # Router, gRPC replica, two workers and Redis: two each; the head and the test: one each.
+    assert len(references) == 12
     assert {r["name"] for r in references} == {"mine"}
     assert sorted(r["key"] for r in references) == ["a-key"] * 9 + ["user"]
 
@@ -329,9 +329,10 @@ def test_internal_ports_are_closed_to_others(values: dict[str, Any]) -> None:
         if component in ENDS:
             continue
         outside = reachable(objects, component, OUTSIDER)
-        if component == "router":
+        if component in ("router", "grpc"):
             scraped = {"admin"} if "monitoring" in values else set()
-            assert outside == (set() if guarded else {"http", "grpc"} | scraped)
+            public = {"http" if component == "router" else "grpc"}
+            assert outside == (set() if guarded else public | scraped)
         elif component in ("prefill", "decode"):
             assert outside == (set() if guarded else {"metrics"})
             assert "grpc" in reachable(objects, component, inside["router"])
@@ -340,9 +341,12 @@ def test_internal_ports_are_closed_to_others(values: dict[str, Any]) -> None:
             assert outside == set()
     assert {"http"} <= reachable(objects, "router", inside["test"])
     # Keys that changed, and commands in a router's container.
-    assert {"http", "admin", "admin-grpc"} <= reachable(objects, "router", inside["router"])
+    for component in ("router", "grpc"):
+        assert {"http", "admin", "admin-grpc"} <= reachable(objects, component, inside["router"])
+    for component in ("prefill", "decode"):
+        assert "grpc" in reachable(objects, component, inside["grpc"])
     if "redis" in pods:
-        for component in ("router", "prefill", "decode"):
+        for component in ("router", "grpc", "prefill", "decode"):
             assert reachable(objects, "redis", inside[component]) == {"redis"}
     if guarded:
         prometheus = {"namespace": "monitoring", "labels": {}}
@@ -354,7 +358,9 @@ def test_clients_alone_reach_the_router_where_no_scraper_is_named() -> None:
     objects = render({"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"a": "b"}}}]}})
     assert reachable(objects, "router", OUTSIDER) == set()
     client: Object = {"namespace": NAMESPACE, "labels": {"a": "b"}}
-    assert reachable(objects, "router", client) == {"http", "grpc"}
+    assert reachable(objects, "router", client) == {"http"}
+    assert reachable(objects, "grpc", OUTSIDER) == set()
+    assert reachable(objects, "grpc", client) == {"grpc"}
 
 
 def test_operators_reach_the_admin_ports_where_they_are_named() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+import yaml
 from helm_python import HelmError
 
 from tandem.config import cluster, engine, transfer
@@ -14,6 +16,7 @@ from tests.harness.chart import (
     EXAMPLES,
     chart,
     command_line,
+    component_of,
     container,
     find,
     options,
@@ -36,6 +39,7 @@ CHART_SETS = {
             "model-revision",
             "served-model-name",
             "host",
+            "api",
             "http-port",
             "grpc-port",
             "router-id",
@@ -55,6 +59,7 @@ CHART_SETS = {
 # For tests and measurements, or, as cores, not an operator's choice inside a container.
 CHART_LEAVES = {"cores", "transfer-delay", "transfer-bandwidth", "overlap"}
 ALL = [{}, *map(values_of, EXAMPLES)]
+GATEWAY = next(e for e in EXAMPLES if e.stem == "gateway")
 
 
 def kebab(name: str) -> str:
@@ -117,9 +122,38 @@ def test_rendered_command_lines_are_the_programs(values: dict[str, Any]) -> None
     command = command_line(router, {"POD_NAME": "router-0", "POD_IP": "10.0.0.8"})
     given = parse_router(command)
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
-    assert (given.http_port, given.grpc_port) == (ports["http"], ports["grpc"])
+    assert (given.api, given.http_port) == ("http", ports["http"])
+    assert "grpc" not in ports
     assert given.admin.host == "10.0.0.8"
     assert (given.admin.port, given.admin.grpc_port) == (ports["admin"], ports["admin-grpc"])
+    replica = container(objects, "grpc")
+    told = parse_router(command_line(replica, {"POD_NAME": "grpc-0", "POD_IP": "10.0.0.8"}))
+    ports = {p["name"]: p["containerPort"] for p in replica["ports"]}
+    assert (told.api, told.http_port, told.grpc_port) == ("grpc", ports["http"], ports["grpc"])
+    # In everything else it is an ordinary replica, except that it scales no pool.
+    own = {"api": "http", "router_id": given.router_id, "scale_objects": given.scale_objects}
+    assert replace(told, **own) == given
+
+
+def test_the_memory_limit_of_a_grpc_replica_holds_what_it_may_grow() -> None:
+    objects = render()
+    for component in ("grpc", "picker"):
+        made = container(render(values_of(GATEWAY)), component)
+        pod = {"POD_NAME": "p", "POD_IP": "10.0.0.8"}
+        allowed_bytes = parse_router(command_line(made, pod)).grpc_memory
+        assert made["resources"]["limits"] == {"memory": "2Gi"}
+        assert 1.5 * allowed_bytes + (400 << 20) < 2 << 30
+    assert find(objects, "Service", "grpc")["spec"]["ports"][0]["port"] == 8001
+
+
+def test_without_grpc_there_is_nothing_of_it() -> None:
+    objects = render({"grpc": {"enabled": False}, "monitoring": {"serviceMonitors": True}})
+    assert not [o for o in objects if component_of(o).startswith("grpc")]
+    selectors = [o["spec"] for o in objects if o["kind"] == "NetworkPolicy"]
+    assert "component: grpc" not in yaml.safe_dump(selectors)
+    route = {"enabled": True, "parentRefs": [{"name": "public"}]}
+    with pytest.raises(HelmError, match=r"grpc\.enabled is false"):
+        render({"grpc": {"enabled": False}, "router": {"gateway": {"grpc": route}}})
 
 
 def test_a_pools_values_win_over_those_of_both() -> None:

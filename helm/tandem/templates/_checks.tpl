@@ -9,6 +9,10 @@
 {{- fail (printf "options.%s of prefill is %s, of decode %s: workers that differ in it cannot exchange blocks" $option $one $other) -}}
 {{- end -}}
 {{- end -}}
+{{- $grpc := include "tandem.grpc" .root | fromYaml -}}
+{{- if and .root.Values.router.gateway.grpc.enabled (not $grpc.enabled) -}}
+{{- fail "router.gateway.grpc.enabled is true and grpc.enabled is false: the route would lead nowhere" -}}
+{{- end -}}
 {{- if and .root.Values.gateway.enabled .root.Values.rayCluster.enabled -}}
 {{- fail "gateway.enabled and rayCluster.enabled are true, and an endpoint picker knows the fronts of a StatefulSet's pods only: set one of them to false" -}}
 {{- end -}}

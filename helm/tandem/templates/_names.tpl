@@ -139,6 +139,25 @@ labels:
 {{- toYaml $values -}}
 {{- end -}}
 
+{{/* The values of the gRPC replicas, as YAML, for fromYaml. `--reuse-values` of a release of an older chart
+     has none: the defaults are those of values.yaml. */}}
+{{- define "tandem.grpc" -}}
+{{- $resources := dict "requests" (dict "cpu" "500m" "memory" "512Mi") "limits" (dict "memory" "2Gi") -}}
+{{- $budget := dict "enabled" true "maxUnavailable" 1 -}}
+{{- $service := dict "type" "ClusterIP" "annotations" dict -}}
+{{- $values := dict "enabled" true "replicas" 1 "service" $service "resources" $resources "podDisruptionBudget" $budget -}}
+{{- range $key, $value := .Values.grpc -}}
+{{- $_ := set $values $key $value -}}
+{{- end -}}
+{{- toYaml $values -}}
+{{- end -}}
+
+{{/* The components that are routers of clients, as a YAML list. */}}
+{{- define "tandem.routers" -}}
+{{- $grpc := include "tandem.grpc" . | fromYaml -}}
+{{- $grpc.enabled | ternary (list "router" "grpc") (list "router") | toYaml -}}
+{{- end -}}
+
 {{/* Whether a Job takes over the sizes before an upgrade, and gives them changed values of `replicas`. */}}
 {{- define "tandem.keepsSizes" -}}
 {{- $hook := include "tandem.upgradeHook" . | fromYaml -}}

@@ -61,16 +61,15 @@ args:
   - $(POD_NAME)-front
   - --host
   - 0.0.0.0
+  - --api
+  - http
   - --http-port
   - "8000"
-  - --grpc-port
-  - "8001"
   {{- include "tandem.routerArgs" (dict "root" $root "options" $options "adminHost" $root.Values.router.adminHost) | nindent 2 }}
 env:
   {{- include "tandem.env" (dict "root" $root "kind" "router") | nindent 2 }}
 ports:
   - {name: http, containerPort: 8000}
-  - {name: front-grpc, containerPort: 8001}
   - {name: admin, containerPort: 8002}
   - {name: admin-grpc, containerPort: 8003}
 startupProbe:

@@ -6,6 +6,7 @@ import pytest
 
 from tandem.cluster.launch.options import LaunchOptions, check_gpus, make_spec
 from tandem.config.cluster import Pool
+from tandem.config.router import AdmissionOptions
 from tandem.errors import ConfigError
 from tandem.options import parse, to_argv
 from tests.harness.programs import parse_router, parse_worker
@@ -40,6 +41,25 @@ def test_what_it_is_told_reaches_the_processes() -> None:
         assert worker.transfer == options.transfer
         engine = worker.engine
         assert (engine.num_blocks, engine.itl_limit_s, engine.num_threads) == (9, 0.25, 2)
+
+
+def test_a_process_of_its_own_serves_grpc() -> None:
+    options = LaunchOptions(admission=AdmissionOptions(grpc_memory=1 << 26))
+    router = parse_router(command(options, "router"))
+    replica = parse_router(command(options, "grpc"))
+    assert (router.api, replica.api, replica.grpc_memory) == ("http", "grpc", 1 << 26)
+    pools = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m")).pools
+    assert (pools["router"].ports["http_port"], pools["grpc"].ports["grpc_port"]) == (8000, 8001)
+    # The ports of operators are the first router's.
+    assert pools["grpc"].ports == {"admin_port": 0, "admin_grpc_port": 0, "grpc_port": 8001}
+
+
+def test_grpc_can_be_off() -> None:
+    options = parse(LaunchOptions, "tandem up", ["--no-grpc", "--port", "8001"])
+    assert "--grpc-port" not in options.ports
+    pools = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m")).pools
+    assert list(pools) == ["router", "prefill", "decode"]
+    assert parse_router(command(options, "router")).api == "http"
 
 
 def test_what_a_router_would_refuse_is_refused_before_anything_is_started() -> None:
@@ -105,7 +125,7 @@ def test_workers_on_gpus_share_them_if_told_or_if_they_would_do_without(
 ) -> None:
     options = parse(LaunchOptions, "tandem up", words.split())
     spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
-    assert [spec.pools[p].device for p in spec.pools] == ["cpu", device, device]
+    assert [spec.pools[p].device for p in spec.pools] == ["cpu", "cpu", device, device]
     assert spec.workers_per_gpu == limit
 
 
