@@ -183,8 +183,8 @@ def test_compose_confines_and_drains() -> None:
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert service["init"] is False  # an init would be told to end, and not the program
-        assert ("ports" in service) == (name == "router")
-    for name in ("prefill", "decode", "router"):
+        assert ("ports" in service) == (name in ("router", "grpc"))
+    for name in ("prefill", "decode", "router", "grpc"):
         assert COMPOSE["services"][name]["stop_grace_period"] == "45s"
 
 

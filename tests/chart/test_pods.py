@@ -149,7 +149,7 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
     # Router, gRPC replica, two workers and Redis: two each; the head and the test: one each.
     assert len(references) == 12
     assert {r["name"] for r in references} == {"mine"}
-    assert sorted(r["key"] for r in references) == ["a-key"] * 9 + ["user"]
+    assert sorted(r["key"] for r in references) == ["a-key"] * 11 + ["user"]
 
 
 def test_external_redis_by_url_with_its_authority() -> None:
