@@ -31,8 +31,8 @@ class Machine:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        # Short: the sockets of Ray lie below it.
-        self.folder = Path(tempfile.mkdtemp(prefix="h"))
+        # Ray's own place for its sockets, deep in the run folder, would be too deep below this one.
+        self.folder = Path(tempfile.mkdtemp(prefix="a-machine-of-a-test-"))
         self.screen = self.folder / "screen"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -116,6 +116,8 @@ class Up:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     screen = tmp_path_factory.mktemp("up") / "screen"
+    deep = screen.parent / ("deep-" * 20)  # paths of sockets have 107 bytes at most
+    deep.mkdir()
     ports = free_ports()
     with screen.open("wb") as out:
         parent = subprocess.Popen(
@@ -124,6 +126,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=out,
+            env={**os.environ, "TMPDIR": str(deep)},
             start_new_session=True,
         )
     assert parent.stdout is not None

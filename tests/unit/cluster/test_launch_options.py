@@ -50,8 +50,11 @@ def test_a_process_of_its_own_serves_grpc() -> None:
     assert (router.api, replica.api, replica.grpc_memory) == ("http", "grpc", 1 << 26)
     pools = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m")).pools
     assert (pools["router"].ports["http_port"], pools["grpc"].ports["grpc_port"]) == (8000, 8001)
-    # The ports of operators are the first router's.
-    assert pools["grpc"].ports == {"admin_port": 0, "admin_grpc_port": 0, "grpc_port": 8001}
+    others = ("http_port", "admin_port", "admin_grpc_port")
+    assert [pools["grpc"].ports[name] for name in others] == [0, 0, 0]
+    options = LaunchOptions(listen="10.0.0.1", cluster_port=9000)
+    pools = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m")).pools
+    assert [pools["grpc"].ports[name] for name in others] == [9010, 9011, 9012]
 
 
 def test_grpc_can_be_off() -> None:

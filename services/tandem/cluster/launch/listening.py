@@ -133,7 +133,7 @@ class Listening:
 
 
 def redis_socket(run: Run) -> Path:
-    return run.folder / _SOCKET
+    return run.tmp / _SOCKET
 
 
 def read_join_token(path: str) -> str:

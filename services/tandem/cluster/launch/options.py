@@ -34,6 +34,7 @@ from tandem.options import (
 from tandem.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220
+_GRPC_PORTS = 10  # after the first port of the cluster: HTTP and admin ports of the gRPC replica
 LOCAL_COLD_START_S = 15.0  # start of a worker whose model is on this machine
 _CLUSTER = Group("Cluster", sort_key=1)
 
@@ -264,20 +265,25 @@ def _router(
 ) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
     command += ["--router-id", "{id}", "--host", options.host, "--api", api]
-    command += ["--http-port", "{http_port}" if api == "http" else "0"]
+    command += ["--http-port", "{http_port}"]
     command += ["--grpc-port", "{grpc_port}"] if api == "grpc" else []
     command += ["--admin-host", options.admin.host]
     command += ["--admin-port", "{admin_port}", "--admin-grpc-port", "{admin_grpc_port}"]
     command += [*_tls(options, run_folder, "router"), *to_argv(options.tls)]
     command += [*to_argv(options.admission), *to_argv(options.answers)]
     command += to_argv(options.autoscaler)
-    ports = {"admin_port": 0, "admin_grpc_port": 0, "grpc_port": options.grpc_port}
     if api == "http":
         ports = {
             "http_port": options.http_port,
             "admin_port": options.admin.port,
             "admin_grpc_port": options.admin.grpc_port,
         }
+    else:
+        # Routers of other machines reach the HTTP port. On one machine the system chooses it.
+        names = ("http_port", "admin_port", "admin_grpc_port")
+        first = options.cluster_port + _GRPC_PORTS if options.listen else 0
+        ports = {name: first and first + n for n, name in enumerate(names)}
+        ports["grpc_port"] = options.grpc_port
     return PoolCommand(command, ports=ports)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from tandem.cluster.launch.run_logs import RunLogs
 from tandem.cluster.processes import guardian, process
 from tandem.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
+from tandem.socket_folder import is_short, make_socket_folder
 
 _DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
 
@@ -28,6 +29,12 @@ class Run:
         """`more` has further variables for the environment of all processes."""
         self.cluster_id = cluster_id
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-"))
+        # TMPDIR of all processes, whose sockets are there: another folder if this one is too deep.
+        self.tmp = self.folder / "tmp"
+        if is_short(self.tmp):
+            self.tmp.mkdir()
+        else:
+            self.tmp = make_socket_folder()
         self.logs = RunLogs(self.folder, cluster_id)
         self.guardian = self._start_guardian()
         # Redis inherits our own environment; it must be known as the cluster's, too.
@@ -35,8 +42,7 @@ class Run:
         self.environment = {**process.child_environment(os.environ), **(more or {})}
         self.environment[TOKEN_VARIABLE] = token
         # What a killed process leaves behind goes with the run folder.
-        self.environment["TMPDIR"] = str(self.folder / "tmp")
-        (self.folder / "tmp").mkdir()
+        self.environment["TMPDIR"] = str(self.tmp)
 
     def restart_guardian(self) -> None:
         self.guardian = self._start_guardian()
@@ -47,7 +53,8 @@ class Run:
 
     def end(self) -> None:
         """Removes the run folder. All processes have ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.folder, self.tmp):
+            shutil.rmtree(folder, ignore_errors=True)
         self.logs.close()
         assert self.guardian.stdin is not None
         self.guardian.stdin.close()
@@ -57,7 +64,7 @@ class Run:
     def _start_guardian(self) -> subprocess.Popen[bytes]:
         script = guardian.__file__
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", script, self.cluster_id, str(self.folder)],
+            [sys.executable, "-I", "-S", script, self.cluster_id, str(self.folder), str(self.tmp)],
             stdin=subprocess.PIPE,  # only we hold the other end: it is closed on exec
             env={},
             start_new_session=True,

@@ -1,10 +1,10 @@
 """Ends a whole cluster when its launcher is gone, however it ended.
 
-It is run as a script by its path (`python -I -S guardian.py CLUSTER_ID RUN_FOLDER`). Its standard
+It is run as a script by its path (`python -I -S guardian.py CLUSTER_ID FOLDER ...`). Its standard
 input is a pipe whose other end only the launcher holds. At the end of file it ends every process
 that has the cluster's id in its environment, and every process that shares a session with one of
-them (each process of a cluster is in a session that the cluster made). It imports nothing of
-Tandem, because it must be small and must not fail.
+them (each process of a cluster is in a session that the cluster made). Then it removes the folders.
+It imports nothing of Tandem, because it must be small and must not fail.
 """
 
 import os
@@ -83,13 +83,14 @@ def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = 
     return True
 
 
-def main(cluster_id: str, run_folder: str) -> None:
+def main(cluster_id: str, *folders: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):
         pass
     end_cluster(cluster_id)
-    shutil.rmtree(run_folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

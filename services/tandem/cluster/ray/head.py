@@ -15,6 +15,7 @@ public, so this file may have to change with Ray.
 
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -215,12 +216,15 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
     ports = node.ports
     if not is_head:
         del ports["gcs_server_port"]
+    sockets = Path(tempfile.mkdtemp(prefix="ray-"))  # `temp_dir` may be too deep for their paths
     params = RayParams(
         node_ip_address=node.address,
         gcs_address=node.head_address or None,
         webui=None if is_head else "",
         labels=node.node_labels or None,
         temp_dir=str(temp_dir),
+        plasma_store_socket_name=str(sockets / "plasma_store"),
+        raylet_socket_name=str(sockets / "raylet"),
         num_cpus=0,
         num_gpus=0,
         resources=dict.fromkeys(get_args(Pool), POOL_SIZE_MAX),

@@ -10,11 +10,9 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +24,7 @@ from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.observability.logs import STACKS_SIGNAL
 from tandem.retention import Kept, Retention
+from tandem.socket_folder import make_socket_folder
 from tandem.transfer.grpc.reservations import PoolView, Reservations
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
@@ -66,7 +65,7 @@ class EngineLink:
         self._pulls: dict[str, asyncio.Future[transfer.PullResult]] = {}
         self._answers: dict[object, asyncio.Future[Any]] = {}
         self._request_ids = itertools.count(1)
-        self._folder = Path(tempfile.mkdtemp(prefix="tandem-"))  # mode 700: only we may connect
+        self._folder = make_socket_folder()  # mode 700: only we may connect
         self._context = zmq.asyncio.Context()
         self._commands = self._context.socket(zmq.PAIR)
         self._transfers = self._context.socket(zmq.PULL)
