@@ -94,7 +94,7 @@ def test_the_autoscaler_owns_the_number_of_pods(objects: list[Object]) -> None:
     assert spec["autoscalerOptions"]["version"] == "v2"
     assert not any("replicas" in group for group in spec["workerGroupSpecs"])
     budgets = [o["metadata"]["name"] for o in objects if o["kind"] == "PodDisruptionBudget"]
-    assert budgets == ["demo-tandem-router"]
+    assert budgets == ["demo-tandem-router", "demo-tandem-grpc"]
 
 
 def test_the_job_of_an_upgrade_frees_the_groups_that_the_autoscaler_has_patched(

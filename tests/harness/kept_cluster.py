@@ -28,7 +28,12 @@ from tandem.cluster.pools import PoolCommand
 from tandem.cluster.processes import guardian
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config.admin import AdminOptions
-from tandem.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE, TOKEN_VARIABLE
+from tandem.config.cluster import (
+    CLUSTER_ID_VARIABLE,
+    REDIS_URL_VARIABLE,
+    ROUTER_POOLS,
+    TOKEN_VARIABLE,
+)
 from tandem.models.source import resolve
 from tandem.rpc.auth import token_metadata
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -118,7 +123,7 @@ class KeptCluster:
             placed = [sys.executable, "-m", placing.__name__, placing.told(network, self.places)]
             pools = {
                 name: pool
-                if name == "router"
+                if name in ROUTER_POOLS
                 else msgspec.structs.replace(pool, command=[*placed, *pool.command])
                 for name, pool in spec.pools.items()
             }
@@ -213,7 +218,7 @@ class KeptCluster:
             sizes = {name: pool["wanted"] for name, pool in pools.items() if "wanted" in pool}
             num_workers = sum(size for name, size in sizes.items() if name != "router")
             return (
-                len(sizes) == len(self._spec.pools)
+                sizes.keys() == self._spec.pools.keys() - {"grpc"}
                 and not differences(pools, sizes)
                 and len(self.workers) == num_workers
             )

@@ -21,10 +21,14 @@ def describe(
 ) -> dict[str, object]:
     """Returns the state of these pools in the form of Redis and `/v1/cluster`. `waits` has the
     reason of each pool that stays smaller than wanted."""
-    wanted = {**wanted, "grpc": len(router_hosts(members))}
     return {
         pool: {
-            "wanted": wanted.get(pool, 0),
+            # Nobody sets the number of gRPC replicas: it follows the routers.
+            **(
+                {"replicas": len(router_hosts(members))}
+                if pool == "grpc"
+                else {"wanted": wanted.get(pool, 0)}
+            ),
             "running": sum(m.pool == pool and m.state == "running" for m in members),
             "agents": [
                 {

@@ -40,7 +40,8 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
         agents = ", ".join(f"{a['id']} {a['state']}" for a in pool.get("agents", ()))
         is_router = name in ROUTER_POOLS
         ready, serving = ("-" if is_router else str(pool.get(k, 0)) for k in ("ready", "serving"))
-        wanted, running = pool.get("wanted", "-"), pool.get("running", pool.get("registered", "-"))
+        wanted = pool.get("wanted", pool.get("replicas", "-"))
+        running = pool.get("running", pool.get("registered", "-"))
         made.add_row(name, str(wanted), str(running), ready, serving, agents)
     return made
 

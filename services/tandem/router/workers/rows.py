@@ -136,7 +136,8 @@ def problems_of(
     problems += cluster
     problems += _row_problems(list(rows))
     for pool, state in pools.items():
-        wanted, running = state.get("wanted"), state.get("running", state.get("registered", 0))
+        wanted = state.get("wanted", state.get("replicas"))
+        running = state.get("running", state.get("registered", 0))
         # Agents report later than processes serve, and this router serves.
         running = max(running, state.get("ready", 0), int(pool == "router"))
         if wanted is not None and running < wanted and not problems:

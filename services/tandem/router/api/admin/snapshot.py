@@ -113,7 +113,11 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 def _pool(state: Mapping[str, Any]) -> dict[str, Any]:
     running = state.get("running", state.get("registered"))
-    return {"wanted": state.get("wanted"), "running": running, "ready": state.get("ready")}
+    return {
+        "wanted": state.get("wanted", state.get("replicas")),
+        "running": running,
+        "ready": state.get("ready"),
+    }
 
 
 def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:

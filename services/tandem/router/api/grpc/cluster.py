@@ -53,6 +53,7 @@ class GrpcCluster:
         )
         fields = ("wanted", "running", "ready", "serving")
         pools = await self._control.sizes.pools()
+        pools = {name: {"wanted": s.get("replicas", 0), **s} for name, s in pools.items()}
         return pb.GetClusterResponse(
             pools=[
                 pb.PoolState(name=name, **{f: state.get(f, 0) for f in fields})
