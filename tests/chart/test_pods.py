@@ -162,6 +162,20 @@ def test_external_redis_by_url_with_its_authority() -> None:
         assert "/etc/tandem/redis" in [m["mountPath"] for m in made["volumeMounts"]]
 
 
+def test_kinds_may_have_their_own_urls_of_an_external_redis() -> None:
+    external = {"urlSecret": {"name": "own"}, "workerUrlSecret": {"name": "less", "key": "u"}}
+    redis = {"builtin": {"enabled": False}, "external": external}
+    for component, told in (
+        ("router", {"name": "own", "key": "url"}),
+        ("decode", {"name": "less", "key": "u"}),
+        ("prefill", {"name": "less", "key": "u"}),
+    ):
+        kind = "Deployment" if component == "router" else "StatefulSet"
+        made = container(find(render({"redis": redis}), kind, component))
+        (url,) = [v for v in made["env"] if v["name"] == "TANDEM_REDIS_URL"]
+        assert url["valueFrom"] == {"secretKeyRef": told}
+
+
 def test_devices_are_limits_and_pools_spread() -> None:
     objects = render(H100)
     for pool in ("prefill", "decode"):

@@ -76,8 +76,9 @@ class Routers:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
-    with EmbeddedRedis(tmp_path / "redis") as server:
-        cluster = ClusterConfig(f"test-{uuid.uuid4().hex[:12]}", server.url, TOKEN)
+    cluster_id = f"test-{uuid.uuid4().hex[:12]}"
+    with EmbeddedRedis(tmp_path / "redis", cluster_id=cluster_id) as server:
+        cluster = ClusterConfig(cluster_id, server.url_of("router"), TOKEN)
         redis = connect(server.url)
         fingerprint = resolve("smollm2").fingerprint
         worker = await ScriptedWorker(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +19,14 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.config.cluster import ClusterConfig
 from tandem.router.admission.tenants import cache_salt
 from tandem.rpc.tandem.v1 import inference_pb2
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.security import keys
-from tandem.store.client import connect_blocking
+from tandem.security.key_ring import KeyRing
+from tandem.security.key_service import KeyService
+from tandem.store.client import connect, connect_blocking
 from tests.harness.cluster import free_port
 from tests.harness.keyed_routers import (
     TOKEN,
@@ -196,17 +203,53 @@ async def test_a_router_that_does_not_answer_is_named(routers: Routers) -> None:
 
 
 async def test_records_are_taken_from_routers_only(routers: Routers) -> None:
+    """A worker has the cluster's token and its own user of Redis. Neither makes it a router."""
     one = await routers.start("r1")
     await ready(one)
-    await create(routers.admin_of(one), "acme")
-    forged = keys.create("acme", "operator", now=0.0)
+    admin, operator = routers.admin_of(one), await create(routers.admin_of(one), "ops", "operator")
+    forged = keys.create("acme", "operator", now=time.time())
     body = msgspec.json.encode([forged.record])
-    async with httpx.AsyncClient(base_url=one) as http:
-        for signature in (b"", b"0" * 64, b"\xe9" * 64):
-            headers = {b"x-tandem-signature": signature, b"content-type": b"application/json"}
-            answer = await http.post("/v1/keys/records", content=body, headers=headers)
-            assert answer.status_code == 401
+
+    async def send(signature: bytes) -> int:
+        headers = {b"x-tandem-signature": signature, b"content-type": b"application/json"}
+        async with httpx.AsyncClient(base_url=one) as http:
+            sent = await http.post("/v1/keys/records", content=body, headers=headers)
+        return sent.status_code
+
+    async def entries() -> list[dict[str, object]]:
+        answer = await call(admin, operator, "/v1/cluster/audit", "GET")
+        return list(answer.json()["entries"])
+
+    by_token = hmac.new(TOKEN.encode(), b"tandem keys" + body, hashlib.sha256).hexdigest()
+    by_user = signed_by(routers.redis.url_of("worker"), routers.cluster, body)
+    for signature in (b"", b"0" * 64, b"\xe9" * 64, by_token.encode(), by_user):
+        assert await send(signature) == 401
     assert await is_refused(one, forged.text)
+
+    async def are_told() -> bool:
+        refusals = [e for e in await entries() if e["outcome"] == "invalid_api_key"]
+        return len([e for e in refusals if "/v1/keys/records" in str(e["what"])]) == 5
+
+    await until(are_told)
+    assert await send(signed_by(routers.cluster.redis_url, routers.cluster, body)) == 200
+    assert await is_accepted(one, forged.text)
+    key_id = forged.record.key_id
+
+    async def is_told() -> bool:
+        return any(e["what"] == f"key {key_id}, from another router" for e in await entries())
+
+    await until(is_told)
+    assert await send(signed_by(routers.cluster.redis_url, routers.cluster, body)) == 200
+    told = [e for e in await entries() if key_id in str(e["what"])]
+    assert len(told) == 1, "a record that is known changes nothing"
+    assert told[0]["after"] == "valid operator of acme, version 1"
+
+
+def signed_by(redis_url: str, cluster: ClusterConfig, body: bytes) -> bytes:
+    """Returns a signature that a process with this URL of Redis can make."""
+    process = replace(cluster, redis_url=redis_url)
+    service = KeyService(connect(redis_url), process, KeyRing(), router_id="x", file="")
+    return service._sign(body).encode()
 
 
 async def test_a_key_is_rotated_twice_under_load(routers: Routers) -> None:

@@ -92,10 +92,10 @@ failureThreshold: 3
   {{- end }}
 {{- else }}
 - name: TANDEM_REDIS_URL
-  valueFrom:
-    secretKeyRef:
-      name: {{ .Values.redis.external.urlSecret.name }}
-      key: {{ .Values.redis.external.urlSecret.key }}
+  {{- $own := index .Values.redis.external (printf "%sUrlSecret" $kind) | default dict }}
+  {{- with $own.name | empty | ternary .Values.redis.external.urlSecret $own }}
+  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+  {{- end }}
 {{- end }}
 - name: TANDEM_LOG_LEVEL
   value: {{ .Values.logLevel }}

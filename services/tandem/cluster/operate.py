@@ -24,11 +24,11 @@ from tandem.cluster.tables import (
     waiting_pools,
     worker_tables,
 )
+from tandem.config.cluster import API_KEY_VARIABLE
 from tandem.errors import OperateError
 from tandem.pool_sizes import POOL_SIZE_MAX
 from tandem.progress import Step, Waiting
 
-API_KEY_VARIABLE = "TANDEM_API_KEY"
 
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0

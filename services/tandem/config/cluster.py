@@ -21,6 +21,7 @@ REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 # URLs of the kinds' own users, for who starts processes: each gets its own as REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
+API_KEY_VARIABLE = "TANDEM_API_KEY"  # of the person at the command line; no process gets it
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 # Tells a router that it will have to end: it serves on, and is not ready any more.
 LEAVE_SIGNAL = signal.SIGUSR1

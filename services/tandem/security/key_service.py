@@ -2,11 +2,14 @@
 
     Redis --each second, if anything changed or it may lack something; each minute--> ring
     file (a Kubernetes Secret) --when it changed-->                 ring
-    another router's call, signed with the cluster's token -->      ring
+    another router's call, signed with the routers' secret -->      ring
     ring --records that Redis lacks, or has older-->                Redis
 
 So a key that is revoked while Redis is away is written there later, and an old dump of Redis brings
 nothing back. A change goes to every router that is known, by a call, beside Redis.
+
+The routers' secret is made of the cluster's token and the routers' user of Redis. A worker has the
+token and another user, so it cannot sign. Who has the routers' user may write records to Redis.
 """
 
 import asyncio
@@ -32,6 +35,7 @@ from tandem.security.keys import KeyRecord, NewKey, Role
 from tandem.security.limits import NO_LIMITS, Limits, changed
 from tandem.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.store.router_registry import RouterRegistry
+from tandem.store.url import parse
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ class KeyService:
         """`tls` is the certificate that all routers have, if they speak TLS."""
         self._tls = tls
         self.ring = ring
-        self._token = cluster.token.encode()
+        self._secret = _routers_secret(cluster)
         self._store = KeyStore(redis, cluster.cluster_id)
         self._registry = RouterRegistry(redis, cluster.cluster_id)
         self._router_id = router_id
@@ -155,9 +159,9 @@ class KeyService:
         routers = dict(zip(self._others, await told, strict=True))
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 
-    def take(self, body: bytes, signature: str) -> None:
-        """Takes records from another router. Raises Unauthenticated, or KeysUnknown if they are
-        unreadable."""
+    def take(self, body: bytes, signature: str) -> list[KeyRecord]:
+        """Takes records from another router. Returns those that changed the ring. Raises
+        Unauthenticated, or KeysUnknown if they are unreadable."""
         if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
             raise Unauthenticated("the signature is not of a router of this cluster")
         try:
@@ -166,6 +170,7 @@ class KeyService:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
         self._is_behind = True  # the other router may have lost Redis
+        return [record for record in records if self.ring.records.get(record.key_id) is record]
 
     @property
     def num_routers(self) -> int:
@@ -246,7 +251,14 @@ class KeyService:
         self.ring.synced_at = self.ring.synced_at or now
 
     def _sign(self, body: bytes) -> str:
-        return hmac.new(self._token, b"tandem keys" + body, hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, b"tandem keys" + body, hashlib.sha256).hexdigest()
+
+
+def _routers_secret(cluster: ClusterConfig) -> bytes:
+    """Returns the secret that all routers of a cluster have, and no worker."""
+    options = parse(cluster.redis_url).options
+    user = f"tandem routers\0{options.get('username') or ''}\0{options.get('password') or ''}"
+    return hmac.digest(cluster.token.encode(), user.encode(), "sha256")
 
 
 def listed(records: Sequence[KeyRecord], now: float) -> list[dict[str, object]]:

@@ -101,6 +101,13 @@ def test_settings_of_ray_are_not_handed_on() -> None:
     assert kept == {"PATH": "/bin", "TANDEM_X": "y"}
 
 
+def test_an_operators_key_is_not_handed_on() -> None:
+    """`tandem up` may run in a shell that has the variable; a worker would be an operator."""
+    for pool in (None, "router", "decode"):
+        kept = process.child_environment({"TANDEM_API_KEY": "tandem-id-secret"}, pool)
+        assert "TANDEM_API_KEY" not in kept
+
+
 def test_a_process_gets_the_redis_user_of_its_kind_alone() -> None:
     given = {"TANDEM_REDIS_URL": "c", "TANDEM_REDIS_URL_OF_router": "r"}
     given |= {"TANDEM_REDIS_URL_OF_worker": "w"}

@@ -18,7 +18,13 @@ from pathlib import Path
 
 from tandem import endings
 from tandem.cluster.processes import detach
-from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, ROUTER_POOLS, Pool
+from tandem.config.cluster import (
+    API_KEY_VARIABLE,
+    REDIS_URL_OF_KIND,
+    REDIS_URL_VARIABLE,
+    ROUTER_POOLS,
+    Pool,
+)
 from tandem.errors import ConfigError
 from tandem.observability.log_file import FILE_VARIABLE
 
@@ -145,12 +151,14 @@ def log_path(run_folder: Path, process_id: str) -> Path:
 
 
 def child_environment(environment: Mapping[str, str], pool: Pool | None = None) -> dict[str, str]:
-    """Returns the environment of a process of a pool: the caller's without the settings of Ray.
+    """Returns the environment of a process of a pool: the caller's without the settings of Ray and
+    without an operator's API key.
 
     Otherwise a process would get the settings that Ray made for its agent. It gets only the Redis
     user of its own kind. Without a pool, the environment is for a process that starts others.
     """
-    child = {k: v for k, v in environment.items() if not k.startswith(("RAY_", "__RAY"))}
+    left_out = ("RAY_", "__RAY", API_KEY_VARIABLE)
+    child = {k: v for k, v in environment.items() if not k.startswith(left_out)}
     if pool is None:
         return child
     kind = "router" if pool in ROUTER_POOLS else "worker"

@@ -11,11 +11,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tandem.config.router import RouterConfig
-from tandem.errors import BadRequest
+from tandem.errors import BadRequest, Unauthenticated
 from tandem.router.admission.tenants import TENANT_CHARACTERS_MAX
 from tandem.router.api.http.body import read_body, read_json_object
 from tandem.router.api.http.errors import JsonResponse
-from tandem.router.api.http.guard import caller
+from tandem.router.api.http.guard import caller, tell_refusal
 from tandem.router.scaling.changes import logged_change
 from tandem.security.audit_trail import AuditTrail
 from tandem.security.key_service import RECORDS_PATH, SIGNATURE_HEADER, KeyService, listed
@@ -89,14 +89,25 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: 
         return JsonResponse(done)
 
 
-def add_record_route(app: FastAPI, config: RouterConfig, keys: KeyService) -> None:
+def add_record_route(
+    app: FastAPI, config: RouterConfig, keys: KeyService, trail: AuditTrail
+) -> None:
     """Adds the call by which another router brings a changed key at once. It is on the public port:
     routers reach each other there in each set-up, and the admin port may be on loopback."""
 
     @app.post(RECORDS_PATH, include_in_schema=False)
     async def take(request: Request) -> Response:
         body = await read_body(request, config)
-        keys.take(body, request.headers.get(SIGNATURE_HEADER, ""))
+        try:
+            taken = keys.take(body, request.headers.get(SIGNATURE_HEADER, ""))
+        except Unauthenticated as error:
+            tell_refusal(trail, request.scope, error)
+            raise
+        for record in taken:
+            what = f"key {record.key_id}, from another router"
+            with logged_change(trail, caller(request.scope), what) as change:
+                state = record.state(time.time())
+                change.after = f"{state} {record.role} of {record.tenant}, version {record.version}"
         return JsonResponse({})
 
 

@@ -80,7 +80,7 @@ def make_app(
     if config.api != "grpc":
         _add_api(app, config, generator, trail)
     add_health_routes(app, generator)
-    add_record_route(app, config, keys)
+    add_record_route(app, config, keys, trail)
     return app
 
 
