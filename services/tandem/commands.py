@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NoReturn
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from tandem.errors import TandemError
+from tandem.printable import printable
 
 app = App(
     name="tandem",
@@ -372,7 +373,7 @@ def run() -> None:
         print(f"{_named(words)}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except TandemError as error:
-        sys.exit(f"tandem: {error.message}")
+        sys.exit(f"tandem: {printable(error.message, keep=chr(10))}")
 
 
 def _named(words: list[str]) -> str:

@@ -170,8 +170,7 @@ def test_kinds_may_have_their_own_urls_of_an_external_redis() -> None:
         ("decode", {"name": "less", "key": "u"}),
         ("prefill", {"name": "less", "key": "u"}),
     ):
-        kind = "Deployment" if component == "router" else "StatefulSet"
-        made = container(find(render({"redis": redis}), kind, component))
+        made = container(render({"redis": redis}), component)
         (url,) = [v for v in made["env"] if v["name"] == "TANDEM_REDIS_URL"]
         assert url["valueFrom"] == {"secretKeyRef": told}
 

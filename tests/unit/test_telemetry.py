@@ -52,6 +52,21 @@ waits_for_ever()
         assert process.returncode == 0, rest  # it went on
 
 
+# Characters that end a line, move the cursor or reorder text somewhere.
+ENDS = ("\n", "\r", "\r\n", "\v", "\f", "\b", "\t", "\0", "\x1b[2K", "\x1b]0;x\a", "\x7f")
+ENDS += (
+    "\x85",
+    "\x9b31m",
+    "\u2028",
+    "\u2029",
+    "\u202e",
+    "\u2066",
+    "\u200b",
+    "\ufeff",
+    "\U000e0041",
+)
+
+
 def test_text_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("decode-0/io")
     logging.getLogger("a.b").warning("%d things", 3)
@@ -84,6 +99,29 @@ def test_json_has_the_request_and_what_else_was_given(
     assert second["message"] == "it fails"
     assert second["exception"].endswith("ValueError: broken")
     assert "request_id" not in second
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_no_text_from_outside_writes_a_line_or_reaches_the_terminal(
+    log_format: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_LOG_FORMAT", log_format)
+    configure_logging("router-0")
+    forged = "2026-11-28 04:00:00,000 INFO router-0 tandem: forged"
+    text = "".join(f"x{end}{forged}" for end in ENDS)
+    log = logging.getLogger("a.b")
+    log.warning("refused %s", text, extra={"path": text})
+    try:
+        raise ValueError(text)
+    except ValueError:
+        log.exception("it fails: %s", text, stack_info=True)
+    said = capsys.readouterr().err
+    assert forged in said
+    assert all(line.isprintable() for line in said.split("\n"))
+    begun = [line for line in said.split("\n") if line and not line.startswith(" ")]
+    assert len(begun) == 2
+    if log_format == "json":
+        assert [json.loads(line)["message"].partition("x")[2] for line in begun] == [text[1:]] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from tandem.cluster.tables import (
     audit_tables,
@@ -27,8 +27,8 @@ from tandem.cluster.tables import (
 from tandem.config.cluster import API_KEY_VARIABLE
 from tandem.errors import OperateError
 from tandem.pool_sizes import POOL_SIZE_MAX
+from tandem.printable import printable, printable_json
 from tandem.progress import Step, Waiting
-
 
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
@@ -50,15 +50,15 @@ def show_status(url: str) -> None:
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
     screen, router = console(), state["router"]
-    ready = "[green]ready[/]" if router["ready"] else "[yellow]not ready[/]"
-    model = escape(state["model"] or "a router")
-    screen.print(f"{model} at {escape(url)}: {ready}; redis {state['redis']}")
+    ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")
+    model = state["model"] or "a router"
+    screen.print(Text.assemble(f"{model} at {url}: ", ready, f"; redis {state['redis']}"))
     if "headline" in state:  # routers of older versions have none
-        screen.print(escape(state["headline"]))
+        screen.print(state["headline"])
     screen.print()
     screen.print(pools_table(state["pools"]))
     for reason in (*waiting_pools(state), *placed_whys(state["pools"])):
-        screen.print(escape(reason))
+        screen.print(reason)
     autoscale = state.get("autoscale", {})
     for decision in autoscale.get("decisions", ()):
         screen.print(f"autoscale {autoscale['mode']}: {decision['why']}")
@@ -66,7 +66,7 @@ def show_status(url: str) -> None:
     for part in worker_tables(state["workers"], state.get("known_workers", ()), screen):
         screen.print(part)
     for warning in memory_warnings(state["workers"]):
-        screen.print(f"[yellow]{warning}[/]")
+        screen.print(warning, style="yellow")
     if state["redis"] == "ok":
         _show_lately(url, screen)
 
@@ -82,7 +82,7 @@ def _show_lately(url: str, screen: Console) -> None:
         for event in reversed(lately):
             ago = f"{max(0.0, time.time() - event['at']):.0f} s ago"
             about = f" {event['about']}" if event["about"] else ""
-            screen.print(escape(f"  {ago}: {event['kind']}{about}: {event['text']}"))
+            screen.print(f"  {ago}: {event['kind']}{about}: {event['text']}")
 
 
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
@@ -161,7 +161,7 @@ def show_why(url: str, request_id: str) -> None:
 def _show_record(record: Mapping[str, Any]) -> None:
     screen, ttft_ms = console(), record["ttft_ms"]
     outcome = f"{record['outcome']}: {record['error']}" if record["error"] else record["outcome"]
-    screen.print(escape(f"{record['id']} ({record['kind']}): {outcome}"))
+    screen.print(f"{record['id']} ({record['kind']}): {outcome}")
     stages = record["stages_ms"]
     before = [name for name in stages if name not in _LATER_STAGES]
     table = Table("stage", box=None, pad_edge=False)
@@ -182,16 +182,14 @@ def _show_record(record: Mapping[str, Any]) -> None:
     cached = f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached"
     if by_tier := usage.get("cached_tokens_by_tier"):
         cached += f" ({', '.join(f'{tier} {num}' for tier, num in by_tier.items())})"
-    screen.print(escape(f"placed: {record['placement'] or 'at no worker'}; {cached}"))
+    screen.print(f"placed: {record['placement'] or 'at no worker'}; {cached}")
     if usage.get("budget_restarted"):
         screen.print("its KV budget was restarted: a worker chose anew what it keeps")
     prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'nobody'} itself"
     pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"
-    screen.print(
-        escape(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'nobody'}")
-    )
+    screen.print(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'nobody'}")
     if kept := record.get("kept"):
-        screen.print(escape(_told_kept(kept)))
+        screen.print(_told_kept(kept))
     screen.print(
         f"pulled {pulled}; moved {record['moves']} times; lost {record['workers_lost']} workers"
     )
@@ -209,7 +207,7 @@ def show_events(url: str, limit: int) -> None:
     told = ask_once(url, "GET", path=f"/v1/cluster/events?limit={limit}")
     for event in reversed(told["events"]):
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["at"]))
-        table.add_row(at, event["kind"], escape(event["about"] or "-"), escape(event["text"]))
+        table.add_row(at, event["kind"], event["about"] or "-", event["text"])
     console().print(table)
 
 
@@ -222,8 +220,10 @@ def show_audit(url: str, limit: int) -> None:
 
 
 def console() -> Console:
-    """Makes a console. In a file or a pipe, rows of its tables are not broken."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    """Makes a console, which shows text as it is: rich's markup and emoji codes mean nothing. In a
+    file or a pipe, rows of its tables are not broken."""
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def _path(worker_id: str, change: str) -> str:
@@ -326,8 +326,10 @@ def ask(
     *,
     path: str = "/v1/cluster",
     deadline_s: float = _REPLY_DEADLINE_S,
+    keep: str = "",
 ) -> Any:
-    """Returns a router's answer as JSON. Raises OperateError."""
+    """Returns a router's answer as JSON. Its strings, some of which clients sent, are printable but
+    for the characters in `keep`. Raises OperateError."""
     if not url.startswith(("http://", "https://")):
         raise OperateError(f"the URL {url!r} of a router must begin with http:// or https://")
     try:
@@ -338,15 +340,15 @@ def ask(
             headers={"Content-Type": "application/json", **authorization()},
         )
         with urllib.request.urlopen(request, timeout=deadline_s) as reply:
-            return json.load(reply)
+            return printable_json(json.load(reply), keep=keep)
     except urllib.error.HTTPError as error:
         raise OperateError(_error_message(error)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_other = isinstance(error, http.client.BadStatusLine)
         reason = "what answers speaks no HTTP" if is_other else getattr(error, "reason", error)
         raise OperateError(
-            f"no router answers at {url} ({reason}); start a cluster with `tandem up`, or name "
-            "another router's admin address with --url"
+            f"no router answers at {url} ({printable(str(reason))}); start a cluster with "
+            "`tandem up`, or name another router's admin address with --url"
         ) from error
 
 
@@ -366,9 +368,9 @@ def authorization() -> dict[str, str]:
 
 def _error_message(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.load(error)["error"]["message"])
+        return printable(str(json.load(error)["error"]["message"]))
     except (ValueError, KeyError, TypeError):
-        return f"the router answers {error.code} {error.reason}"
+        return printable(f"the router answers {error.code} {error.reason}")
 
 
 def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:

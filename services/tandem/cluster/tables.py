@@ -1,5 +1,5 @@
 """The tables of `tandem status`, `audit` and `index verify`, for wide screens and for 80 columns.
-Pure.
+Pure. A text is never read as rich's markup.
 
 If a table does not fit, its last columns, or its notes, stand below it.
 """
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from tandem.config.cluster import ROUTER_POOLS
 
@@ -42,7 +42,7 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
         ready, serving = ("-" if is_router else str(pool.get(k, 0)) for k in ("ready", "serving"))
         wanted = pool.get("wanted", pool.get("replicas", "-"))
         running = pool.get("running", pool.get("registered", "-"))
-        made.add_row(name, str(wanted), str(running), ready, serving, agents)
+        made.add_row(*map(Text, (name, str(wanted), str(running), ready, serving, agents)))
     return made
 
 
@@ -72,7 +72,7 @@ def worker_tables(
     more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
     wide = table(*_LOAD_COLUMNS, *more)
     for row in rows:
-        wide.add_row(*map(escape, (*row.loads, *row.told(more, ", "))))
+        wide.add_row(*map(Text, (*row.loads, *row.told(more, ", "))))
     if fits(wide, screen):
         yield wide
         return
@@ -82,11 +82,11 @@ def worker_tables(
     for row in rows:
         name, role, told, *numbers = row.loads
         state, _, note = told.partition(": ")
-        loads.add_row(*map(escape, (name, role, state, *numbers)))
+        loads.add_row(*map(Text, (name, role, state, *numbers)))
         if note:
-            notes.append(Padding(escape(f"{name} is {state}: {note}"), (0, 0, 0, 2)))
+            notes.append(Padding(Text(f"{name} is {state}: {note}"), (0, 0, 0, 2)))
         if row.has_record:
-            speeds.add_row(*map(escape, (name, *row.told(more, "\n"))))
+            speeds.add_row(*map(Text, (name, *row.told(more, "\n"))))
     yield loads
     yield from notes
     if speeds.row_count:
@@ -97,17 +97,17 @@ def worker_tables(
 def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Iterator[RenderableType]:
     """Yields the tables of the audit trail's entries, the newest last."""
     wide = table("time (UTC)", "router", "caller", "key", "what", "before", "after", "outcome")
-    rows = [list(map(escape, _audited(entry))) for entry in reversed(entries)]
+    rows = [_audited(entry) for entry in reversed(entries)]
     for row in rows:
-        wide.add_row(*row)
+        wide.add_row(*map(Text, row))
     if fits(wide, screen):
         yield wide
         return
     for at, router, caller, key, what, before, after, outcome in rows:
         by = caller if key == "-" else f"{caller}, key {key}"
-        yield f"{at}  {router}  {by}"
+        yield Text(f"{at}  {router}  {by}")
         change = what if before == after == "-" else f"{what}: {before} -> {after}"
-        yield Padding(f"{change}: {outcome}", (0, 0, 0, 4))
+        yield Padding(Text(f"{change}: {outcome}"), (0, 0, 0, 4))
 
 
 def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -119,12 +119,12 @@ def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
     for worker_id, worker in sorted(workers.items()):
         numbers = [f"{worker[name]:,}" for name in ("checked", "missing", "stale")]
         if worker["error"]:
-            numbers, verdict = ["-"] * 3, f"[red]{worker['error']}[/]"
+            numbers, verdict = ["-"] * 3, Text(worker["error"], "red")
         elif not worker["in_tree"]:
-            verdict = "[red]it has no log in the tree[/]"
+            verdict = Text("it has no log in the tree", "red")
         else:
-            verdict = "[green]ok[/]" if worker["ok"] else "[red]differs[/]"
-        made.add_row(worker_id, *numbers, verdict)
+            verdict = Text("ok", "green") if worker["ok"] else Text("differs", "red")
+        made.add_row(Text(worker_id), *numbers, verdict)
     return made
 
 

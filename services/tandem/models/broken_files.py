@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.errors import ConfigError, TandemError
+from tandem.printable import printable
 
 _LINE_MAX = 500  # characters of a message, which may quote the file
 _NAMES_SHOWN_MAX = 3
@@ -48,7 +49,7 @@ def few(tensors: Sequence[str]) -> str:
 def _shown(text: str) -> str:
     """Returns the text with its control characters escaped, cut to a bounded length."""
     cut = text if len(text) <= _LINE_MAX else text[:_LINE_MAX] + "..."
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+    return printable(cut)
 
 
 def _is_panic(error: BaseException) -> bool:

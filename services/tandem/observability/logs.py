@@ -2,22 +2,27 @@
 
 TANDEM_LOG_LEVEL chooses the level, TANDEM_LOG_FORMAT `text` or `json`: then a line is one object,
 with `request_id` where it is about a request, and whatever else was given as `extra`; of a
-callable what it returns, which costs nothing where lines are text. Processes that a process starts,
-its engine for one, inherit both. SIGUSR2 has a process write the stack of each of its threads.
+callable what it returns, which costs nothing where lines are text. No text from outside can write a
+line of its own, or reach a terminal that shows the log: `printable` escapes what is not printable,
+and the lines of a traceback are indented. Processes that a process starts, its engine for one,
+inherit both variables. SIGUSR2 has a process write the stack of each of its threads.
 """
 
 import faulthandler
+import json
 import logging
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pythonjsonlogger.msgspec import MsgspecFormatter
 
 from tandem.errors import ConfigError
 from tandem.observability.log_file import FILE_VARIABLE, LogFileHandler
+from tandem.printable import printable
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
@@ -49,8 +54,32 @@ def about(sequence_id: str) -> dict[str, str]:
     return {"request_id": request_id} if request_id else {}
 
 
+class _TextFormatter(logging.Formatter):
+    """One line an event; the lines of a traceback or a stack follow it, indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802
+        return _indented(stack_info)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {printable(line)}" for line in text.split("\n"))
+
+
 class _JsonFormatter(MsgspecFormatter):
     """Fields: time (RFC 3339, UTC), level, process, logger, message, exception, and the extras."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        if line.isprintable():
+            return line
+        return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -60,7 +89,7 @@ class _JsonFormatter(MsgspecFormatter):
 def _formatter(process: str) -> logging.Formatter:
     match os.environ.get(FORMAT_VARIABLE) or "text":
         case "text":
-            return logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
+            return _TextFormatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
         case "json":
             return _JsonFormatter(
                 ("asctime", "levelname", "name", "message"),

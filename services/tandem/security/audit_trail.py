@@ -4,7 +4,8 @@
     {tandem:CLUSTER}:audit:refusals  STREAM, calls without a working key or beyond their role
 
 There are two streams because a flood of refused calls would push every change out of one. Each
-keeps the last `ENTRIES_MAX` entries, and at times a few more. Who adds an entry also logs it.
+keeps the last `ENTRIES_MAX` entries, and at times a few more. Who adds an entry also logs it. Texts
+of clients are made printable.
 """
 
 import time
@@ -13,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from tandem.errors import TandemError
+from tandem.printable import printable
 from tandem.store.client import Client
 from tandem.store.journal import ENTRIES_MAX, Journal
 
@@ -60,7 +62,8 @@ class AuditTrail:
     ) -> None:
         """Adds a change that was made, or tried: then `error` says why it was not."""
         entry = self._entry(who, what, error)
-        self._journal.add("changes", msgspec.structs.replace(entry, before=before, after=after))
+        states = {"before": printable(before), "after": printable(after)}
+        self._journal.add("changes", msgspec.structs.replace(entry, **states))
 
     def add_refusal(self, who: Caller, what: str, error: TandemError) -> None:
         self._journal.add("refusals", self._entry(who, what, error))
@@ -82,10 +85,10 @@ class AuditTrail:
         return AuditEntry(
             at=time.time(),
             router_id=self._router_id,
-            caller=who,
-            what=what,
+            caller=msgspec.structs.replace(who, address=printable(who.address)),
+            what=printable(what),
             outcome=error.code if error else "done",
-            why=error.message if error else "",
+            why=printable(error.message) if error else "",
         )
 
 

@@ -34,6 +34,7 @@ from tandem.cluster.ray.head_process import HeadProcess
 from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
 from tandem.errors import ConfigError
 from tandem.options import Bounds, Options, PositiveOrNone, Text, read
+from tandem.printable import printable
 from tandem.progress import Step, Waiting
 
 _START_DEADLINE_S = 180.0
@@ -163,7 +164,9 @@ class _JoinedHost:
                 if time.monotonic() > give_up_at:
                     raise ConfigError(f"Ray's head was not joined in {_START_DEADLINE_S:g} s")
                 time.sleep(_START_INTERVAL_S)
-        self._listening.open(self._reply, self._token, lambda who: self.say(f"{escape(who)} joins"))
+        self._listening.open(
+            self._reply, self._token, lambda who: self.say(f"{escape(printable(who))} joins")
+        )
         self.say(
             f"[bold green]joined[/] as {self._listening.host_id} ({escape(self._options.listen)})"
         )

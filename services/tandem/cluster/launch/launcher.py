@@ -50,6 +50,7 @@ from tandem.config.tls import Kind
 from tandem.errors import ConfigError
 from tandem.memory import read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
+from tandem.printable import printable
 from tandem.progress import Step, Waiting
 from tandem.store.client import wait_until_answers
 from tandem.store.control_state import Head
@@ -236,7 +237,7 @@ class _Launch:
         urls = self._listening.redis_urls(self._redis)
         reply = self._listening.reply(options_for_others(self._options), urls, self._token)
         return self._listening.open(
-            reply, token, lambda address: self._screen.say(f"{escape(address)} joins")
+            reply, token, lambda address: self._screen.say(f"{escape(printable(address))} joins")
         )
 
     def _tell_head(self, *, address: str = "", why: str = "") -> None:
@@ -256,7 +257,7 @@ class _Launch:
             head = self._ray_head.started()
             assert head is not None, "its output has ended"
         except ConfigError as error:
-            self._screen.say(f"[red]{escape(error.message)}")
+            self._screen.say(f"[red]{escape(printable(error.message))}")
             time.sleep(_RETRY_S)
             self._start_fresh_head(ends)
             return
@@ -290,7 +291,7 @@ class _Launch:
                 redis.restart()
                 return
             except ConfigError as error:
-                self._screen.say(f"[red]{escape(error.message)}")
+                self._screen.say(f"[red]{escape(printable(error.message))}")
                 time.sleep(_RETRY_S)
 
 

@@ -17,6 +17,7 @@ import msgspec
 from rich.markup import escape
 
 from tandem.cluster.processes.owned import forget_leaving, write_leaving
+from tandem.printable import printable
 from tandem.progress import Step
 from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.store.registry import WorkerRecord
@@ -69,7 +70,7 @@ class Leaving:
                 time.sleep(_INTERVAL_S)
             forget_leaving(redis, self._cluster_id, self._host_id)
         except UNREACHABLE as error:
-            say(f"[yellow]Redis is lost, this host leaves at once: {escape(str(error))}")
+            say(f"[yellow]Redis is lost, this host leaves at once: {escape(printable(str(error)))}")
         finally:
             redis.close()
             records.close()

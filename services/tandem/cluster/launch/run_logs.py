@@ -20,6 +20,7 @@ from typing import TextIO
 
 from tandem.errors import OperateError
 from tandem.observability.log_file import older
+from tandem.printable import printable
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def show_log(path: Path, *, follow: bool) -> None:
     """Prints a log; with `follow`, until it is interrupted."""
     with suppress(KeyboardInterrupt, BrokenPipeError):
         for text in lines(path, lambda: not follow):
-            sys.stdout.write(text)
+            sys.stdout.write(printable(text, keep="\n\t"))
             sys.stdout.flush()
 
 

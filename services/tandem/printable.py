@@ -1,0 +1,27 @@
+"""Makes text from outside safe to show: in a line of a log, on a terminal, in a table. Pure.
+
+Some characters end a line, move a terminal's cursor, change its title or reorder what stands
+beside them: control characters (C0 and C1), U+2028 and U+2029, bidi overrides and other invisible
+characters, lone surrogates. They are written as Python's `repr` writes them, such as `\\x1b`.
+"""
+
+from typing import Any
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Returns the text with each character escaped that is not printable. `keep` names those that
+    stay as they are."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def printable_json(value: Any, *, keep: str = "") -> Any:
+    """Returns a parsed JSON value whose strings, keys included, are printable."""
+    if isinstance(value, str):
+        return printable(value, keep=keep)
+    if isinstance(value, list):
+        return [printable_json(each, keep=keep) for each in value]
+    if isinstance(value, dict):
+        return {printable(name): printable_json(each, keep=keep) for name, each in value.items()}
+    return value
