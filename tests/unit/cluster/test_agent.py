@@ -127,6 +127,23 @@ def test_a_node_that_ends_waits_for_its_processes_until_the_deadline(tmp_path: P
     assert leave_node.leave(tmp_path, 10.0) == []
 
 
+def test_a_prepared_run_folder_ends_no_foreign_process(
+    spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default folder of a node has a name that a local user can take before."""
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(folder))
+    for take in (
+        lambda: leave_node.leave(folder, 10.0),
+        lambda: Agent(msgspec.structs.replace(spec, on_nodes=True), MEMBER),
+    ):
+        with pytest.raises(PermissionError, match="prepared belongs to user"):
+            take()
+    assert not list(folder.iterdir())
+
+
 def wait_until_it_is_deaf(pid: int) -> None:
     """Waits until a process ignores SIGTERM."""
     give_up_at = time.monotonic() + 30

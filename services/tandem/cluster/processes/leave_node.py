@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tandem import own_files
 from tandem.cluster.processes import process
 from tandem.config.cluster import RUN_FOLDER_VARIABLE
 from tandem.observability.logs import configure_logging
@@ -32,8 +33,9 @@ def leaves(run_folder: Path) -> bool:
 
 
 def leave(run_folder: Path, deadline_s: float) -> list[str]:
-    """Ends the processes of the run folder. Returns those that still run at the deadline."""
-    run_folder.mkdir(parents=True, exist_ok=True)
+    """Ends the processes of the run folder. Returns those that still run at the deadline. Raises
+    OSError if another user may have prepared the folder."""
+    own_files.make_folder(run_folder)
     (run_folder / MARK).touch()
     give_up_at = time.monotonic() + deadline_s
     running = process.find_all(run_folder)

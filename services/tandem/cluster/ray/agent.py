@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import ray
 
-from tandem import endings
+from tandem import endings, own_files
 from tandem.backoff import Backoff, doubling
 from tandem.cluster.gpus import with_gpu
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
@@ -60,6 +60,7 @@ class Agent:
         configure_logging(member.agent_name)
         if spec.on_nodes:
             folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
+            own_files.make_folder(Path(folder))  # it says which processes are ours
             spec = msgspec.structs.replace(spec, run_folder=folder)
         elif member.host:
             # The spec is another host's; this host's own is in its run folder.

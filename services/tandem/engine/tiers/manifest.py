@@ -31,10 +31,11 @@ def header(identity: str, block_bytes: int) -> bytes:
 
 
 def has_header(path: Path, expected: bytes) -> bool:
-    """Returns whether a manifest has this header."""
+    """Returns whether a manifest has this header. A link is not followed, nor a pipe awaited."""
     try:
-        with path.open("rb") as file:
-            return file.read(HEADER_BYTES) == expected
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(file, "rb") as stream:
+            return stream.read(HEADER_BYTES) == expected
     except OSError:
         return False
 

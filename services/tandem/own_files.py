@@ -1,0 +1,83 @@
+"""Opens folders and files that nobody but this process's user may have prepared.
+
+A local user who can write beside our folder could put a symbolic link, a hard link or a folder of
+its own there before we start. So no link is followed, the owner is compared, and what others may
+write is refused. Group and read permissions are taken away instead: Kubernetes gives a volume's
+files to the pod's own group (fsGroup).
+"""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def open_parent(path: Path) -> int:
+    """Returns a folder that others may share, such as a mounted disk. It is made if it is not
+    there. Raises OSError if another user than root owns it, or owns the link that leads to it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for found in (path.lstat(), os.fstat(folder)):
+            _check_owner(path, found, (os.geteuid(), 0))
+    except OSError:
+        os.close(folder)
+        raise
+    return folder
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that only this user may use, or checks the one that is there. Raises as
+    `open_folder` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(open_folder(path))
+
+
+def open_folder(path: Path, *, dir_fd: int | None = None) -> int:
+    """Returns a folder that only this user may use. It is made if it is not there. `dir_fd` is its
+    parent. Raises OSError if it is a link, or if others own it or may write there."""
+    name = path if dir_fd is None else path.name
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=dir_fd)
+    return _checked(path, os.open(name, _FOLDER, dir_fd=dir_fd), 0o700)
+
+
+def open_file(path: Path, *, dir_fd: int) -> int:
+    """Returns a file that only this user may use, for reads and writes. It is made if it is not
+    there. `dir_fd` is its folder. Raises OSError if it is a link or no plain file, or if others own
+    it or may write it."""
+    file = os.open(path.name, _FILE, 0o600, dir_fd=dir_fd)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(file)
+        raise PermissionError(f"{path} is no plain file with one name; remove it")
+    return _checked(path, file, 0o600)
+
+
+def _checked(path: Path, opened: int, mode: int) -> int:
+    """Returns the descriptor. Closes it and raises OSError if it may not be used."""
+    try:
+        found = os.fstat(opened)
+        _check_owner(path, found, (os.geteuid(),))
+        if found.st_mode & stat.S_IWOTH:
+            raise PermissionError(
+                f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, so every user may write it; "
+                "remove it"
+            )
+        if found.st_mode & 0o077:
+            os.fchmod(opened, mode)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _check_owner(path: Path, found: os.stat_result, allowed: tuple[int, ...]) -> None:
+    if found.st_uid not in allowed:
+        raise PermissionError(
+            f"{path} belongs to user {found.st_uid}, and this process runs as user {allowed[0]}; "
+            "remove it, or name another folder"
+        )
