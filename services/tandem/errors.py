@@ -28,6 +28,7 @@
       AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
       KeysUnknown           503  UNAVAILABLE          the router has not read the API keys
       UsageUnknown          503  UNAVAILABLE          the usage cannot be read while Redis is away
+      TokenizerLate         503  UNAVAILABLE          the tokenizer took too long, and was ended
       ScaleAway             503  UNAVAILABLE          who owns the pools' sizes is away
       WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
         WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
@@ -170,6 +171,9 @@ class KeysUnknown(TandemError, code="keys_unknown", http=503, grpc="UNAVAILABLE"
 
 
 class UsageUnknown(TandemError, code="usage_unknown", http=503, grpc="UNAVAILABLE"): ...
+
+
+class TokenizerLate(TandemError, code="tokenizer_late", http=503, grpc="UNAVAILABLE"): ...
 
 
 class ScaleAway(TandemError, code="scale_away", http=503, grpc="UNAVAILABLE"): ...

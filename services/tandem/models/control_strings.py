@@ -40,8 +40,8 @@ class ControlStrings:
         self._tokenizer = tokenizer
         special = {t.content for t in added if t.special}
         marks = {t.content for t in added if not t.single_word and _MARK.fullmatch(t.content)}
-        # The longest first, as the tokenizer matches them.
-        self._strings = sorted(special | marks, key=len, reverse=True)
+        # The longest first, as the tokenizer matches them. The order is the same in each process.
+        self._strings = sorted(special | marks, key=lambda string: (-len(string), string))
         self._any = _alternatives(self._strings)
         self._special = _alternatives([s for s in self._strings if s in special])
         self.nonce = nonce
@@ -70,8 +70,12 @@ class ControlStrings:
         return self._mark_pattern.sub(lambda found: self._strings[int(found[1])], renamed)
 
     def encode_renamed(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self._twin.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.encoding(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Returns what `encode_renamed` returns, with the places of the tokens in the text."""
+        return self._twin.encode(text, add_special_tokens=add_special_tokens)
 
     def _pattern(self, is_tool: bool) -> re.Pattern[str]:
         return self._any if is_tool else self._special

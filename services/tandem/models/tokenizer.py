@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -78,13 +79,15 @@ class Tokenizer:
         `add_special_tokens` puts around it what the model wants around a text, such as bos; a
         rendered chat has that already.
         """
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError:
-            _check_unicode(text)
-            raise
-        ids: list[int] = encoding.ids
+        ids: list[int] = self._encode(text, add_special_tokens).ids
         return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            check_unicode(text)
+            raise
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; unknown ids are left out, invalid UTF-8 becomes U+FFFD."""
@@ -155,7 +158,7 @@ class Tokenizer:
             text = self.render_chat(*chat, add_generation_prompt=add_generation_prompt)
         if not is_renamed:
             return RenderedText(text)
-        _check_unicode(text)
+        check_unicode(text)
         return RenderedText(self._control_strings.rename(text), is_renamed=True)
 
     def _render_unfinished(
@@ -191,10 +194,42 @@ class Tokenizer:
 
     def encode_rendered(self, rendered: RenderedText) -> list[int]:
         """Returns the token ids of a text as `render_prompt` returns it."""
+        ids: list[int] = self._encode_rendered(rendered).ids
+        return ids
+
+    def _encode_rendered(self, rendered: RenderedText) -> tokenizers.Encoding:
         adds = rendered.add_special_tokens
         if rendered.is_renamed:
-            return self._control_strings.encode_renamed(rendered.text, add_special_tokens=adds)
-        return self.encode(rendered.text, add_special_tokens=adds)
+            return self._control_strings.encoding(rendered.text, add_special_tokens=adds)
+        return self._encode(rendered.text, adds)
+
+    def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
+        """Returns the ids of the tokens of `window.text[start:stop]`, as they are in the whole
+        window; None if a token lies across `start` or `stop`. What the model wants around a text
+        belongs to its first and its last part."""
+        encoding = self._encode_rendered(window)
+        ids: list[int] = encoding.ids
+        first, last = 0, len(ids) if stop == len(window.text) else 0
+        # Some offsets leave out spaces: a part ends with the last token that begins before its end.
+        places = zip(encoding.offsets, encoding.sequence_ids, strict=True)
+        for index, ((begin, end), sequence) in enumerate(places):
+            if sequence is None:  # it stands for no text
+                continue
+            if begin < start < end or begin < stop < end:
+                return None
+            if begin < start:
+                first = index + 1
+            if begin < stop:
+                last = max(last, index + 1)
+        return ids[first:last]
+
+    @cached_property
+    def joined(self) -> frozenset[bytes]:
+        """The pairs of a byte and the space or line break after it that some token has inside."""
+        found: set[bytes] = set()
+        for token_id in range(self.vocab_size):
+            found.update(_BEFORE_SPACE.findall(self.token_bytes(token_id)))
+        return frozenset(found)
 
     def count_tokens(self, piece: RenderedText) -> int:
         """Returns the number of tokens of a piece of a text. It has no spaces at its ends if a
@@ -245,6 +280,7 @@ class Tokenizer:
         return piece
 
 
+_BEFORE_SPACE = re.compile(rb"[^\s][ \n]")
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of a SentencePiece model that falls back to bytes
 
 
@@ -266,7 +302,8 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
 }
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Raises BadRequest for text that no UTF-8 can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

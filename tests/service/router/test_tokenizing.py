@@ -70,9 +70,11 @@ def fitting(first_id: int) -> str:
     return chr(ord("a") + first_id) + " one" * 4000
 
 
-async def ask(router: RunningRouter, prompt: str, tenant: str = "") -> httpx.Response:
+async def ask(
+    router: RunningRouter, prompt: str, tenant: str = "", **more: object
+) -> httpx.Response:
     headers = {"x-tandem-tenant": tenant} if tenant else {}
-    body = {"prompt": prompt, "max_tokens": 1}
+    body = {"prompt": prompt, "max_tokens": 1, **more}
     return await router.http.post("/v1/completions", json=body, headers=headers)
 
 
@@ -189,3 +191,64 @@ async def test_a_flood_of_long_texts_delays_another_tenant_by_one_piece(
         await eventually(lambda: router.num_running() == 6)
     await asyncio.gather(*asked)
     assert "light" in ended[:3]
+
+
+def submitted_ids(router: RunningRouter) -> list[int]:
+    (submitted,) = router.submitted
+    return list(submitted.input.token_ids)  # type: ignore[attr-defined]
+
+
+async def test_a_truncated_prompt_is_tokenized_at_its_end_alone(
+    router: RunningRouter, process: psutil.Process
+) -> None:
+    began_s = cpu_s(process)
+    assert (await ask(router, TOO_LONG, truncate_prompt_tokens=10)).status_code == 200
+    taken_s = cpu_s(process) - began_s
+    assert submitted_ids(router) == router.tokenizer.encode(" 1x" * 100)[-10:]
+    assert taken_s < await cost_of_whole_s(router) / 3
+
+
+async def test_a_flood_of_truncated_prompts_delays_another_tenant_by_one_part(
+    router: RunningRouter, process: psutil.Process
+) -> None:
+    """Each keeps as many tokens as fit, so it is tokenized in parts, each in its turn."""
+    ended: list[str] = []
+
+    async def note(prompt: str, tenant: str, **more: object) -> None:
+        assert (await ask(router, prompt, tenant, **more)).status_code == 200
+        ended.append(tenant)
+
+    text = " one" * 120_000
+    with stopped(process):
+        asked = [
+            asyncio.create_task(note(text, "flood", truncate_prompt_tokens=-1)) for _ in range(5)
+        ]
+        await eventually(lambda: router.num_running() == 5)
+        asked.append(asyncio.create_task(note(fitting(0), "light")))
+        await eventually(lambda: router.num_running() == 6)
+    await asyncio.gather(*asked)
+    assert "light" in ended[:3]
+
+
+@pytest.mark.parametrize("word", ["a", "東京", "1", " "])
+async def test_a_text_without_places_to_cut_holds_up_no_other(
+    router: RunningRouter, process: psutil.Process, word: str
+) -> None:
+    """It goes to a process of its own, which is stopped here for as long as others are served."""
+    text = word * (100_000 // len(word))
+    expected = router.tokenizer.encode(text)[-10:]
+    assert (await ask(router, text, truncate_prompt_tokens=10)).status_code == 200
+    assert submitted_ids(router) == expected
+    model = router.router.generator.model
+    assert model is not None
+    (pid,) = model.preparer._uncut._executor._processes
+    with stopped(psutil.Process(pid)):
+        asked = [
+            asyncio.create_task(ask(router, text, "flood", truncate_prompt_tokens=10))
+            for _ in range(3)
+        ]
+        await eventually(lambda: model.preparer._uncut.num_waiting == 2)
+        assert (await ask(router, fitting(0), "light")).status_code == 200
+        assert (await ask(router, TOO_LONG, "light", truncate_prompt_tokens=10)).status_code == 200
+        assert not any(task.done() for task in asked)
+    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 3

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tandem.router.request.prompt.fair_executor import FairExecutor
+from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
 from tests.service.router.conftest import eventually
 
 
@@ -163,3 +163,63 @@ async def test_close_ends_a_process_with_a_long_job(tmp_path: Path) -> None:
         await running
     await eventually(lambda: not process.is_running())
     assert len(made) == 1  # no other is started for the job
+
+
+async def test_a_process_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    fair = FairExecutor(lambda: ProcessPoolExecutor(2), num_workers=2)
+    try:
+        await asyncio.gather(*(fair.run("a", 1.0, time.sleep, 0.1) for _ in range(2)))  # started
+        fair._deadline_s = 0.5
+        late = asyncio.create_task(fair.run("a", 1.0, time.sleep, 3600))
+        while fair._num_free == 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        fair._deadline_s = 60.0
+        beside = asyncio.create_task(fair.run("b", 1.0, work_once, tmp_path / "begun"))
+        queued = [asyncio.create_task(fair.run("c", 1.0, os.getpid)) for _ in range(3)]
+        with pytest.raises(LateJob):
+            await late
+        assert await beside == "twice", "it ran beside the late one, and again"
+        assert all(await asyncio.gather(*queued))
+        assert (fair.num_late, fair._num_free) == (1, 2)
+    finally:
+        fair.close()
+
+
+def work_once(begun: Path) -> str:
+    """Waits for its end when it runs first; another run of it says so."""
+    if begun.exists():
+        return "twice"
+    begun.touch()
+    time.sleep(3600)
+    return "never"
+
+
+async def test_a_job_whose_client_left_is_ended_too() -> None:
+    fair = FairExecutor(lambda: ProcessPoolExecutor(1), num_workers=1)
+    try:
+        await fair.run("a", 1.0, os.getpid)
+        fair._deadline_s = 0.5
+        left = asyncio.create_task(fair.run("a", 1.0, time.sleep, 3600))
+        while fair._num_free:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        left.cancel()
+        fair._deadline_s = 60.0
+        assert await fair.run("b", 1.0, os.getpid)
+    finally:
+        fair.close()
+
+
+async def test_a_thread_that_hangs_is_replaced() -> None:
+    may_end = threading.Event()
+    fair = FairExecutor(lambda: ThreadPoolExecutor(1), num_workers=1, deadline_s=0.2)
+    try:
+        with pytest.raises(LateJob):
+            await fair.run("a", 1.0, may_end.wait)
+        fair._deadline_s = 60.0
+        assert await fair.run("b", 1.0, os.getpid) == os.getpid()
+        may_end.set()
+        await fair.run("b", 1.0, os.getpid)
+        assert fair._num_free == 1
+    finally:
+        may_end.set()
+        fair.close()

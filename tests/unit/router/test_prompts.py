@@ -137,6 +137,34 @@ async def test_a_truncated_prompt_keeps_its_last_tokens(
     assert prepared.token_ids == tokenizer.encode(text)[-9:]
 
 
+@pytest.mark.parametrize("as_chat", [False, True])
+@pytest.mark.parametrize("kept", [9, -1])
+@pytest.mark.parametrize("word", [" 1x", "hello <|im_end|> world ", "東京", "a"])
+async def test_a_long_text_keeps_the_last_tokens_of_the_whole(
+    preparer: PromptPreparer, tokenizer: Tokenizer, word: str, kept: int, as_chat: bool
+) -> None:
+    text = f"the beginning {word * (300_000 // len(word))}the end\n"
+    prompt = chat("x", text) if as_chat else text
+    request = ClientRequest(prompt, truncate_prompt_tokens=kept)
+    prepared = await preparer.prepare(request, None, max_model_len=32_768)
+    num_kept = kept if kept > 0 else 32_767
+    assert prepared.token_ids == ids_of(tokenizer, prompt)[-num_kept:]
+
+
+async def test_more_tokens_than_fit_are_refused_before_all_are_tokenized(
+    preparer: PromptPreparer,
+) -> None:
+    request = ClientRequest(" 1x" * 100_000, truncate_prompt_tokens=100_000)
+    with pytest.raises(ContextTooLong, match=r"at least \d+"):
+        await preparer.prepare(request, None, max_model_len=8192)
+    with pytest.raises(BadRequest, match="surrogate at character 3"):
+        await preparer.prepare(
+            ClientRequest("abc\ud800" + " 1x" * 100_000, truncate_prompt_tokens=9),
+            None,
+            max_model_len=8192,
+        )
+
+
 async def test_bad_words_are_spelled_at_a_start_and_after_a_space(
     preparer: PromptPreparer, tokenizer: Tokenizer
 ) -> None:

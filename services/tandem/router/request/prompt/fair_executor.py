@@ -1,11 +1,12 @@
 """Runs jobs on threads or processes; tenants take turns.
 
     waiting --a worker is free, and it is the tenant's turn--> running --the job ends--> over
-      `-- its caller is cancelled --> over, at no cost to its tenant
+      `-- its caller is cancelled --> over, at no cost to its tenant     `--the deadline--> over
 
 A running job cannot be stopped. If its caller is cancelled, the job keeps its worker until it ends,
 so there are never more jobs in the executor than workers, and the executor's own queue, which knows
-no tenants, stays empty.
+no tenants, stays empty. At the deadline of a job the processes of the executor are killed, and jobs
+of others that ran there run once more. A thread cannot be killed: it is left to itself.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from tandem.router.admission.fair_queue import FairQueue
@@ -22,16 +24,30 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class LateJob(Exception):
+    """A job did not end in time."""
+
+
 class FairExecutor:
     """An executor with a fair queue before it. Each caller waits for one job at a time, so the
     bound on open requests bounds the queue."""
 
-    def __init__(self, make_executor: Callable[[], Executor], *, num_workers: int) -> None:
-        """`make_executor` is called again when a process of the executor has died."""
+    def __init__(
+        self,
+        make_executor: Callable[[], Executor],
+        *,
+        num_workers: int,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`make_executor` is called again when a process of the executor has died. `deadline_s` is
+        that of each job, from when it runs."""
         self._make_executor = make_executor
+        self._deadline_s = deadline_s
+        self.num_late = 0  # jobs that did not end in time
         self._executor = make_executor()
         self._num_free = self._num_workers = num_workers
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._lost: set[asyncio.Future[Any]] = set()  # on threads that were left to themselves
         self._closed = False
 
     @property
@@ -47,7 +63,8 @@ class FairExecutor:
     ) -> _T:
         """Returns what `function` returns. A job whose process dies is run once more.
 
-        Raises what `function` raises, and BrokenExecutor if a process dies a second time.
+        Raises what `function` raises, BrokenExecutor if a process dies a second time, and LateJob
+        at the job's deadline.
         """
         try:
             return await self._run_once(tenant, cost, function, *arguments)
@@ -60,8 +77,7 @@ class FairExecutor:
         """Ends the workers. Processes are killed: one that still starts, or runs a long job, would
         outlive its router."""
         self._closed = True
-        # Python has `kill_workers` from 3.14 on.
-        processes = list((getattr(self._executor, "_processes", None) or {}).values())
+        processes = _processes(self._executor)
         self._executor.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
@@ -78,7 +94,12 @@ class FairExecutor:
             self._on_end(executor, error)
             raise
         running.add_done_callback(partial(self._on_done, executor))
-        return await asyncio.shield(running)
+        if self._deadline_s is None:
+            return await asyncio.shield(running)
+        in_time: asyncio.Future[_T] = loop.create_future()
+        timer = loop.call_later(self._deadline_s, self._on_late, executor, running, in_time)
+        running.add_done_callback(partial(_hand_on, timer, in_time))
+        return await asyncio.shield(in_time)
 
     async def _wait_turn(self, tenant: str, cost: float) -> None:
         """Returns when one of the free workers is the caller's."""
@@ -98,8 +119,29 @@ class FairExecutor:
             self._num_free -= 1
             self._queue.pop().set_result(None)
 
+    def _on_late(
+        self, executor: Executor, running: asyncio.Future[Any], in_time: asyncio.Future[Any]
+    ) -> None:
+        """Ends a job at its deadline, whether its caller still waits or not."""
+        log.error("a job did not end in %g s", self._deadline_s)
+        self.num_late += 1
+        in_time.set_exception(LateJob(f"it did not end in {self._deadline_s:g} s"))
+        if processes := _processes(executor):
+            for process in processes:  # `running` ends by that
+                process.kill()
+        elif executor is self._executor and not self._closed:
+            executor.shutdown(wait=False)
+            self._executor = self._make_executor()
+            self._num_free += 1
+            self._lost.add(running)
+            self._let_go()
+
     def _on_done(self, executor: Executor, running: asyncio.Future[Any]) -> None:
-        self._on_end(executor, None if running.cancelled() else running.exception())
+        error = None if running.cancelled() else running.exception()
+        if running in self._lost:
+            self._lost.remove(running)
+        else:
+            self._on_end(executor, error)
 
     def _on_end(self, executor: Executor, error: BaseException | None) -> None:
         """Frees the worker of a job that is over."""
@@ -113,3 +155,24 @@ class FairExecutor:
         self._let_go()
         if self._num_free == self._num_workers:
             self._queue.forget()
+
+
+def _processes(executor: Executor) -> list[BaseProcess]:
+    """Returns the processes of an executor; none if it has threads."""
+    # Python has `kill_workers` from 3.14 on.
+    return list((getattr(executor, "_processes", None) or {}).values())
+
+
+def _hand_on(
+    timer: asyncio.TimerHandle, in_time: asyncio.Future[Any], running: asyncio.Future[Any]
+) -> None:
+    """Gives the outcome of a job to its caller, if the deadline has not."""
+    timer.cancel()
+    if in_time.done():
+        return
+    if running.cancelled():
+        in_time.cancel()
+    elif (error := running.exception()) is not None:
+        in_time.set_exception(error)
+    else:
+        in_time.set_result(running.result())

@@ -1,15 +1,18 @@
 """Turns prompts into token ids and block hashes, off the event loop.
 
-    short prompt -------------------------------------------> a thread: tokenize, hash
-    longer prompt ------------------------------------------> a process: tokenize, hash
-    very long text --> processes: render, count by pieces --> a process: tokenize, hash
-                         `--> ContextTooLong as soon as it is certain
+    short prompt --------------------------------------------> a thread: tokenize, hash
+    longer prompt -------------------------------------------> a process: tokenize, hash
+    very long text --> processes: render, count by pieces ---> a process: tokenize, hash
+      |                  `--> ContextTooLong as soon as it is certain
+      `-- its last tokens --> processes: render, tokenize its end by pieces --> a process: hash
+            `-- it has no place to cut --> the process for such texts: tokenize, hash
 
 A thread is over before a process had been asked, and tokenizing runs without the GIL. The hashing
 of many blocks holds the GIL. The processes have loaded the tokenizer and nothing else. One more
 process checks grammars (grammars/check.py), and starts with the first. Tenants take turns at all of
 them (`fair_executor.py`), each piece is a job of its own, and a client that leaves leaves one
-running job at most. Knows no worker and no placement.
+running job at most. A tokenizer that does not end its job in time is ended. Knows no worker and no
+placement.
 """
 
 from __future__ import annotations
@@ -21,23 +24,32 @@ import signal
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain as chained
 from itertools import takewhile
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
 from tandem.block_hash import Chain, hash_blocks
-from tandem.errors import BadRequest
+from tandem.errors import BadRequest, TokenizerLate
 from tandem.grammars import check
 from tandem.grammars.text import StructuredOutput, refused
-from tandem.models.tokenizer import RenderedText, Tokenizer
+from tandem.models.tokenizer import RenderedText, Tokenizer, check_unicode
 from tandem.router.request.conversation import Conversation
-from tandem.router.request.prompt.fair_executor import FairExecutor
-from tandem.router.request.prompt.pieces import at_least, cut, is_counted_first
+from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
+from tandem.router.request.prompt.pieces import (
+    CONTEXT_CHARACTERS,
+    PIECE_CHARACTERS,
+    at_least,
+    cut,
+    find_cut,
+    is_counted_first,
+)
 from tandem.router.request.request import ClientRequest, Prompt, num_characters
 
 INLINE_COST_MAX = 8_192  # of a prompt that a thread prepares
@@ -45,6 +57,7 @@ _TOKEN_COST = 4  # of a token id, in characters
 _MESSAGE_COST = 32  # what a chat template writes around a message, in characters
 _NUM_THREADS = 2
 _Text = RenderedText | tuple[int, ...] | Conversation  # a prompt on its way to a tokenizer
+JOB_DEADLINE_S = 60.0  # of a tokenizer; the longest text takes a few seconds
 GRAMMAR_DEADLINE_S = 15.0  # to check one; the first of all waits for its process
 _CHECKED_MAX = 64  # answers of checks that are kept
 
@@ -61,19 +74,27 @@ class PromptPreparer:
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
         self._tokenizer = tokenizer
         self._checked: OrderedDict[StructuredOutput, tuple[str, str]] = OrderedDict()
+        self._joined: frozenset[bytes] | None = None
         self._threads = FairExecutor(
             lambda: ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize"),
             num_workers=_NUM_THREADS,
+            deadline_s=JOB_DEADLINE_S,
         )
-        self._processes = FairExecutor(
-            lambda: ProcessPoolExecutor(
-                num_processes,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start_process,
-                initargs=(folder, tokenizer.nonce),
-            ),
-            num_workers=num_processes,
-        )
+
+        def tokenizers(num_processes: int) -> FairExecutor:
+            return FairExecutor(
+                lambda: ProcessPoolExecutor(
+                    num_processes,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=_start_process,
+                    initargs=(folder, tokenizer.nonce),
+                ),
+                num_workers=num_processes,
+                deadline_s=JOB_DEADLINE_S,
+            )
+
+        self._processes = tokenizers(num_processes)
+        self._uncut = tokenizers(1)  # starts with its first text
         self._grammars = FairExecutor(
             lambda: ProcessPoolExecutor(
                 1,
@@ -111,17 +132,25 @@ class PromptPreparer:
             if isinstance(request.prompt, str)
             else request.prompt
         )
-        if cost <= INLINE_COST_MAX:
-            return await self._threads.run(
-                tenant, cost, _prepare, self._tokenizer, text, kept, chain, request.pinned_chat
+        with _telling_late_jobs():
+            if cost <= INLINE_COST_MAX and not self._threads.num_late:
+                return await self._threads.run(
+                    tenant, cost, _prepare, self._tokenizer, text, kept, chain, request.pinned_chat
+                )
+            processes = self._processes
+            if not isinstance(text, tuple):
+                if kept is None and is_counted_first(cost, max_model_len):
+                    text = await self._count(request, text, max_model_len)
+                elif kept is not None and cost > 2 * PIECE_CHARACTERS:
+                    text = await self._rendered(request, text)
+                    if (ids := await self._last(request, text, kept, max_model_len)) is not None:
+                        text = ids
+                    else:
+                        processes = self._uncut
+            found, hashes, pinned_tokens = await processes.run(
+                tenant, cost, _prepare_there, text, kept, chain, request.pinned_chat
             )
-        may_be_too_long = kept is None and is_counted_first(cost, max_model_len)
-        if not isinstance(text, tuple) and may_be_too_long:
-            text = await self._count(request, text, max_model_len)
-        ids, hashes, pinned_tokens = await self._processes.run(
-            tenant, cost, _prepare_there, text, kept, chain, request.pinned_chat
-        )
-        return PreparedPrompt(ids.tolist(), hashes, pinned_tokens)
+        return PreparedPrompt(found.tolist(), hashes, pinned_tokens)
 
     async def bad_words(self, request: ClientRequest) -> list[list[int]]:
         """Returns the runs of tokens that spell the request's bad words."""
@@ -129,13 +158,15 @@ class PromptPreparer:
         if not words:
             return []
         cost = sum(map(len, words))
-        return await self._threads.run(request.tenant, cost, _spell, self._tokenizer, words)
+        with _telling_late_jobs():
+            return await self._threads.run(request.tenant, cost, _spell, self._tokenizer, words)
 
     async def decode(self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool) -> str:
         """Returns the text of token ids."""
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
         cost = _TOKEN_COST * max(1, len(token_ids))
-        return await self._threads.run(tenant, cost, decode, token_ids)
+        with _telling_late_jobs():
+            return await self._threads.run(tenant, cost, decode, token_ids)
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
         """Returns the grammar of a completion; empty if it may have any form. Raises BadRequest for
@@ -168,6 +199,7 @@ class PromptPreparer:
     def close(self) -> None:
         self._threads.close()
         self._processes.close()
+        self._uncut.close()
         self._grammars.close()
 
     async def _count(
@@ -175,10 +207,7 @@ class PromptPreparer:
     ) -> RenderedText:
         """Returns what remains to be tokenized as a whole. Raises ContextTooLong."""
         run, tenant = self._processes.run, request.tenant
-        if isinstance(text, RenderedText):
-            rendered = text
-        else:
-            rendered = await run(tenant, _cost(text), _render_there, text)
+        rendered = await self._rendered(request, text)
         num_tokens = 0
         for num_pieces, part in enumerate(cut(rendered.text), start=1):
             piece = replace(rendered, text=part, add_special_tokens=False)
@@ -189,6 +218,52 @@ class PromptPreparer:
             if (certain := at_least(num_tokens, num_pieces)) >= max_model_len:
                 raise request.too_long(f"at least {certain}", max_model_len)
         return rendered
+
+    async def _rendered(
+        self, request: ClientRequest, text: RenderedText | Conversation
+    ) -> RenderedText:
+        if isinstance(text, RenderedText):
+            return text
+        return await self._processes.run(request.tenant, _cost(text), _render_there, text)
+
+    async def _last(
+        self, request: ClientRequest, rendered: RenderedText, kept: int, max_model_len: int
+    ) -> tuple[int, ...] | None:
+        """Returns the ids of a long text's last tokens, at least `kept` or all; None if the text
+        has no places to cut. Raises BadRequest, and ContextTooLong if these cannot fit."""
+        run, tenant, text = self._processes.run, request.tenant, rendered.text
+        check_unicode(text)
+        if self._joined is None:
+            self._joined = await run(tenant, INLINE_COST_MAX, _joined_there)
+        parts: list[array[int]] = []
+        num_tokens, start = 0, len(text)
+        while start and num_tokens < kept:
+            if num_tokens >= max_model_len:
+                raise request.too_long(f"at least {num_tokens}", max_model_len)
+            stop, found = start, find_cut(text, start, self._joined)
+            if found is None:
+                return None
+            start = found
+            left, right = max(0, start - CONTEXT_CHARACTERS), stop + CONTEXT_CHARACTERS
+            window = replace(rendered, text=text[left:right])
+            cost = len(window.text)
+            part = await run(tenant, cost, _encode_part_there, window, start - left, stop - left)
+            if part is None:
+                return None
+            parts.append(part)
+            num_tokens += len(part)
+        return tuple(chained.from_iterable(reversed(parts)))
+
+
+@contextmanager
+def _telling_late_jobs() -> Iterator[None]:
+    try:
+        yield
+    except LateJob:
+        raise TokenizerLate(
+            f"the model's tokenizer did not end in {JOB_DEADLINE_S:g} s and was ended: the text, "
+            "or a rule of the tokenizer, takes it too long"
+        ) from None
 
 
 def _cost(prompt: Prompt) -> int:
@@ -288,6 +363,17 @@ def _render_there(chat: Conversation) -> RenderedText:
 def _count_there(piece: RenderedText) -> int:
     assert _process_tokenizer is not None
     return _process_tokenizer.count_tokens(piece)
+
+
+def _joined_there() -> frozenset[bytes]:
+    assert _process_tokenizer is not None
+    return _process_tokenizer.joined
+
+
+def _encode_part_there(window: RenderedText, start: int, stop: int) -> array[int] | None:
+    assert _process_tokenizer is not None
+    ids = _process_tokenizer.encode_part(window, start, stop)
+    return None if ids is None else array("I", ids)
 
 
 def _prepare_there(
