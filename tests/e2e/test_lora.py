@@ -134,6 +134,11 @@ async def test_one_that_nobody_can_read_is_unavailable(adapters: Adapters) -> No
     reply = await adapters.ask("changed")
     assert reply.status_code == 503
     assert reply.json()["error"]["code"] == "adapter_unavailable"
+    assert "in its folder have changed" in reply.text
+    async with httpx.AsyncClient(base_url=adapters.cluster.url) as client:
+        listed = await client.get("/v1/models")
+    assert {each["id"]: each["root"] for each in listed.json()["data"]}["changed"] == "changed"
+    assert str(path.parent) not in reply.text + listed.text
     await adapters.load("changed", path, load_inplace=True)
     await adapters.tokens("changed")
     await adapters.admin("unload", lora_name="changed")

@@ -136,6 +136,56 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
     await check_update_and_usage(routers, url, key)
 
 
+COUNT = {"messages": [{"role": "user", "content": "hello"}], "model": "SmolLM2-135M-Instruct"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "number"),
+    [
+        ("/tokenize", {"prompt": "a b c"}, 1),
+        ("/tokenize", {"prompt": ["a b c", "d"]}, 2),
+        ("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}, 1),
+        ("/detokenize", {"tokens": PROMPT}, 1),
+        ("/v1/messages/count_tokens", COUNT, 1),
+    ],
+)
+async def test_calls_for_tokens_count_as_requests(
+    routers: Routers, path: str, body: dict[str, Any], number: int
+) -> None:
+    """They take none of the tokens, and with generations they share what is left of requests."""
+    url = await routers.start("r1")
+    await ready(url)
+    limits = {"requests_per_minute": 2 * number + 1, "tokens_per_minute": 1000}
+    key = await create(routers.admin_of(url), "acme", **limits, max_concurrent=2)
+    refused = await call(url, key, path, **{**body, "tokens": [-1], "prompt": "", "messages": []})
+    assert refused.status_code == 400, "a refused request counts nothing"
+    for left in (number + 1, 1):
+        answer = await call(url, key, path, **body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+        assert answer.headers["x-ratelimit-remaining-tokens"] == "1000"
+    assert (await call(url, key, prompt=PROMPT)).status_code == 200
+    answer = await call(url, key, path, **body)
+    assert answer.status_code == 429, answer.text
+    assert 55 <= int(answer.headers["retry-after"]) <= 61
+    assert (await call(url, key, prompt=PROMPT)).status_code == 429
+
+
+async def test_a_prompt_to_be_counted_is_bounded_by_the_key(routers: Routers) -> None:
+    url = await routers.start("r1")
+    await ready(url)
+    key = await create(routers.admin_of(url), "acme", max_prompt_tokens=20)
+    long = "one two three " * 20
+    for path, body in (
+        ("/tokenize", {"prompt": long}),
+        ("/v1/messages/count_tokens", {**COUNT, "messages": [{"role": "user", "content": long}]}),
+    ):
+        answer = await call(url, key, path, **body)
+        assert answer.status_code == 400
+        assert "max_prompt_tokens 20" in answer.text
+    assert (await call(url, key, "/tokenize", prompt="one two three")).status_code == 200
+
+
 async def check_update_and_usage(routers: Routers, url: str, key: str) -> None:
     key_id = key.split("-")[1]
     done = await tandem(routers.admin_of(url), "update", key_id, "--requests-per-minute", "20")

@@ -10,15 +10,19 @@ files are read in a thread, beside the steps; `settle`, between two steps, hands
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.adapter import Adapter
 from tandem.errors import AdapterUnavailable, TandemError
+
+log = logging.getLogger(__name__)
 
 FAILED_S = 30.0  # so long an adapter that could not be read is refused without another try
 
@@ -120,6 +124,11 @@ class AdapterSlots:
                 self._loaded[digest] = None
             except (TandemError, OSError, MemoryError) as error:
                 why = error.message if isinstance(error, TandemError) else repr(error)
+                log.warning(
+                    "the adapter %s of %s cannot be loaded: %s", adapter.name, adapter.path, why
+                )
+                # A client gets the error, and no path of this machine.
+                why = why.replace(str(Path(adapter.path).expanduser()), "its folder")
                 failed = AdapterUnavailable(f"the adapter {adapter.name!r} cannot be loaded: {why}")
                 self._failed[digest] = self._clock() + FAILED_S, failed
                 errors[digest] = failed

@@ -10,8 +10,14 @@ code of an error. HTTP and gRPC both stand on this and know nothing of workers.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import (
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field, replace
 
 from tandem.adapter import Adapter, digest_of
@@ -50,6 +56,7 @@ from tandem.router.request.request import (
 from tandem.router.request.text import TextStream
 from tandem.router.request.together import Together
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.security.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +158,25 @@ class Generator:
             return "all workers serve another model than this router"
         return "no decode worker is ready"
 
+    @asynccontextmanager
+    async def without_workers(
+        self, tenant: str, limits: Limits, number: int = 1
+    ) -> AsyncIterator[Mapping[str, str]]:
+        """Counts requests that need no worker among those that a key's limits allow, while the body
+        answers them. They take no tokens. Yields the headers `x-ratelimit-*`. Raises RateLimited.
+        """
+        async with AsyncExitStack() as held:
+            reserved = [
+                await held.enter_async_context(self.tenants.reserved(tenant, limits, 0))
+                for _ in range(number)
+            ]
+            yield reserved[-1].headers
+            for reservation in reserved:
+                self.tenants.limiter.settle(reservation, 0)
+
     async def tokenize(self, request: ClientRequest) -> list[int]:
         """Returns the token ids of a prompt, which may have no room for an answer. Raises what
-        `generate` does for a prompt that cannot be prepared."""
+        `generate` does for a prompt that cannot be prepared, or that its key's limits refuse."""
         with self._place() as model:
             max_model_len = self.max_model_len
             self.adapter(request.model)
@@ -161,7 +184,9 @@ class Generator:
             request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
             request = with_template_options(model.answers, request)
             prepare = model.preparer.prepare
-            return (await prepare(request, None, max_model_len=max_model_len)).token_ids
+            token_ids = (await prepare(request, None, max_model_len=max_model_len)).token_ids
+            request.check_prompt_limit(len(token_ids))
+            return token_ids
 
     async def detokenize(
         self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool

@@ -308,8 +308,8 @@ class ClientRequest:
             )
         return self.max_tokens
 
-    def _allowed_by_key(self, num_prompt_tokens: int) -> int | None:
-        """Returns the largest completion that the API key allows; None without such a limit."""
+    def check_prompt_limit(self, num_prompt_tokens: int) -> None:
+        """Raises OverKeyLimit if the API key allows no prompt of so many tokens."""
         limits = self.limits
         prompt_max = limits.max_prompt_tokens or math.inf
         if limits.tokens_per_minute:
@@ -320,6 +320,11 @@ class ClientRequest:
                 f"{self._key_limits(num_prompt_tokens)}",
                 param=self._prompt_name,
             )
+
+    def _allowed_by_key(self, num_prompt_tokens: int) -> int | None:
+        """Returns the largest completion that the API key allows; None without such a limit."""
+        limits = self.limits
+        self.check_prompt_limit(num_prompt_tokens)
         allowed = limits.max_completion_tokens or math.inf
         if limits.tokens_per_minute:
             allowed = min(allowed, limits.tokens_per_minute - num_prompt_tokens)

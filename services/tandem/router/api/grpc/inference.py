@@ -205,7 +205,7 @@ class GrpcApi:
             pb.Model(
                 id=adapter.name,
                 max_model_len=self._generator.max_model_len,
-                root=adapter.path,
+                root=adapter.name,
                 created=int(adapter.added_at),
                 parent=model.id,
             )

@@ -1,7 +1,5 @@
 """Routes of Anthropic's API: messages, and the number of tokens of their prompt."""
 
-from dataclasses import replace
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -38,7 +36,10 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
     async def count_tokens(request: Request) -> Response:
         body, headers = await routes.read(request, CountTokensBody)
         with renamed(NAMES):
-            (asked,) = parse_count(body, request.state.request_id).requests
-            counting = routes.generator.tokenize(replace(asked, tenant=routes.tenant(request)))
-            token_ids = await until_disconnect(request.receive, counting)
-        return JsonResponse({"input_tokens": len(token_ids)}, headers=headers)
+            parsed = parse_count(body, request.state.request_id)
+            (asked,) = routes.of_caller(request, parsed.requests)
+            generator = routes.generator
+            async with generator.without_workers(asked.tenant, asked.limits) as told:
+                counting = generator.tokenize(asked)
+                token_ids = await until_disconnect(request.receive, counting)
+        return JsonResponse({"input_tokens": len(token_ids)}, headers={**told, **headers})

@@ -64,8 +64,8 @@ def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str,
 
 
 def openai_adapter(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
-    """Returns a LoRA adapter of a model as vLLM describes one."""
-    of_its_own = {"id": adapter.name, "root": adapter.path, "parent": base["id"]}
+    """Returns a LoRA adapter of a model as vLLM describes one, but for the path of its folder."""
+    of_its_own = {"id": adapter.name, "root": adapter.name, "parent": base["id"]}
     return {**base, **of_its_own, "created": int(adapter.added_at)}
 
 

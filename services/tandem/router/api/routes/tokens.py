@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from tandem.router.admission.tenants import limits_of
 from tandem.router.api.http.errors import JsonResponse
 from tandem.router.api.http.stream import until_disconnect
 from tandem.router.api.openai.openapi import body_route
@@ -27,7 +28,8 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
     @app.post("/tokenize", **body_route(TokenizePromptBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
         body, headers = await routes.read(request, kind_of)
-        parsed, asked = parse_tokenize(body, routes.tenant(request))
+        parsed, prompts = parse_tokenize(body, routes.tenant(request))
+        asked = routes.of_caller(request, prompts)
 
         async def count() -> dict[str, Any]:
             tokens = [await generator.tokenize(each) for each in asked]  # one job at a time
@@ -36,18 +38,20 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
             strings = [spell(ids) for ids in tokens] if parsed.return_token_strs else None
             return tokenize_reply(parsed, tokens, strings, max_model_len=generator.max_model_len)
 
-        answer = await until_disconnect(request.receive, count())
-        return JsonResponse(answer, headers=headers)
+        caller = asked[0]
+        async with generator.without_workers(caller.tenant, caller.limits, len(asked)) as told:
+            answer = await until_disconnect(request.receive, count())
+        return JsonResponse(answer, headers={**told, **headers})
 
     @app.post("/detokenize", **body_route(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body, headers = await routes.read(request, DetokenizeBody)
         parsed = validate(DetokenizeBody, body)
         generator.adapter(parsed.model)
-        decoding = generator.detokenize(
-            parsed.tokens,
-            tenant=routes.tenant(request),
-            skip_special_tokens=parsed.skip_special_tokens,
-        )
-        text = await until_disconnect(request.receive, decoding)
-        return JsonResponse({"prompt": text}, headers=headers)
+        tenant, limits = routes.tenant(request), limits_of(request.state.key)
+        async with generator.without_workers(tenant, limits) as told:
+            decoding = generator.detokenize(
+                parsed.tokens, tenant=tenant, skip_special_tokens=parsed.skip_special_tokens
+            )
+            text = await until_disconnect(request.receive, decoding)
+        return JsonResponse({"prompt": text}, headers={**told, **headers})
