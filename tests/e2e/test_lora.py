@@ -154,6 +154,7 @@ async def test_one_that_nobody_can_read_is_unavailable(adapters: Adapters) -> No
         ({"lora_name": "a b", "lora_path": "GOOD"}, 400, "letters, digits"),
         ({"lora_name": "x", "lora_path": "DORA"}, 400, "use_dora is True"),
         ({"lora_name": "x", "lora_path": "RANK"}, 400, "max-lora-rank allows at most 8"),
+        ({"lora_name": "x", "lora_path": "REDOS"}, 400, "cannot be matched in 1 s"),
         ({"lora_name": "x", "lora_path": "GOOD", "rank": 8}, 400, "the body has 'rank'"),
         ({"lora_name": 5, "lora_path": "GOOD"}, 400, "lora_name must be of type str"),
     ],
@@ -165,6 +166,7 @@ async def test_what_cannot_be_loaded_is_refused(
         "GOOD": adapters.write("good"),
         "DORA": adapters.write("dora", use_dora=True),
         "RANK": adapters.write("rank", r=9),
+        "REDOS": adapters.write("redos", rank_pattern={"([a-z]+|[a-z_.0-9]+)+!": 4}),
     }
     if body.get("lora_path") in paths:
         body = body | {"lora_path": str(paths[body["lora_path"]])}

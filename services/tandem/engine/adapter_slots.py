@@ -6,6 +6,7 @@
 
 A slot is in use while a sequence that was admitted wants its adapter, and is never taken then. The
 files are read in a thread, beside the steps; `settle`, between two steps, hands over what is read.
+If reading hangs, the process ends.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any, Protocol
 
 from tandem.adapter import Adapter
 from tandem.errors import AdapterUnavailable, TandemError
+from tandem.hang_limit import hang_limit
 
 log = logging.getLogger(__name__)
 
+READ_DEADLINE_S = 120.0  # a process that reads an adapter for longer ends itself
 FAILED_S = 30.0  # so long an adapter that could not be read is refused without another try
 
 
@@ -109,8 +112,12 @@ class AdapterSlots:
             return Answer.AWAITED
         if len(self._loaded) + len(self._reading) >= self._num_slots and not self._evict(in_use()):
             return Answer.FULL
-        self._reading[digest] = adapter, self._thread.submit(self._runner.load_adapter, adapter)
+        self._reading[digest] = adapter, self._thread.submit(self._read, adapter)
         return Answer.AWAITED
+
+    def _read(self, adapter: Adapter) -> Any:
+        with hang_limit(READ_DEADLINE_S):
+            return self._runner.load_adapter(adapter)
 
     def settle(self) -> dict[str, AdapterUnavailable]:
         """Takes in what was read; returns the errors of those that cannot be, by digest."""

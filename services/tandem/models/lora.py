@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -23,12 +23,14 @@ from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.broken_files import few, naming
 from tandem.models.checkpoint.headers import TensorHeader, read_header
 from tandem.models.config import ModelConfig
+from tandem.models.lora_patterns import Pattern, match_all
 from tandem.models.lora_targets import find_modules, linear_shapes
 from tandem.models.source import read_json
 from tandem.models.text_part import text_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_CONFIG_BYTES_MAX = 1 << 20
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 20
 _DTYPES = ("F32", "F16", "BF16")
@@ -123,6 +125,8 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{folder} has no {WEIGHTS_FILE}; save the adapter as safetensors")
     with naming(file):
+        if file.stat().st_size > _CONFIG_BYTES_MAX:
+            raise ConfigError(f"{file} has over {_CONFIG_BYTES_MAX} bytes, which no adapter needs")
         raw = file.read_bytes()
         modules = read_modules(read_json(file), model)
         ranks = [module.rank for module in modules.values()]
@@ -141,11 +145,11 @@ def read_modules(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Lor
     """Returns the modules that an adapter_config.json changes. Raises UnsupportedModel."""
     _check_supported(config)
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    ranks, alphas = (dict(config.get(f"{name}_pattern") or {}) for name in ("rank", "alpha"))
+    names = find_modules(config, model)
+    ranks = _by_pattern(config, "rank_pattern", names, rank)
+    alphas = _by_pattern(config, "alpha_pattern", names, alpha)
     modules = {}
-    for name in find_modules(config, model):
-        own_rank = _by_pattern(ranks, name, rank)
-        own_alpha = _by_pattern(alphas, name, alpha)
+    for name, own_rank, own_alpha in zip(names, ranks, alphas, strict=True):
         if type(own_rank) is not int or own_rank < 1:
             raise UnsupportedModel(f"the rank of {name} is {own_rank!r:.80}; it must be at least 1")
         if type(own_alpha) not in (int, float) or not math.isfinite(own_alpha):
@@ -180,11 +184,18 @@ def _check_supported(config: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"{name} is {config[name]!r:.80}, which is not supported")
 
 
-def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+def _by_pattern(
+    config: Mapping[str, Any], field: str, names: Sequence[str], default: Any
+) -> list[Any]:
+    """Returns the value of the first pattern that matches each name."""
+    given = dict(config.get(field) or {})
+    matches = match_all([Pattern.of_end(field, pattern) for pattern in given], names)
+    found = [default] * len(names)
+    for value, of_names in reversed(list(zip(given.values(), matches, strict=True))):
+        for index, match in enumerate(of_names):
+            if match is not None:
+                found[index] = value
+    return found
 
 
 def _plain_names(stored: Mapping[str, TensorHeader], *, is_text_part: bool) -> dict[str, str]:

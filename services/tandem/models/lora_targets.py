@@ -5,13 +5,15 @@ all-linear stands for every linear layer but the output.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config import ModelConfig
 from tandem.models.layers import LayerSpec
+from tandem.models.lora_patterns import Pattern, match_all
 
+_IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
 ALL_LINEAR = "all-linear"
 SHARED_MLP = "mlp.shared_experts."  # in the place of "mlp." in a layer with experts
 # Of these PEFT could train adapters, too.
@@ -77,7 +79,7 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     if targets == ALL_LINEAR:
         found = list(linears)
     elif isinstance(targets, str):
-        found = [name for name in names if re.fullmatch(targets, name)]
+        found = _matching("target_modules", targets, names)
     else:
         for target in targets:
             if not any(_ends_with(name, [target]) for name in linears):
@@ -88,9 +90,15 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
                     f"{_allowed(linears)}"
                 )
         found = [name for name in names if _ends_with(name, targets)]
-    found = [name for name in found if not _is_excluded(name, config.get("exclude_modules"))]
-    if layers is not None:
-        found = [name for name in found if _is_in(name, *layers)]
+    if excluded := config.get("exclude_modules"):
+        out = (
+            _matching("exclude_modules", excluded, found)
+            if isinstance(excluded, str)
+            else [name for name in found if _ends_with(name, excluded)]
+        )
+        found = [name for name in found if name not in out]
+    if layers is not None and layers[0]:
+        found = _in_layers(found, *layers)
     if others := [name for name in found if name not in linears]:
         raise UnsupportedModel(
             f"target_modules has {others[0]}, which is not supported; supported are "
@@ -115,21 +123,28 @@ def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | No
     return layers, patterns if isinstance(patterns, list) else [patterns]
 
 
-def _is_in(name: str, layers: Collection[int], patterns: list[str]) -> bool:
-    if not layers:
-        return True
-    for pattern in patterns or [r"[^.]*"]:
-        if (match := re.match(rf".*\.{pattern}\.(\d+)\.", name)) is not None:
-            return int(match[1]) in layers
-    return False
+def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> list[str]:
+    """Returns the names whose number in the first list that they have is one of `layers`."""
+    patterns = [
+        Pattern("layers_pattern", given, rf".*\.{given}\.(\d+)\.") for given in map(str, lists)
+    ]
+    if not patterns:
+        numbers = [[found[1] if (found := _IN_A_LIST.match(name)) else None for name in names]]
+    else:
+        numbers = match_all(patterns, names)
+    first = (next(filter(None, of_name), None) for of_name in zip(*numbers, strict=True))
+    return [
+        name
+        for name, number in zip(names, first, strict=True)
+        if number is not None and int(number) in layers
+    ]
 
 
-def _is_excluded(name: str, excluded: str | list[str] | None) -> bool:
-    if not excluded:
-        return False
-    if isinstance(excluded, str):
-        return re.fullmatch(excluded, name) is not None
-    return _ends_with(name, excluded)
+def _matching(field: str, expression: str, names: Sequence[str]) -> list[str]:
+    """Returns the names that an expression matches. Raises UnsupportedModel."""
+    pattern = Pattern(field, expression, expression, is_whole=True)
+    (found,) = match_all([pattern], names)
+    return [name for name, match in zip(names, found, strict=True) if match is not None]
 
 
 def _ends_with(name: str, targets: Collection[str]) -> bool:

@@ -283,3 +283,48 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(text)
         with pytest.raises(ConfigError, match=f"{tmp_path / 'adapter_config.json'}"):
             open_lora(str(tmp_path), MODEL, rank_max=64)
+
+
+EVIL = "([a-z]+|[a-z_.0-9]+)+!"
+EVIL_CONFIGS = [
+    {"rank_pattern": {"q_proj": 4, EVIL: 4}},
+    {"alpha_pattern": {EVIL: 4}},
+    {"target_modules": EVIL},
+    {"exclude_modules": EVIL},
+    {"layers_to_transform": [0], "layers_pattern": ["([a-z_.0-9]+)+!"]},
+    {"target_modules": f"(?=({EVIL}))x"},
+]
+
+
+@pytest.mark.parametrize("config", EVIL_CONFIGS, ids=lambda config: next(iter(config)))
+def test_an_expression_that_never_ends_is_named(config: dict[str, Any]) -> None:
+    """It would hold the interpreter, so that nothing else of the worker runs."""
+    field = next(name for name in config if "pattern" in name or "modules" in name)
+    with pytest.raises(UnsupportedModel, match=rf"{field} has '.*\+.*cannot be matched in 1 s"):
+        modules_of(**config)
+
+
+def test_an_expression_that_is_none_is_named() -> None:
+    for wrong in ("q_proj(", "(" * 5000, "a{99999999999}"):
+        with pytest.raises(UnsupportedModel, match=r"rank_pattern has .* no regular expression"):
+            modules_of(rank_pattern={wrong: 4})
+
+
+def test_expressions_mean_what_they_mean_to_peft() -> None:
+    """The first pattern that matches counts, whether it is plain or not."""
+    ranks = modules_of(rank_pattern={r"layers\.0\..*": 2, "q_proj": 3, r"[kv]_proj": 4}, r=8)
+    assert {name: rank for name, (rank, _) in ranks.items() if "_proj" in name}.items() >= {
+        ("0.self_attn.q_proj", 2),
+        ("1.self_attn.q_proj", 3),
+        ("1.self_attn.v_proj", 4),
+    }
+    excluded = modules_of(exclude_modules=r".*\.1\..*", target_modules="all-linear")
+    assert {name[0] for name in excluded} == {"0", "2"}
+    chosen = modules_of(layers_to_transform=[1], layers_pattern=["blocks", "laye.s"])
+    assert {name[0] for name in chosen} == {"1"}
+
+
+def test_a_config_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, MODEL, target_modules=["q_proj"] * 200_000)
+    with pytest.raises(ConfigError, match="over 1048576 bytes"):
+        open_lora(str(tmp_path), MODEL, rank_max=64)

@@ -2,7 +2,8 @@
 
 A name stands in the worker's record until an operator removes it or the worker ends. A new worker
 adopts the names of the others, so that a rolling restart loses none. The weights are the engine's
-business: it reads them when the first sequence wants them.
+business: it reads them when the first sequence wants them. A process that hangs while it reads a
+folder ends, and the worker with it.
 """
 
 import asyncio
@@ -14,8 +15,10 @@ from prometheus_client.metrics_core import Metric
 
 from tandem.adapter import Adapter
 from tandem.config.engine import EngineConfig
+from tandem.engine.adapter_slots import READ_DEADLINE_S
 from tandem.engine.types import AdapterLoad
 from tandem.errors import ConfigError
+from tandem.hang_limit import hang_limit
 from tandem.models.config import ModelConfig
 from tandem.models.lora import WEIGHTS_FILE, open_lora
 from tandem.models.source import resolve
@@ -34,6 +37,7 @@ class NamedAdapters:
         self.named: dict[str, Adapter] = {}
         self.load = AdapterLoad()  # of the engine, as it last told
         self._has_adopted = False
+        self._turn = asyncio.Lock()  # of the reader of a folder
 
     @property
     def state(self) -> AdapterState:
@@ -50,7 +54,8 @@ class NamedAdapters:
         """Takes in those of `--lora`. Raises ConfigError naming the one that cannot be used."""
         for name, path in self._config.lora.items():
             try:
-                self.add(await asyncio.to_thread(self._read_own, name, path))
+                async with self._turn:
+                    self.add(await asyncio.to_thread(self._read_own, name, path))
             except ConfigError as error:
                 raise type(error)(f"lora {name}: {error.message}") from error
 
@@ -69,7 +74,8 @@ class NamedAdapters:
     async def describe(self, path: str) -> tuple[str, int]:
         """Returns digest and rank of an adapter's folder. Raises ConfigError if this worker cannot
         use it."""
-        return await asyncio.to_thread(self._describe, path)
+        async with self._turn:
+            return await asyncio.to_thread(self._describe, path)
 
     def add(self, adapter: Adapter) -> None:
         """Serves an adapter, in place of one that has its name."""
@@ -92,5 +98,6 @@ class NamedAdapters:
             raise ConfigError("this worker has no adapters: its max-loras is 0")
         if self._model is None:
             self._model = resolve(config.model, revision=config.model_revision).config
-        folder = open_lora(path, self._model, rank_max=config.max_lora_rank)
-        return folder.digest(), folder.rank
+        with hang_limit(READ_DEADLINE_S):
+            folder = open_lora(path, self._model, rank_max=config.max_lora_rank)
+            return folder.digest(), folder.rank
