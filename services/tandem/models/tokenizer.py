@@ -6,7 +6,7 @@ requests: who may say what (roles, sizes) is the router's business.
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from tandem.models.broken_files import naming
 from tandem.models.chat_template import NO_OPTIONS, ChatTemplate
 from tandem.models.control_strings import ControlStrings
 from tandem.models.source import ModelFolder, end_token_ids, read_tokenizer_settings
+from tandem.models.tokenizer_check import check_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,10 @@ class Tokenizer:
                 f"of config.json is {model.config.vocab_size}: it is another model's tokenizer"
             )
         return tokenizer
+
+    def check_rules(self) -> Iterator[str]:
+        """Tries the rules, as `tokenizer_check.check_rules` does."""
+        return check_rules(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Raises BadRequest for text that no UTF-8 can hold.

@@ -316,12 +316,16 @@ class Router:
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
         self.view.tell_change()
-        if self._config.api != "grpc":  # which is to be light: few prompts are long
-            model.preparer.warm_up()
         exempt_loaded()
         if self._memory is not None:
             self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
+        jobs = [self._watch_readiness()]
+        if self._config.api != "grpc":  # which is to be light: few prompts are long
+            jobs.append(model.preparer.check())
+        await asyncio.gather(*jobs)
+
+    async def _watch_readiness(self) -> None:
         said: str | None = None
         while True:
             reason = self.generator.not_ready_reason() or self._public.not_ready_reason()

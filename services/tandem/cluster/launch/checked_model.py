@@ -15,6 +15,7 @@ from tandem.models.limits import check_settings
 from tandem.models.lora import open_lora
 from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, is_local, resolve
 from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer_check import check_file
 
 
 def model_here(options: LaunchOptions) -> ModelFolder | None:
@@ -43,6 +44,7 @@ def _checked(options: LaunchOptions) -> ModelFolder:
     if options.engine.kv_dtype == "fp8_e4m3":
         find_kv_scales(model.weight_files, model.config)
     Tokenizer.of(model)
+    check_file(model.path / "tokenizer.json")
     for name, path in options.engine.lora.items():
         if options.listen and not Path(path).expanduser().exists():
             continue  # workers on other machines may have it

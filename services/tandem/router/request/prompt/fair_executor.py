@@ -54,10 +54,6 @@ class FairExecutor:
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    def warm_up(self, function: Callable[[], Any]) -> None:
-        """Runs `function` now, without a turn, so that the first worker starts."""
-        self._executor.submit(function)
-
     async def run(
         self, tenant: str, cost: float, function: Callable[..., _T], *arguments: Any
     ) -> _T:

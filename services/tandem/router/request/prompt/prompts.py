@@ -20,13 +20,14 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain as chained
@@ -36,10 +37,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.block_hash import Chain, hash_blocks
-from tandem.errors import BadRequest, TokenizerLate
+from tandem.errors import BadRequest, ConfigError, TokenizerLate
 from tandem.grammars import check
 from tandem.grammars.text import StructuredOutput, refused
+from tandem.models.broken_files import first_line
 from tandem.models.tokenizer import RenderedText, Tokenizer, check_unicode
+from tandem.models.tokenizer_check import MEMORY_BYTES
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
 from tandem.router.request.prompt.pieces import (
@@ -73,6 +76,7 @@ class PromptPreparer:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
         self._tokenizer = tokenizer
+        self._file = folder / "tokenizer.json"
         self._checked: OrderedDict[StructuredOutput, tuple[str, str]] = OrderedDict()
         self._joined: frozenset[bytes] | None = None
         self._threads = FairExecutor(
@@ -109,9 +113,14 @@ class PromptPreparer:
             num_workers=1,
         )
 
-    def warm_up(self) -> None:
-        """Starts the first process now rather than with the first long prompt."""
-        self._processes.warm_up(os.getpid)
+    async def check(self) -> None:
+        """Starts the first process now rather than with the first long prompt, and tries the
+        tokenizer's rules there. Raises ConfigError naming its file if one never ends."""
+        why = "its rules fail or do not end"
+        with suppress(LateJob, BrokenExecutor):
+            why = await self._processes.run("", 1.0, _check_there)
+        if why:
+            raise ConfigError(f"{self._file} cannot be used: {why}")
 
     async def prepare(
         self,
@@ -363,6 +372,26 @@ def _render_there(chat: Conversation) -> RenderedText:
 def _count_there(piece: RenderedText) -> int:
     assert _process_tokenizer is not None
     return _process_tokenizer.count_tokens(piece)
+
+
+def _check_there() -> str:
+    """Returns why the tokenizer cannot be used; empty if it can."""
+    assert _process_tokenizer is not None
+    tries = ""
+    soft, hard = before = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or hard > MEMORY_BYTES:
+        soft = MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    try:
+        for what in _process_tokenizer.check_rules():
+            tries = what
+    except ConfigError as error:
+        return error.message
+    except BaseException as error:  # a panic in Rust is no Exception
+        return f"{tries}: {first_line(error)}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    return ""
 
 
 def _joined_there() -> frozenset[bytes]:
