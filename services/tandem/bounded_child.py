@@ -3,6 +3,7 @@
 import resource
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 
 def run_bounded(
@@ -23,7 +24,10 @@ def run_bounded(
     )
     with child:
         for bound, largest in bounds.items():
-            resource.prlimit(child.pid, bound, (largest, largest))
+            with suppress(ProcessLookupError):  # it has ended already
+                _, hard = resource.prlimit(child.pid, bound)
+                if hard == resource.RLIM_INFINITY or largest < hard:
+                    resource.prlimit(child.pid, bound, (largest, largest))
         try:
             output, _ = child.communicate(told, deadline_s)
         except subprocess.TimeoutExpired:
