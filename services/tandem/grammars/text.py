@@ -1,8 +1,18 @@
-"""Turns what a client asks for into one grammar text, which llguidance reads."""
+"""Turns what a client asks for into one grammar text, which llguidance reads.
+
+llguidance compiles by recursion, and bounds neither its depth nor the work for `multipleOf`. The
+checks here refuse both with a clear reason. What they do not foresee meets the limits of the
+process that compiles the text first (check.py).
+"""
 
 import json
+import re
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
+from math import isfinite, lcm
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import llguidance
 
@@ -13,6 +23,11 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark
 
 SOURCE_BYTES_MAX = 128 << 10
 DEPTH_MAX = 100  # of nested brackets in a schema
+# Levels of brackets with those of what is referred to: `$ref` in a schema, rules in a grammar. The
+# compiler's stack (check.py) holds at least four times as many.
+EXPANDED_DEPTH_MAX = 250
+# The compiler visits each remainder of a division; powers of 2 and 5 cost nothing. 0.2 s at most.
+DIVISOR_MAX = 100_000
 # White space between the tokens of JSON. A small model would write it without end.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
@@ -62,9 +77,9 @@ def _form_text(wanted: StructuredOutput) -> str:
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(wanted.source)
             case "grammar":
-                return llguidance.grammar_from("grammar", wanted.source)
+                return _checked_lark(llguidance.grammar_from("grammar", wanted.source))
             case "lark":
-                return llguidance.LLMatcher.grammar_from_lark(wanted.source)
+                return _checked_lark(wanted.source)
     except (ValueError, RecursionError) as error:
         raise refused(wanted.field, str(error)) from None
 
@@ -94,10 +109,66 @@ def _checked_schema(schema: object) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("a schema is a JSON object")
-    if _depth(schema) > DEPTH_MAX:
-        raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
+    _check_schema(schema)
     # Ours, not the schema's: it must not set the compiler's options.
     return {name: value for name, value in schema.items() if name != "x-guidance"}
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Raises ValueError for a schema that is too deep or divides by too large numbers."""
+    if _depth(schema) > DEPTH_MAX:
+        raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
+    seen: set[int] = set()
+    divisor = 1  # of all together: `allOf` combines them
+
+    def walk(value: object, depth: int) -> None:
+        nonlocal divisor
+        if depth > EXPANDED_DEPTH_MAX:
+            raise ValueError(
+                f"the schema is nested more than {EXPANDED_DEPTH_MAX} deep with its references"
+            )
+        for inner in _inside(value):
+            walk(inner, depth + 1)
+        if isinstance(value, dict):
+            divisor = min(lcm(divisor, _divisor(value.get("multipleOf"))), DIVISOR_MAX + 1)
+            target = _find(schema, value.get("$ref"))
+            if target is not None and id(target) not in seen:
+                seen.add(id(target))
+                walk(target, depth + 1)
+
+    walk(schema, 0)
+    if divisor > DIVISOR_MAX:
+        raise ValueError(
+            f"the least common multiple of its multipleOf is over {DIVISOR_MAX}, without the"
+            " factors 2 and 5"
+        )
+
+
+def _find(schema: dict[str, Any], reference: object) -> object:
+    """Returns what a local reference points at, None if it is no such reference."""
+    if not (isinstance(reference, str) and reference.startswith("#")):
+        return None
+    found: object = schema
+    for name in unquote(reference[1:]).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def _divisor(value: object) -> int:
+    """Returns the digits of a `multipleOf` without the factors 2 and 5; 1 if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return 1
+    divisor = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
+    for factor in (2, 5):
+        while divisor and divisor % factor == 0:
+            divisor //= factor
+    return divisor or 1
 
 
 def _depth(value: object) -> int:
@@ -113,6 +184,53 @@ def _inside(value: object) -> list[object]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
+
+
+_LARK_PART = re.compile(
+    r"""
+    (?P<skip> "(?:[^"\\\n]|\\.)*" | //[^\n]* | /(?:[^/\\\n]|\\.)+/ )
+    | ^[ \t]*[?!]?(?P<defined>[A-Za-z_][\w-]*)(?:[ \t]*[\[{(.][^:\n"]*)?[ \t]*:
+    | (?P<used>[A-Za-z_][\w-]*) | (?P<opens>[(\[{]) | (?P<closes>[)\]}])
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def _checked_lark(text: str) -> str:
+    """Returns the grammar. Raises ValueError if its rules lead too deep into each other, or if a
+    schema in it is refused."""
+    for found in re.finditer(r"%json\s*(?={)", text):
+        with suppress(json.JSONDecodeError):
+            _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
+    rules: dict[str, tuple[int, list[str]]] = {}  # brackets in each, and what it uses
+    name, depth = "", 0
+    for part in _LARK_PART.finditer(text):
+        if part["defined"]:
+            name, depth = part["defined"], 0
+        brackets, used = rules.setdefault(name, (1, []))
+        if part["used"]:
+            used.append(part["used"])
+        elif part["opens"] or part["closes"]:
+            depth += 1 if part["opens"] else -1
+            rules[name] = (max(brackets, 1 + depth), used)
+    seen: set[str] = set()
+
+    def walk(name: str, depth: int) -> None:
+        brackets, used = rules[name]
+        if depth + brackets > EXPANDED_DEPTH_MAX:
+            raise ValueError(
+                f"its rules lead more than {EXPANDED_DEPTH_MAX} deep into each other, which the"
+                " compiler's stack does not allow"
+            )
+        seen.add(name)
+        for other in used:
+            if other in rules and other not in seen:
+                walk(other, depth + brackets)
+
+    for name in rules:
+        if name not in seen:
+            walk(name, 0)
+    return text
 
 
 def _choices(source: str) -> list[str]:
