@@ -59,7 +59,6 @@ class GrammarChecker:
         tokenizer_file: Path,
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        *,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self._arguments = json.dumps([str(tokenizer_file), vocab_size, list(eos_token_ids)])

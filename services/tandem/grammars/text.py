@@ -10,6 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import reduce
 from math import isfinite, lcm
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -26,8 +27,9 @@ DEPTH_MAX = 100  # of nested brackets in a schema
 # Levels of brackets with those of what is referred to: `$ref` in a schema, rules in a grammar. The
 # compiler's stack (check.py) holds at least four times as many.
 EXPANDED_DEPTH_MAX = 250
-# The compiler visits each remainder of a division; powers of 2 and 5 cost nothing. 0.2 s at most.
-DIVISOR_MAX = 100_000
+# The compiler visits each remainder of each division, and of the divisions that `allOf` combines:
+# 0.2 s in all. A factor of 10 costs nothing.
+DIVISORS_MAX = 100_000
 # White space between the tokens of JSON. A small model would write it without end.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
@@ -114,15 +116,15 @@ def _checked_schema(schema: object) -> dict[str, Any]:
     return {name: value for name, value in schema.items() if name != "x-guidance"}
 
 
-def _check_schema(schema: dict[str, Any]) -> None:
-    """Raises ValueError for a schema that is too deep or divides by too large numbers."""
+def _check_schema(schema: dict[str, Any]) -> list[int]:
+    """Returns what it divides by. Raises ValueError for a schema that is too deep, or divides by
+    too large numbers."""
     if _depth(schema) > DEPTH_MAX:
         raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
     seen: set[int] = set()
-    divisor = 1  # of all together: `allOf` combines them
+    divisors: list[int] = []
 
     def walk(value: object, depth: int) -> None:
-        nonlocal divisor
         if depth > EXPANDED_DEPTH_MAX:
             raise ValueError(
                 f"the schema is nested more than {EXPANDED_DEPTH_MAX} deep with its references"
@@ -130,18 +132,15 @@ def _check_schema(schema: dict[str, Any]) -> None:
         for inner in _inside(value):
             walk(inner, depth + 1)
         if isinstance(value, dict):
-            divisor = min(lcm(divisor, _divisor(value.get("multipleOf"))), DIVISOR_MAX + 1)
+            divisors.append(_divisor(value.get("multipleOf")))
             target = _find(schema, value.get("$ref"))
             if target is not None and id(target) not in seen:
                 seen.add(id(target))
                 walk(target, depth + 1)
 
     walk(schema, 0)
-    if divisor > DIVISOR_MAX:
-        raise ValueError(
-            f"the least common multiple of its multipleOf is over {DIVISOR_MAX}, without the"
-            " factors 2 and 5"
-        )
+    _check_divisors(divisors)
+    return divisors
 
 
 def _find(schema: dict[str, Any], reference: object) -> object:
@@ -161,14 +160,24 @@ def _find(schema: dict[str, Any], reference: object) -> object:
 
 
 def _divisor(value: object) -> int:
-    """Returns the digits of a `multipleOf` without the factors 2 and 5; 1 if it is no number."""
+    """Returns the digits of a `multipleOf` without zeros at their end; 1 if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return 1
-    divisor = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
-    for factor in (2, 5):
-        while divisor and divisor % factor == 0:
-            divisor //= factor
-    return divisor or 1
+    digits = Decimal(str(value)).normalize().as_tuple().digits
+    return max(1, int("".join(map(str, digits))))
+
+
+def _check_divisors(divisors: list[int]) -> None:
+    work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
+    if work > DIVISORS_MAX:
+        raise ValueError(
+            "its multipleOf are too large: their digits without zeros at the end may have a sum and"
+            f" a least common multiple of {DIVISORS_MAX} at most"
+        )
+
+
+def _lcm(one: int, other: int) -> int:
+    return min(lcm(one, other), DIVISORS_MAX + 1)  # else it might have a million digits
 
 
 def _depth(value: object) -> int:
@@ -199,9 +208,11 @@ _LARK_PART = re.compile(
 def _checked_lark(text: str) -> str:
     """Returns the grammar. Raises ValueError if its rules lead too deep into each other, or if a
     schema in it is refused."""
+    divisors: list[int] = []
     for found in re.finditer(r"%json\s*(?={)", text):
-        with suppress(json.JSONDecodeError):
-            _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
+        with suppress(json.JSONDecodeError):  # the compiler says what is wrong
+            divisors += _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
+    _check_divisors(divisors)
     rules: dict[str, tuple[int, list[str]]] = {}  # brackets in each, and what it uses
     name, depth = "", 0
     for part in _LARK_PART.finditer(text):
