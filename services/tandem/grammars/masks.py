@@ -14,9 +14,9 @@ A late mask delays its sequence and changes no token. A sequence ends with an er
 `SKIPS_MAX` steps while one mask is computed. The mask of a sequence whose last one was slow is made
 before the sequence joins a step, so that the others do not wait for it.
 
-Jobs of known, unknown and slow sequences, and short and long grammars, have a thread each: no
-number of slow ones holds up the others. Matchers of one grammar share its lexer, and use it in
-turn.
+Sequences whose last mask was fast, new sequences and slow ones have a thread each, and so have
+short and long grammars: no number of slow ones holds up the others. A thread that one mask holds up
+is replaced. Matchers of one grammar share its lexer, and use it in turn.
 
 Where the grammar leaves only one text, its usual tokens are forced: no other spelling of it may
 come. So the engine may append them without asking the model, and does not have to.
@@ -31,11 +31,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import inf
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +55,7 @@ MASK_WAIT_S = 0.02  # from the start of a step; the model computes meanwhile
 SLOW_MASK_S = 0.002  # of CPU time; an ordinary mask takes 0.1 ms, or 10 ms if it is the first
 FORCED_SEARCH_S = 0.005  # in a step, by the engine's thread
 SKIPS_MAX = 10
+SKIP_S = 0.05  # shorter steps count together: a first mask may take longer than ten of them
 
 Mask = npt.NDArray[np.int32]
 
@@ -87,8 +90,9 @@ class GrammarMatcher:
         self.forced: int | None = None  # the token that `mask` allows in the first place
         self.error = ""
         self.update_job: Future[None] | None = None  # of the next mask; it may be done
-        self.is_started = False  # the job runs, or is done
-        self.num_skipped = 0  # steps while the job ran
+        self.is_started = False  # the job has the lexer, or is done
+        self.num_skipped = 0  # steps since then
+        self._counted_until = 0.0  # when a step counts again
         self.cost_s: float | None = None  # CPU time of the last mask
 
     @property
@@ -118,7 +122,10 @@ class GrammarMatcher:
 
     def skip(self) -> str:
         """Counts a step that its sequence skips. Returns why it ends, after too many."""
-        self.num_skipped += self.is_started
+        now = time.perf_counter()
+        if self.is_started and now >= self._counted_until:
+            self.num_skipped += 1
+            self._counted_until = now + SKIP_S
         if self.num_skipped <= SKIPS_MAX:
             return ""
         return f"the form of its next token took more than {SKIPS_MAX} steps to compute"
@@ -188,6 +195,48 @@ class GrammarMatcher:
         return self._matcher
 
 
+class _MaskThread:
+    """A thread that makes masks in order. A mask that takes too long keeps its thread, and another
+    one goes on with the rest."""
+
+    def __init__(self, name: str, patience_s: float) -> None:
+        self._name = name
+        self._patience_s = patience_s
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._since = inf  # when its job began
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        if self._thread is None:
+            self._start()
+        job: Future[None] = Future()
+        self._jobs.put((job, function))
+        return job
+
+    def replace_if_held_up(self) -> None:
+        if time.perf_counter() - self._since > self._patience_s:
+            self._start()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _start(self) -> None:
+        self._since = inf
+        self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        thread = threading.current_thread()
+        while self._thread is thread and (next_job := self._jobs.get()) is not None:
+            job, function = next_job
+            if job.set_running_or_notify_cancel():
+                self._since = time.perf_counter()
+                function()
+                job.set_result(None)
+            if self._thread is thread:
+                self._since = inf
+
+
 class GrammarMasks:
     """The grammars of an engine. Its methods are for the engine's thread."""
 
@@ -195,8 +244,14 @@ class GrammarMasks:
         """Without a compiler there are no grammars."""
         self._compiler = compiler
         self.vocab_size = vocab_size
-        self._compile_short, self._compile_long = _thread("grammar"), _thread("grammar-long")
-        self._known, self._unknown, self._slow = map(_thread, ("mask", "mask-new", "mask-slow"))
+        self._compile_short = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compile_long = ThreadPoolExecutor(1, thread_name_prefix="long-grammar")
+        self._fast = _MaskThread("mask", MASK_WAIT_S)
+        self._new = _MaskThread("new-mask", MASK_WAIT_S)
+        self._slow = _MaskThread("slow-mask", SKIPS_MAX * SKIP_S)
+        self._mask_threads = self._fast, self._new, self._slow
+        for thread in self._mask_threads:
+            weakref.finalize(self, thread.close)
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_bytes = 0
         self._awaited: list[GrammarMatcher] = []
@@ -230,11 +285,8 @@ class GrammarMasks:
     def begin(self, matcher: GrammarMatcher) -> None:
         """Begins to make the next mask, unless it is begun already."""
         if matcher.update_job is None:
-            if matcher.cost_s is None:
-                thread = self._unknown
-            else:
-                thread = self._slow if matcher.is_slow else self._known
-            matcher.update_job = thread.submit(matcher.update)
+            thread = self._new if matcher.cost_s is None else self._fast
+            matcher.update_job = (self._slow if matcher.is_slow else thread).submit(matcher.update)
 
     def start(self, matchers: Iterable[GrammarMatcher]) -> None:
         """Begins to make the next masks of these, which a step needs."""
@@ -251,16 +303,18 @@ class GrammarMasks:
                 left_s = max(0.0, until - time.perf_counter())
                 wait([job], None if left_s == inf else left_s)
         self._awaited = []
+        self._replace_threads()
 
     def wait_for_any(self, matchers: Iterable[GrammarMatcher]) -> None:
         """Returns once one of the late masks is there, or after the time of a step."""
         jobs = [matcher.update_job for matcher in matchers if matcher.update_job is not None]
         wait(jobs, MASK_WAIT_S, FIRST_COMPLETED)
+        self._replace_threads()
+
+    def _replace_threads(self) -> None:
+        for thread in self._mask_threads:
+            thread.replace_if_held_up()
 
     def _forget(self, text: str) -> None:
         del self._compiled[text]
         self._num_bytes -= len(text)
-
-
-def _thread(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix=name)
