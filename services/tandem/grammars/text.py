@@ -27,6 +27,7 @@ DEPTH_MAX = 100  # of nested brackets in a schema
 # Levels of brackets with those of what is referred to: `$ref` in a schema, rules in a grammar. The
 # compiler's stack (check.py) holds at least four times as many.
 EXPANDED_DEPTH_MAX = 250
+VISITS_MAX = 200_000  # of lists and objects in a schema, again for each reference to them
 # The compiler visits each remainder of each division, and of the divisions that `allOf` combines:
 # 0.2 s in all. A factor of 10 costs nothing.
 DIVISORS_MAX = 100_000
@@ -123,14 +124,20 @@ def _check_schema(schema: dict[str, Any]) -> list[int]:
         raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
     seen: set[int] = set()
     divisors: list[int] = []
+    num_visits = 0
 
     def walk(value: object, depth: int) -> None:
+        nonlocal num_visits
+        num_visits += 1
+        if num_visits > VISITS_MAX:
+            raise ValueError("the schema is too large with its references")
         if depth > EXPANDED_DEPTH_MAX:
             raise ValueError(
                 f"the schema is nested more than {EXPANDED_DEPTH_MAX} deep with its references"
             )
         for inner in _inside(value):
-            walk(inner, depth + 1)
+            if isinstance(inner, dict | list):
+                walk(inner, depth + 1)
         if isinstance(value, dict):
             divisors.append(_divisor(value.get("multipleOf")))
             target = _find(schema, value.get("$ref"))
