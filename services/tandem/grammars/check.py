@@ -38,6 +38,7 @@ MEMORY_BYTES = 256 << 20  # of one check, above what the checker has loaded
 RETRY_AFTER_S = 2.0
 _WAIT_S = 60.0  # for one answer; the first waits for the tokenizer, too
 _STACK_BYTES = 2 << 20  # an engine's threads have four times as much
+_BEGUN = b" "  # before the answer, which is JSON
 _FAILED = 1  # exit status
 _ENDS = {
     -signal.SIGPROF: "time",
@@ -71,22 +72,20 @@ class GrammarChecker:
     def check(self, wanted: StructuredOutput, cpu_s: float) -> str | None:
         """Returns the grammar, or None if so much CPU time is not enough to compile it. Raises
         BadRequest if it cannot be followed, and CompilerBusy if the process was ended."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._send(theirs)
-            ours.settimeout(_WAIT_S)
-            try:
-                form = [cpu_s, self._memory_bytes, *astuple(wanted)]
-                ours.sendall(json.dumps(form).encode())
-                ours.shutdown(socket.SHUT_WR)
-                answer = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-                end, text = json.loads(answer)
-            except (OSError, ValueError):
-                raise CompilerBusy(
-                    "the grammar compiler ended or took too long; try again",
-                    retry_after_s=RETRY_AFTER_S,
-                ) from None
+        form = json.dumps([cpu_s, self._memory_bytes, *astuple(wanted)]).encode()
+        if not (answer := self._ask(form)):
+            # The process ended before it began this check: that is not this grammar's fault.
+            with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
+                if self._process is not None:
+                    self._process.wait(1.0)
+            answer = self._ask(form)
+        try:
+            end, text = json.loads(answer)
+        except ValueError:
+            raise CompilerBusy(
+                "the grammar compiler ended or took too long; try again",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
         match end:
             case "done":
                 return str(text)
@@ -106,7 +105,27 @@ class GrammarChecker:
         """Ends the process and all checks."""
         with self._lock:
             self._closed = True
-            self._end()
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            if self._control is not None:
+                self._control.close()
+
+    def _ask(self, form: bytes) -> bytes:
+        """Returns the answer, which is empty if no check began, and incomplete if it was lost."""
+        ours, theirs = socket.socketpair()
+        answer = b""
+        with ours:
+            with theirs:
+                self._send(theirs)
+            ours.settimeout(_WAIT_S)
+            with contextlib.suppress(OSError):
+                ours.sendall(form)
+                ours.shutdown(socket.SHUT_WR)
+                while part := ours.recv(1 << 16):
+                    answer += part
+        return answer
 
     def _send(self, connection: socket.socket) -> None:
         """Hands a check's socket to the process; starts one if there is none."""
@@ -114,10 +133,11 @@ class GrammarChecker:
             if self._closed:
                 raise CompilerBusy("the router stops", retry_after_s=RETRY_AFTER_S)
             if self._process is None or self._process.poll() is not None:
-                self._end()
+                if self._control is not None:
+                    self._control.close()
                 self._start()
             assert self._control is not None
-            with contextlib.suppress(OSError):  # it has just ended: the check will notice
+            with contextlib.suppress(OSError):  # it has just ended: no check begins
                 socket.send_fds(self._control, [b"\0"], [connection.fileno()])
 
     def _start(self) -> None:
@@ -132,15 +152,6 @@ class GrammarChecker:
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
 
-    def _end(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        if self._control is not None:
-            self._control.close()
-        self._process = self._control = None
-
 
 def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
     """Forks for each check, until the router is gone."""
@@ -154,6 +165,7 @@ def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
 
 def _oversee(connection: socket.socket, compiler: GrammarCompiler) -> None:
     """Answers one check, also if the process that makes it ends."""
+    connection.sendall(_BEGUN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if not pid:
