@@ -26,6 +26,7 @@
       RateLimited           429  RESOURCE_EXHAUSTED   a limit of its API key is reached
       NoWorkers             503  UNAVAILABLE          a pool is empty
       AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
+      CompilerBusy          503  UNAVAILABLE          the request's grammar could not be checked now
       KeysUnknown           503  UNAVAILABLE          the router has not read the API keys
       UsageUnknown          503  UNAVAILABLE          the usage cannot be read while Redis is away
       TokenizerLate         503  UNAVAILABLE          the tokenizer took too long, and was ended
@@ -165,6 +166,9 @@ class NoWorkers(TandemError, code="no_workers", http=503, grpc="UNAVAILABLE"): .
 
 
 class AdapterUnavailable(TandemError, code="adapter_unavailable", http=503, grpc="UNAVAILABLE"): ...
+
+
+class CompilerBusy(TandemError, code="grammar_compiler_busy", http=503, grpc="UNAVAILABLE"): ...
 
 
 class KeysUnknown(TandemError, code="keys_unknown", http=503, grpc="UNAVAILABLE"): ...

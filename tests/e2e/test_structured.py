@@ -7,6 +7,7 @@ test_migration.py.
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -97,4 +98,59 @@ def test_what_cannot_be_followed_is_a_400(cluster: LocalCluster) -> None:
     for fields in refused:
         answer = ask(cluster, **fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+    cluster.wait_idle()
+
+
+PRIME = {"type": "integer", "multipleOf": 99999989}
+CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(2000)), 'r2000: "a"'])
+# The compiler is the first that notices how deep these references go.
+ABROAD = "http://schemas.test/a#/$defs"
+DEEP = {
+    "$id": "http://schemas.test/a",
+    "$defs": {f"d{i}": {"$ref": f"{ABROAD}/d{i + 1}"} for i in range(1500)} | {"d1500": {}},
+    "$ref": f"{ABROAD}/d0",
+}
+OVERLAPPING = f"start: ({'|'.join(f't{i}' for i in range(700))})+\n" + "\n".join(
+    f"t{i}: T{i}\nT{i}: /[a-z ]{{1,{i + 2}}}/" for i in range(700)
+)
+PARAMETERS = {"type": "object", "properties": {"a": PRIME}}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"response_format": as_format(PRIME)}),
+    ("/v1/chat/completions", {"response_format": as_format(DEEP), "n": 4}),
+    ("/v1/chat/completions", {"tools": [FUNCTION], "tool_choice": "required"}),
+    ("/v1/chat/completions", {"guided_grammar": CHAIN, "n": 4}),
+    ("/v1/chat/completions", {"guided_grammar": OVERLAPPING, "n": 4}),
+    (
+        "/v1/messages",
+        {"tools": [{"name": "f", "input_schema": PARAMETERS}], "tool_choice": {"type": "any"}},
+    ),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": PRIME}}}),
+]
+
+
+def test_hostile_forms_are_refused_while_others_are_served(cluster: LocalCluster) -> None:
+    def describe(number: int) -> tuple[str, str]:
+        schema = {**PERSON, "description": str(number)}  # each is compiled anew
+        answer = ask(cluster, response_format=as_format(schema), max_tokens=24)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        return choice["finish_reason"], choice["message"]["content"]
+
+    def attack(path: str, fields: dict[str, Any]) -> tuple[int, str]:
+        body: dict[str, Any] = {"max_tokens": 20, "model": "SmolLM2-135M-Instruct", **fields}
+        message = {"role": "user", "content": "x"}
+        body["input" if path.endswith("responses") else "messages"] = [message]
+        answer = httpx.post(f"{cluster.url}{path}", json=body, timeout=DEADLINE_S)
+        return answer.status_code, answer.text
+
+    alone = describe(0)
+    with ThreadPoolExecutor(4) as threads:
+        attacks = [threads.submit(attack, *hostile) for hostile in HOSTILE]
+        others = [describe(number) for number in range(1, 3)]
+        for attacked, (path, _) in zip(attacks, HOSTILE, strict=True):
+            status, text = attacked.result()
+            assert status == 400, (path, text)
+            assert "cannot be f" in text, (path, text)  # followed, or forced
+    assert others == [alone] * 2
     cluster.wait_idle()

@@ -25,7 +25,7 @@ from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.running_slots import STEP_SHARE
-from tandem.engine.scheduler.schedule import Chunk, Schedule
+from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.tiers.io_thread import IoThread, JobThread
@@ -33,7 +33,7 @@ from tandem.engine.tiers.make_tiers import make_tiers
 from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
 from tandem.errors import BadRequest, InternalError, QueueFull, TandemError
 from tandem.grammars.compiler import GrammarCompiler
-from tandem.grammars.masks import GrammarMasks
+from tandem.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 
@@ -94,6 +94,7 @@ class Engine:
         self._tiers.turn()
         self.kept.turn()
         loaded = self._settle_loads()
+        late = self._settle_masks()
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
@@ -106,6 +107,8 @@ class Engine:
         if schedule.chunks and not self._pending.starts_a_transfer:
             self._run(schedule, on_final)
             work = schedule.work
+        elif late and not schedule.chunks:
+            self._grammars.wait_for_any(late)
         return self._take_report(work, started)
 
     def add(self, spec: SequenceSpec) -> None:
@@ -311,6 +314,23 @@ class Engine:
             if adapter is not None and adapter.digest in errors:
                 self._fail(sequence, errors[adapter.digest])
 
+    def _settle_masks(self) -> list[GrammarMatcher]:
+        """Returns the masks that are late; their sequences skip the next step. Begins those that
+        are made before their sequences join one."""
+        late = []
+        for sequence in list(self._scheduler.running):
+            grammar = sequence.grammar
+            if grammar is None:
+                continue
+            if sequence.needs_mask_first:
+                self._grammars.begin(grammar)
+            elif sequence.awaits_mask and (error := grammar.skip()):
+                self._fail(sequence, _cannot_go_on(error))
+                continue
+            if sequence.awaits_mask:
+                late.append(grammar)
+        return late
+
     def _fail(self, sequence: Sequence, error: TandemError) -> None:
         self._pending.failed(sequence, error)
         self._drop(sequence)
@@ -318,31 +338,37 @@ class Engine:
     def _run(self, schedule: Schedule, on_final: OnFinal | None) -> None:
         def on_kv_written() -> None:
             for chunk in schedule.chunks:
-                self._count(chunk)
+                self._scheduler.computed(chunk)
+                # If its mask is late, the last token will be computed again.
+                may_be_late = chunk.samples and chunk.sequence.grammar is not None
+                self._count(chunk.sequence, chunk.num_tokens - may_be_late)
             self._pending.tell_final(on_final)
 
         # Only a peer is told of KV before the step ends; else the device is waited for just once.
         is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
         sampler = StepSampler(schedule.chunks)
+        wait_until = time.perf_counter() + MASK_WAIT_S
         self._grammars.start(sampler.grammars)
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
-        self._grammars.wait()
+        self._grammars.wait(wait_until)
+        sampler.leave_out_late()
         sampled = sampler.run(self._runner, logits)
         # A peer may write what is freed now: nothing may read it any more. Tokens came last.
         if logits.is_cuda and not sampled:
             torch.cuda.current_stream(logits.device).synchronize()
         if not is_awaited:
             on_kv_written()
+        for sequence, _, _ in sampled:
+            if sequence.grammar is not None:
+                self._count(sequence, 1)
         schedule.evict()
         for sequence, token_id, logprobs in sampled:
             self._advance(sequence, token_id, logprobs)
 
-    def _count(self, chunk: Chunk) -> None:
-        """Records that the chunk's KV is in place. Stores a block before a consumer hears of it:
-        after that it is never swapped for a twin."""
-        sequence = chunk.sequence
-        self._scheduler.computed(chunk)
-        sequence.advance(chunk.num_tokens)
+    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+        """Records that the KV of so many more tokens is in place. Stores a block before a consumer
+        hears of it: after that it is never swapped for a twin."""
+        sequence.advance(num_tokens)
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
@@ -350,7 +376,7 @@ class Engine:
     def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Handles the token that was sampled for a sequence of which nothing is missing."""
         if sequence.grammar is not None and sequence.grammar.error:
-            self._fail(sequence, BadRequest(f"its grammar cannot go on: {sequence.grammar.error}"))
+            self._fail(sequence, _cannot_go_on(sequence.grammar.error))
         elif sequence.mode is Mode.PREFILL_ONLY:
             self._scheduler.withdraw(sequence)
             sequence.status = Status.HELD
@@ -369,6 +395,8 @@ class Engine:
         own = self._kv.global_ids(sequence.tables, sequence.num_stored_blocks)
         check_own(sequence.sequence_id, own, unsafe_blocks)
         del self._sequences[sequence.sequence_id]
+        if sequence.grammar is not None:
+            sequence.grammar.cancel()
         stored, spec = sequence.block_hashes[: sequence.num_stored_blocks], sequence.spec
         self.kept.keep(spec.cache_salt, spec.retention, stored)
         self._scheduler.withdraw(sequence)
@@ -398,3 +426,7 @@ class Engine:
             self._step_time.observe(work, seconds)
             report.rates = self._step_time.rates(self.unmeasured_rates)
         return report
+
+
+def _cannot_go_on(why: str) -> BadRequest:
+    return BadRequest(f"its grammar cannot go on: {why}")

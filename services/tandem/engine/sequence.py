@@ -126,6 +126,20 @@ class Sequence:
         return self.grammar is not None and not self.grammar.is_compiled
 
     @property
+    def awaits_mask(self) -> bool:
+        """True while the mask of its next token is being made; it is in no step then."""
+        return self.grammar is not None and self.grammar.is_late
+
+    @property
+    def needs_mask_first(self) -> bool:
+        """True if its last token may be computed only when the next one can be drawn.
+
+        A late mask lets it be computed again, which a KV budget would count as more attention."""
+        if self.grammar is None or self.grammar.update_job is not None:
+            return False
+        return self.grammar.is_slow or self.spec.kv_budget is not None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -4,6 +4,7 @@ llguidance bounds its memory and its work by counts, not by time, so that the sa
 every machine or on none. A compiled grammar is a matcher at its start; sequences copy it.
 """
 
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from tokenizers import Tokenizer
 from tandem.errors import BadRequest
 from tandem.models.source import ModelFolder
 
-# About 40 MB of lexer and 0.2 s to compile at most. The time of a mask grows with the square of the
-# items in a row, which an ambiguous grammar adds with each token: 0.1 s at most, where the default
-# of 2,000 allowed 0.5 s. An object takes four items for each property that may be left out.
+# All sequences of a grammar share its lexer: about 40 MB at most. The time of a mask grows with the
+# items that it adds, and with the square of those in a row, which an ambiguous grammar adds with
+# each token: 10 ms at most, where the defaults allowed 0.5 s. An object takes four items in a row
+# for each property that may be left out.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
+    step_max_items=5_000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
     max_lexer_states=20_000,
@@ -29,6 +32,9 @@ _LIMITS = LLParserLimits(
 )
 
 _SPECIAL = b"\xff"
+_SPECIAL_TOKEN = re.compile(rb"\xff\[(\d+)\]")  # as llguidance writes one between bytes
+# llguidance tokenizes the whole of a forced text for each of its tokens, and holds the GIL.
+_FORCED_BYTES_MAX = 256
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadRequest(matcher.get_error())
+        matcher.compute_ff_bytes()  # copies know what it forces at its start
         return matcher
 
     def check(self, text: str) -> str:
@@ -78,17 +85,31 @@ class GrammarCompiler:
         """Returns the next token if the grammar leaves one text only.
 
         llguidance reads a special token where this text is spelled like one, although the grammar
-        does not allow it. There the text goes on with its longest plain token.
+        does not allow it. There the text goes on with its longest plain token. Of a long text only
+        the beginning is tokenized.
         """
+        text: bytes = matcher.compute_ff_bytes()
+        if not text:
+            return None
+        vocabulary = self._vocabulary()
+        if len(text) > _FORCED_BYTES_MAX:
+            if special := _SPECIAL_TOKEN.match(text):
+                return int(special[1])
+            begins = text[:_FORCED_BYTES_MAX].split(_SPECIAL)[0].decode(errors="ignore")
+            usual: list[int] = vocabulary.tokenize_str(begins)[:1]
+            if usual and matcher.validate_tokens(usual):
+                return usual[0]
         forced: list[int] = matcher.compute_ff_tokens()
         if not forced:
             return None
-        vocabulary = self._vocabulary()
         is_special = vocabulary.is_special_token(forced[0])
         if is_special and not matcher.deep_copy().try_consume_tokens(forced[:1]):
-            text = matcher.compute_ff_bytes().decode(errors="ignore")
-            forced = vocabulary.greedy_tokenize(text)
+            forced = vocabulary.greedy_tokenize(text.decode(errors="ignore"))
         return forced[0]
+
+    def load(self) -> None:
+        """Reads the tokenizer now."""
+        self._vocabulary()
 
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:

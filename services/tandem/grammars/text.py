@@ -1,8 +1,19 @@
-"""Turns what a client asks for into one grammar text, which llguidance reads."""
+"""Turns what a client asks for into one grammar text, which llguidance reads.
+
+llguidance compiles by recursion, and bounds neither its depth nor the work for `multipleOf`. The
+checks here refuse both with a clear reason. What they do not foresee meets the limits of the
+process that compiles the text first (check.py).
+"""
 
 import json
+import re
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import reduce
+from math import isfinite, lcm
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import llguidance
 
@@ -13,6 +24,13 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark
 
 SOURCE_BYTES_MAX = 128 << 10
 DEPTH_MAX = 100  # of nested brackets in a schema
+# Levels of brackets with those of what is referred to: `$ref` in a schema, rules in a grammar. The
+# compiler's stack (check.py) holds at least four times as many.
+EXPANDED_DEPTH_MAX = 250
+VISITS_MAX = 200_000  # of lists and objects in a schema, again for each reference to them
+# The compiler visits each remainder of each division, and of the divisions that `allOf` combines:
+# 0.2 s in all. A factor of 10 costs nothing.
+DIVISORS_MAX = 100_000
 # White space between the tokens of JSON. A small model would write it without end.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
@@ -62,9 +80,9 @@ def _form_text(wanted: StructuredOutput) -> str:
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(wanted.source)
             case "grammar":
-                return llguidance.grammar_from("grammar", wanted.source)
+                return _checked_lark(llguidance.grammar_from("grammar", wanted.source))
             case "lark":
-                return llguidance.LLMatcher.grammar_from_lark(wanted.source)
+                return _checked_lark(wanted.source)
     except (ValueError, RecursionError) as error:
         raise refused(wanted.field, str(error)) from None
 
@@ -94,10 +112,79 @@ def _checked_schema(schema: object) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("a schema is a JSON object")
-    if _depth(schema) > DEPTH_MAX:
-        raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
+    _check_schema(schema)
     # Ours, not the schema's: it must not set the compiler's options.
     return {name: value for name, value in schema.items() if name != "x-guidance"}
+
+
+def _check_schema(schema: dict[str, Any]) -> list[int]:
+    """Returns what it divides by. Raises ValueError for a schema that is too deep, or divides by
+    too large numbers."""
+    if _depth(schema) > DEPTH_MAX:
+        raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
+    seen: set[int] = set()
+    divisors: list[int] = []
+    num_visits = 0
+
+    def walk(value: object, depth: int) -> None:
+        nonlocal num_visits
+        num_visits += 1
+        if num_visits > VISITS_MAX:
+            raise ValueError("the schema is too large with its references")
+        if depth > EXPANDED_DEPTH_MAX:
+            raise ValueError(
+                f"the schema is nested more than {EXPANDED_DEPTH_MAX} deep with its references"
+            )
+        for inner in _inside(value):
+            if isinstance(inner, dict | list):
+                walk(inner, depth + 1)
+        if isinstance(value, dict):
+            divisors.append(_divisor(value.get("multipleOf")))
+            target = _find(schema, value.get("$ref"))
+            if target is not None and id(target) not in seen:
+                seen.add(id(target))
+                walk(target, depth + 1)
+
+    walk(schema, 0)
+    _check_divisors(divisors)
+    return divisors
+
+
+def _find(schema: dict[str, Any], reference: object) -> object:
+    """Returns what a local reference points at, None if it is no such reference."""
+    if not (isinstance(reference, str) and reference.startswith("#")):
+        return None
+    found: object = schema
+    for name in unquote(reference[1:]).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def _divisor(value: object) -> int:
+    """Returns the digits of a `multipleOf` without zeros at their end; 1 if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return 1
+    digits = Decimal(str(value)).normalize().as_tuple().digits
+    return max(1, int("".join(map(str, digits))))
+
+
+def _check_divisors(divisors: list[int]) -> None:
+    work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
+    if work > DIVISORS_MAX:
+        raise ValueError(
+            "its multipleOf are too large: their digits without zeros at the end may have a sum and"
+            f" a least common multiple of {DIVISORS_MAX} at most"
+        )
+
+
+def _lcm(one: int, other: int) -> int:
+    return min(lcm(one, other), DIVISORS_MAX + 1)  # else it might have a million digits
 
 
 def _depth(value: object) -> int:
@@ -113,6 +200,55 @@ def _inside(value: object) -> list[object]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
+
+
+_LARK_PART = re.compile(
+    r"""
+    (?P<skip> "(?:[^"\\\n]|\\.)*" | //[^\n]* | /(?:[^/\\\n]|\\.)+/ )
+    | ^[ \t]*[?!]?(?P<defined>[A-Za-z_][\w-]*)(?:[ \t]*[\[{(.][^:\n"]*)?[ \t]*:
+    | (?P<used>[A-Za-z_][\w-]*) | (?P<opens>[(\[{]) | (?P<closes>[)\]}])
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def _checked_lark(text: str) -> str:
+    """Returns the grammar. Raises ValueError if its rules lead too deep into each other, or if a
+    schema in it is refused."""
+    divisors: list[int] = []
+    for found in re.finditer(r"%json\s*(?={)", text):
+        with suppress(json.JSONDecodeError):  # the compiler says what is wrong
+            divisors += _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
+    _check_divisors(divisors)
+    rules: dict[str, tuple[int, list[str]]] = {}  # brackets in each, and what it uses
+    name, depth = "", 0
+    for part in _LARK_PART.finditer(text):
+        if part["defined"]:
+            name, depth = part["defined"], 0
+        brackets, used = rules.setdefault(name, (1, []))
+        if part["used"]:
+            used.append(part["used"])
+        elif part["opens"] or part["closes"]:
+            depth += 1 if part["opens"] else -1
+            rules[name] = (max(brackets, 1 + depth), used)
+    seen: set[str] = set()
+
+    def walk(name: str, depth: int) -> None:
+        brackets, used = rules[name]
+        if depth + brackets > EXPANDED_DEPTH_MAX:
+            raise ValueError(
+                f"its rules lead more than {EXPANDED_DEPTH_MAX} deep into each other, which the"
+                " compiler's stack does not allow"
+            )
+        seen.add(name)
+        for other in used:
+            if other in rules and other not in seen:
+                walk(other, depth + brackets)
+
+    for name in rules:
+        if name not in seen:
+            walk(name, 0)
+    return text
 
 
 def _choices(source: str) -> list[str]:

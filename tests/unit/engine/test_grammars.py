@@ -5,7 +5,9 @@ The vocabulary is the first 203 tokens of the built-in model: control tokens, th
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,11 +15,16 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineConfig
+from tandem.engine import engine as engine_module
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import SamplingParams, SequenceSpec
+from tandem.engine.executor.sampler import StepSampler
+from tandem.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
+from tandem.grammars import masks
 from tandem.grammars.compiler import GrammarCompiler
+from tandem.grammars.masks import GrammarMasks, GrammarMatcher
 from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
 from tests.engine_driver import Outcome, drive, make_spec
@@ -182,3 +189,99 @@ def test_forced_tokens_of_a_moved_or_preempted_sequence(speaker: ModelFolder) ->
     ]
     rest = drive_compiled(speaking(speaker, num_blocks=2000), *moved).token_ids
     assert rest == {str(n): made[n:] for n in range(1, len(made))}
+
+
+def all_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each step end before a mask that it began is made."""
+    in_step, start = threading.Lock(), GrammarMasks.start
+    update, leave_out_late = GrammarMatcher.update, StepSampler.leave_out_late
+
+    def begin_step(masks: GrammarMasks, matchers: Iterable[GrammarMatcher]) -> None:
+        in_step.acquire()
+        start(masks, matchers)
+
+    def end_step(sampler: StepSampler) -> None:
+        leave_out_late(sampler)
+        in_step.release()
+
+    def update_after(matcher: GrammarMatcher) -> None:
+        with in_step:
+            update(matcher)
+
+    monkeypatch.setattr(engine_module, "MASK_WAIT_S", 0.0)
+    monkeypatch.setattr(GrammarMasks, "start", begin_step)
+    monkeypatch.setattr(StepSampler, "leave_out_late", end_step)
+    monkeypatch.setattr(GrammarMatcher, "update", update_after)
+
+
+LATE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "each misses its step": all_are_late,
+    "each is made before": lambda patch: patch.setattr(masks, "SLOW_MASK_S", -1.0),
+    "no forced token is looked for": lambda patch: patch.setattr(masks, "FORCED_SEARCH_S", -1.0),
+}
+
+
+def first_tokens(outcome: Outcome) -> dict[str, int]:
+    """Returns the tokens that peers are to go on with."""
+    return {p.sequence_id: p.first_token_id for r in outcome.reports for p in r.prefilled}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_late_masks_change_no_token(
+    case: str, speaker: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [*range(40, 60)]
+    budget = KvBudget(200, 2, HEAVY_HITTERS)
+    specs = [
+        forced_spec(prompt=prompt),
+        forced_spec("b", prompt=prompt[::-1], sampling=DRAWN),
+        forced_spec("budget", prompt=[*range(40, 260)], kv_budget=budget),
+        forced_spec("prompt", prompt=prompt[:9], prompt_logprobs=0),
+        forced_spec("peer", prompt=prompt[:15], mode=Mode.PREFILL_ONLY),
+    ]
+    settings: dict[str, Any] = {"num_blocks": 600, "forced_max": 3}
+    whole = drive_compiled(speaking(speaker, **settings), *specs)
+    LATE[case](monkeypatch)
+    delayed = drive_compiled(speaking(speaker, **settings), *specs)
+    assert delayed.token_ids == whole.token_ids
+    assert first_tokens(delayed) == first_tokens(whole)
+    assert num_steps(delayed) > num_steps(whole)
+    if case == "each misses its step":
+        assert num_steps(delayed) > 1.5 * num_steps(whole)
+
+
+def has_tokens(report: StepReport, sequence_id: str) -> bool:
+    return any(new.sequence_id == sequence_id for new in report.new_tokens)
+
+
+def test_a_mask_that_does_not_come_ends_its_sequence_alone(
+    speaker: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third mask of one sequence is not made until the end; the other sequence goes on."""
+    go_on, update = threading.Event(), GrammarMatcher.update
+
+    def hold(matcher: GrammarMatcher) -> None:
+        if matcher._token_ids[2:] and matcher is stuck.grammar:
+            matcher.is_started = True
+            go_on.wait(60)
+        update(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "update", hold)
+    engine = speaking(speaker, forced_max=0)
+    engine.add(forced_spec("stuck"))
+    stuck = engine._sequences["stuck"]
+    other = forced_spec("other", sampling=DRAWN, grammar=TEXT, max_tokens=30)
+    try:
+        outcome = drive_compiled(engine, other)
+    finally:
+        go_on.set()
+    failed = [each for report in outcome.reports for each in report.failed]
+    assert [(each.sequence_id, each.code) for each in failed] == [("stuck", "invalid_request")]
+    assert "more than 10 steps" in failed[0].message
+    assert len(outcome.token_ids["stuck"]) == 3
+    alone = drive_compiled(speaking(speaker, forced_max=0), other)
+    assert outcome.token_ids["other"] == alone.token_ids["other"]
+    end = next(n for n, report in enumerate(outcome.reports) if report.failed)
+    last = max(n for n in range(end) if has_tokens(outcome.reports[n], "stuck"))
+    assert any(has_tokens(report, "other") for report in outcome.reports[last + 1 : end])
+    assert engine.load().blocks_free + engine.load().blocks_cached == engine.load().blocks_total

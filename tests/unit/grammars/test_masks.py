@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from tandem.errors import BadRequest
 from tandem.grammars import masks
@@ -147,6 +149,84 @@ def test_compiled_grammars_are_bounded(
     monkeypatch.setattr(masks, "GRAMMAR_BYTES_MAX", len(texts[-1]))
     grammars.matcher(texts[0], [])
     assert list(grammars._compiled) == [texts[0]]
+
+
+def test_a_long_grammar_is_compiled_beside_short_ones(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, compile_now = threading.Event(), GrammarCompiler.compile
+    long_text = grammar_text(StructuredOutput("x", "regex", "a" * (masks.LONG_TEXT_BYTES + 1)))
+
+    def compile_later(compiler: GrammarCompiler, text: str) -> LLMatcher:
+        assert text != long_text or go_on.wait(60)
+        return compile_now(compiler, text)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_later)
+    grammars = GrammarMasks(compiler, FOLDER.config.vocab_size)
+    long, short = grammars.matcher(long_text, []), grammars.matcher(TEXTS[1], [])
+    assert long is not None
+    assert short is not None
+    assert short._compiled.matcher.result(60)
+    assert not long.is_compiled
+    go_on.set()
+    assert long._compiled.matcher.result(60)
+
+
+def test_a_grammar_whose_matcher_failed_is_compiled_anew(grammars: GrammarMasks) -> None:
+    """Its matchers share a lexer, which stays as the failure left it."""
+    failed = grammars.matcher(TEXTS[1], Tokenizer(FOLDER.path).encode("A"))
+    updated(grammars, failed)
+    assert failed is not None
+    assert failed.error
+    next_one = grammars.matcher(TEXTS[1], [])
+    assert next_one is not None
+    assert next_one._compiled is not failed._compiled
+    updated(grammars, next_one)
+    assert not next_one.error
+
+
+def test_masks_go_on_behind_one_that_is_held_up(
+    grammars: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, update = threading.Event(), GrammarMatcher.update
+    held, other = grammars.matcher(TEXTS[0], []), grammars.matcher(TEXTS[1], [])
+    assert held is not None
+    assert other is not None
+
+    def hold(matcher: GrammarMatcher) -> None:
+        assert matcher is not held or go_on.wait(60)
+        update(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "update", hold)
+    grammars.start([held, other])
+    while other.is_late:
+        grammars.wait_for_any([other])
+    assert held.is_late
+    assert not other.error
+    go_on.set()
+    grammars.start([held])  # it is begun already
+    grammars.wait()
+    assert not held.is_late
+
+
+def test_a_long_forced_text_is_spelled_as_its_beginning_is(grammars: GrammarMasks) -> None:
+    """All of a text may be forced: the work for a token does not grow with it."""
+    text = "<|im_start|> some words " * 60
+    form = f'start: {json.dumps(text)} <|im_start|> {json.dumps(text)} <|im_start|> "a"'
+    matcher = grammars.matcher(grammar_text(StructuredOutput("x", "grammar", form)), [])
+    assert matcher is not None
+    token_ids: list[int] = []
+    while (forced := matcher.find_forced()) is not None:
+        grammars.search_s = 0.0
+        token_ids.append(forced)
+        matcher.append(forced)
+    assert not matcher.error
+    tokenizer = Tokenizer(FOLDER.path)
+    made = tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert len(made) > 1.9 * len(text)  # its last token may go on
+    assert f"{text}<|im_start|>{text}<|im_start|>a<|im_end|>".startswith(made)
+    (start,) = tokenizer.encode("<|im_start|>")  # twice as a token; in quotes it is plain text
+    assert token_ids.count(start) in (1, 2)
 
 
 def test_an_engine_without_a_tokenizer_refuses_grammars() -> None:

@@ -75,6 +75,10 @@ class StepSampler:
         """The grammars of the tokens to draw."""
         return [s.grammar for s, _ in self._drawn if s.grammar is not None]
 
+    def leave_out_late(self) -> None:
+        """Draws no token of the sequences whose masks are late."""
+        self._drawn = [drawn for drawn in self._drawn if not drawn[0].awaits_mask]
+
     def run(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
         """Draws a token of each sequence that nothing is missing of. Log probabilities of prompts
         go to their sequences."""

@@ -139,7 +139,7 @@ class Scheduler:
         schedule = Schedule()
         preempted = self._plan_decode(schedule)
         for sequence in self.running:
-            if not sequence.in_decode:
+            if not sequence.in_decode and not sequence.awaits_mask:
                 self._add_chunk(schedule, sequence)
         for sequence in self.loading:
             self._compute_meanwhile(schedule, sequence)
@@ -170,7 +170,7 @@ class Scheduler:
     def _plan_decode(self, schedule: Schedule) -> bool:
         """Plans the sequences that decode; returns whether one was preempted."""
         num_waiting = len(self.waiting)
-        for sequence in [s for s in self.running if s.in_decode]:
+        for sequence in [s for s in self.running if s.in_decode and not s.awaits_mask]:
             if schedule.work.num_tokens >= self._max_tokens:
                 break
             if len(schedule.chunks) >= self._max_num_seqs:
@@ -332,6 +332,8 @@ class Scheduler:
         else:
             num_tokens = min(sequence.num_missing_tokens, tokens_left)
         num_tokens = min(num_tokens, sequence.num_next_tokens)
+        if sequence.needs_mask_first:
+            num_tokens = min(num_tokens, sequence.num_missing_tokens - 1)
         # A window's pool may have room for a part only while others hold the blocks it has passed.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:

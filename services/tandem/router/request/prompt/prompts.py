@@ -8,11 +8,17 @@
             `-- it has no place to cut --> the process for such texts: tokenize, hash
 
 A thread is over before a process had been asked, and tokenizing runs without the GIL. The hashing
-of many blocks holds the GIL. The processes have loaded the tokenizer and nothing else. One more
-process checks grammars (grammars/check.py), and starts with the first. Tenants take turns at all of
-them (`fair_executor.py`), each piece is a job of its own, and a client that leaves leaves one
-running job at most. A tokenizer that does not end its job in time is ended. Knows no worker and no
-placement.
+of many blocks holds the GIL. The processes have loaded the tokenizer and nothing else. Tenants take
+turns at all of them (`fair_executor.py`), each piece is a job of its own, and a client that leaves
+leaves one running job at most. A tokenizer that does not end its job in time is ended. Knows no
+worker and no placement.
+
+One more process checks grammars (grammars/check.py), and starts with the first. Tenants take turns
+at these checks, too:
+
+    two at a time, 0.5 s of CPU time each --> nearly all are done
+                `--> one at a time, 5 s --> very large ones are done
+                            `--> refused; the refusal is kept for a while
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -37,8 +44,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.block_hash import Chain, hash_blocks
-from tandem.errors import BadRequest, ConfigError, TokenizerLate
-from tandem.grammars import check
+from tandem.errors import BadRequest, CompilerBusy, ConfigError, TokenizerLate
+from tandem.grammars.check import RETRY_AFTER_S, GrammarChecker
 from tandem.grammars.text import StructuredOutput, refused
 from tandem.models.broken_files import first_line
 from tandem.models.tokenizer import RenderedText, Tokenizer, check_unicode
@@ -61,8 +68,13 @@ _MESSAGE_COST = 32  # what a chat template writes around a message, in character
 _NUM_THREADS = 2
 _Text = RenderedText | tuple[int, ...] | Conversation  # a prompt on its way to a tokenizer
 JOB_DEADLINE_S = 60.0  # of a tokenizer; the longest text takes a few seconds
-GRAMMAR_DEADLINE_S = 15.0  # to check one; the first of all waits for its process
+GRAMMAR_DEADLINE_S = 15.0  # to check one, with its wait; the first of all waits for its process
+GRAMMAR_CPU_S = 5.0  # of one check
+_QUICK_CPU_S = 0.5  # of its first try, which does not wait for the long ones
+_NUM_QUICK_CHECKS = 2
 _CHECKED_MAX = 64  # answers of checks that are kept
+_REFUSED_MAX = 1024  # hashes of grammars whose refusals are kept, for a while
+_REFUSED_S = 600.0
 
 
 class PreparedPrompt(NamedTuple):
@@ -77,8 +89,10 @@ class PromptPreparer:
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
         self._tokenizer = tokenizer
         self._file = folder / "tokenizer.json"
-        self._checked: OrderedDict[StructuredOutput, tuple[str, str]] = OrderedDict()
         self._joined: frozenset[bytes] | None = None
+        self._checked: OrderedDict[StructuredOutput, str] = OrderedDict()
+        self._refused: OrderedDict[int, tuple[float, str]] = OrderedDict()  # until when, and why
+        self._checking: dict[StructuredOutput, asyncio.Future[str]] = {}
         self._threads = FairExecutor(
             lambda: ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize"),
             num_workers=_NUM_THREADS,
@@ -99,18 +113,15 @@ class PromptPreparer:
 
         self._processes = tokenizers(num_processes)
         self._uncut = tokenizers(1)  # starts with its first text
-        self._grammars = FairExecutor(
-            lambda: ProcessPoolExecutor(
-                1,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start_grammar_process,
-                initargs=(
-                    folder / "tokenizer.json",
-                    tokenizer.vocab_size,
-                    tokenizer.eos_token_ids,
-                ),
-            ),
-            num_workers=1,
+        self._checker = GrammarChecker(
+            folder / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_token_ids
+        )
+        self._quick_checks = FairExecutor(
+            lambda: ThreadPoolExecutor(_NUM_QUICK_CHECKS, thread_name_prefix="grammar"),
+            num_workers=_NUM_QUICK_CHECKS,
+        )
+        self._long_checks = FairExecutor(
+            lambda: ThreadPoolExecutor(1, thread_name_prefix="long-grammar"), num_workers=1
         )
 
     async def check(self) -> None:
@@ -179,37 +190,60 @@ class PromptPreparer:
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
         """Returns the grammar of a completion; empty if it may have any form. Raises BadRequest for
-        one that cannot be followed."""
+        one that cannot be followed, and CompilerBusy if its turn did not come in time."""
         if wanted is None:
             return ""
-        checked = self._checked.get(wanted)
-        if checked is None:
-            checked = await self._check(wanted, tenant)
-            self._checked[wanted] = checked
+        until, why = self._refused.get(hash(wanted), (0.0, ""))
+        if time.monotonic() < until:
+            raise BadRequest(why, param=wanted.field)
+        if wanted in self._checked:
+            self._checked.move_to_end(wanted)
+            return self._checked[wanted]
+        # Equal ones wait for one check, which goes on if a client leaves.
+        checking = self._checking.get(wanted)
+        if checking is None:
+            checking = asyncio.ensure_future(self._check(wanted, tenant))
+            self._checking[wanted] = checking
+            checking.add_done_callback(partial(self._on_checked, wanted))
+        return await asyncio.shield(checking)
+
+    def _on_checked(self, wanted: StructuredOutput, checking: asyncio.Future[str]) -> None:
+        del self._checking[wanted]
+        if checking.cancelled():
+            return
+        if (error := checking.exception()) is None:
+            self._checked[wanted] = checking.result()
             if len(self._checked) > _CHECKED_MAX:
                 self._checked.popitem(last=False)
-        self._checked.move_to_end(wanted)
-        text, why = checked
-        if why:
-            raise BadRequest(why, param=wanted.field)
-        return text
+        elif isinstance(error, BadRequest):
+            self._refused[hash(wanted)] = (time.monotonic() + _REFUSED_S, error.message)
+            if len(self._refused) > _REFUSED_MAX:
+                self._refused.popitem(last=False)
 
-    async def _check(self, wanted: StructuredOutput, tenant: str) -> tuple[str, str]:
+    async def _check(self, wanted: StructuredOutput, tenant: str) -> str:
+        tries = (self._quick_checks, _QUICK_CPU_S), (self._long_checks, GRAMMAR_CPU_S)
         try:
             async with asyncio.timeout(GRAMMAR_DEADLINE_S):
-                return await self._grammars.run(tenant, len(wanted.source), check.check, wanted)
+                for checks, cpu_s in tries:
+                    cost = len(wanted.source)
+                    text = await checks.run(tenant, cost, self._checker.check, wanted, cpu_s)
+                    if text is not None:
+                        return text
         except TimeoutError:
-            raise refused(
-                wanted.field, f"to check it takes over {GRAMMAR_DEADLINE_S:g} s"
+            raise CompilerBusy(
+                f"{wanted.field}: the grammar compiler is busy; try again",
+                param=wanted.field,
+                retry_after_s=RETRY_AFTER_S,
             ) from None
-        except BrokenExecutor:
-            raise refused(wanted.field, "the compiler ran out of its stack") from None
+        raise refused(wanted.field, f"to compile it takes over {GRAMMAR_CPU_S:g} s of CPU time")
 
     def close(self) -> None:
         self._threads.close()
         self._processes.close()
         self._uncut.close()
-        self._grammars.close()
+        self._checker.close()  # first: threads wait for it
+        self._quick_checks.close()
+        self._long_checks.close()
 
     async def _count(
         self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
@@ -343,11 +377,6 @@ def _start_process(folder: Path, nonce: str) -> None:
     global _process_tokenizer
     _tie_to_parent()
     _process_tokenizer = Tokenizer(folder, nonce=nonce)
-
-
-def _start_grammar_process(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-    _tie_to_parent()
-    check.start(file, vocab_size, eos_token_ids)
 
 
 def _tie_to_parent() -> None:
