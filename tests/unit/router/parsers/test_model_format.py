@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from tandem.config.answers import AnswerConfig, ReasoningParser, ToolParser
+from tandem.errors import BadRequest
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
@@ -60,6 +61,13 @@ def test_the_template_tells_whether_it_takes_tools(tmp_path: Path) -> None:
     assert ModelFormat(load(tmp_path, "{{ tools }}"), AnswerConfig()).takes_tools
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert not ModelFormat(Tokenizer(tmp_path), AnswerConfig()).takes_tools
+
+
+def test_a_model_that_does_not_think_ignores_the_wish(tmp_path: Path) -> None:
+    plain = ModelFormat(load(tmp_path, "{{ messages }}"), AnswerConfig())
+    assert [plain.template_options({}, None, wish) for wish in (True, False)] == [{}, {}]
+    with pytest.raises(BadRequest, match="reasoning_effort 'low' is not supported"):
+        plain.template_options({}, "low")
 
 
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:

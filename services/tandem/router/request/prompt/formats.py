@@ -18,6 +18,8 @@ def with_template_options(answers: ModelFormat, request: ClientRequest) -> Clien
         if not answers.takes_tools:
             chat = with_told_tools(chat)
         options, effort = chat.template_options, chat.reasoning_effort
+        if chat.effort_is_hint and not answers.takes_effort:
+            effort = None
         return replace(
             chat, template_options=answers.template_options(options, effort, chat.thinking)
         )
