@@ -403,6 +403,7 @@ async def test_tools_that_are_no_functions_are_ignored_and_named(router: Running
         {"type": "web_search"},
         {"type": "custom", "name": "apply_patch"},
         {"type": "function", "name": "spawn"},
+        {"type": "function", "name": "apply_patch"},
         {"type": "mcp", "server_label": "x"},
         "required",
     ],
@@ -412,6 +413,17 @@ async def test_no_ignored_tool_can_be_chosen(router: RunningRouter, choice: Any)
         await ask(router, extra_body={"tools": OTHERS, "tool_choice": choice})
     assert raised.value.param == "tool_choice"
     assert not router.submitted
+
+
+async def test_a_function_with_the_name_of_an_ignored_tool_can_be_chosen(
+    router: RunningRouter,
+) -> None:
+    says(router, CALLS.split("\n</tool_call>")[0] + "\n</tool_call>")
+    hidden = {"type": "namespace", "name": "n", "tools": [WEATHER, None, "x"]}
+    choice = {"type": "function", "name": "get_weather"}
+    body = {"input": "x", "tools": [hidden, WEATHER], "tool_choice": choice}
+    answer = await router.http.post("/v1/responses", json=body)
+    assert [item["type"] for item in answer.json()["output"]] == ["function_call"]
 
 
 async def test_a_long_input_is_cut_only_if_asked(router: RunningRouter) -> None:

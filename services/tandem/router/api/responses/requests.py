@@ -86,7 +86,8 @@ def drop_tools(body: dict[str, Any]) -> list[str]:
         return []
     body["tools"] = [tool for tool in tools if _kind(tool) in ("function", None)]
     choice = body.get("tool_choice")
-    is_named = any(_is_chosen(tool, choice) for tool in dropped)
+    is_kept = any(_is_chosen(tool, choice) for tool in body["tools"] if _kind(tool))
+    is_named = not is_kept and any(_is_chosen(tool, choice) for tool in dropped)
     if is_named or (choice == "required" and not body["tools"]):
         about = f"its choice {shorten(choice)} needs a tool that is ignored"
         allowed = _ALLOWED["tool_choice"]
@@ -104,12 +105,13 @@ def _is_chosen(tool: dict[str, Any], choice: object) -> bool:
     """Returns whether `tool_choice` names a tool, or a function within it."""
     if not isinstance(choice, dict):
         return False
-    if choice.get("type") == tool["type"]:
-        return choice.get("name") in (None, tool.get("name"))
+    name = choice.get("name")
+    if choice.get("type") == tool["type"] and name is None:
+        return True
     inside = tool.get("tools")
-    inside = inside if isinstance(inside, list) else []
-    return choice.get("type") == "function" and choice.get("name") in [
-        each.get("name") for each in inside if isinstance(each, dict)
+    within = inside if isinstance(inside, list) else []
+    return choice.get("type") in ("function", tool["type"]) and name in [
+        each.get("name") for each in (tool, *within) if isinstance(each, dict)
     ]
 
 
