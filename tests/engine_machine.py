@@ -18,6 +18,7 @@ from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepR
 from tandem.errors import NeverFits, QueueFull
 from tandem.perf_model.soonest import Offer
 from tests.engine_driver import make_engine, make_spec
+from tests.kv_indexer import KvIndexer
 from tests.toy_runner import continuation, kv_of
 
 MAX_MODEL_LEN = 14
@@ -60,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_model_len=MAX_MODEL_LEN,
             start_thread=self.start_thread,
+            report_block_tokens=True,
             **limits,
             **self.settings(block_size),
         )
@@ -67,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clients: dict[str, Client] = {}
         self.quarantined: set[int] = set()
         self.tree: dict[bytes, bytes] = {}  # block hash -> parent hash
+        self.indexer = KvIndexer(block_size)
         self.num_added = 0
 
     def settings(self, block_size: int) -> dict[str, Any]:
@@ -168,6 +171,8 @@ class EngineMachine(RuleBasedStateMachine):
         for block_hash in report.removed:
             del self.tree[block_hash]
             assert block_hash not in self.tree.values(), "removed before its children"
+        self.indexer.follow(report)
+        assert self.indexer.positions.keys() == self.tree.keys()
 
     def take_reserved(self, reserved: Reserved) -> None:
         client = self.clients[reserved.sequence_id]

@@ -17,6 +17,7 @@
       NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
       RequestNotFound       404  NOT_FOUND            unknown, or too long ago
         ResponseNotFound    404  NOT_FOUND            not kept
+      ThreadNotFound        404  NOT_FOUND            no message thread is kept
       BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
       BodyTooLarge          413  RESOURCE_EXHAUSTED
       NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
@@ -131,6 +132,9 @@ class RequestNotFound(TandemError, code="request_not_found", http=404, grpc="NOT
 
 
 class ResponseNotFound(RequestNotFound, code="response_not_found"): ...
+
+
+class ThreadNotFound(TandemError, code="thread_not_found", http=404, grpc="NOT_FOUND"): ...
 
 
 class NotNow(TandemError, code="not_now", http=409, grpc="FAILED_PRECONDITION"): ...

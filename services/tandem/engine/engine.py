@@ -421,6 +421,7 @@ class Engine:
         report = self._pending.take(work, seconds)
         report.step, report.load = next(self._steps), self.load()
         report.stored, report.removed = self._kv.take_events()
+        report.chains = self._kv.take_chain_changes()
         report.tiers = self._tiers.take_events()
         if work.num_tokens:
             self._step_time.observe(work, seconds)

@@ -247,6 +247,13 @@ class TierBlocks(msgspec.Struct, frozen=True):
     removed: list[bytes]  # children before parents, but those that could not be read
 
 
+class BlockChanges(msgspec.Struct, frozen=True):
+    """Net changes of a set of blocks."""
+
+    stored: list[StoredBlock]  # parents before children
+    removed: list[bytes]  # children before parents
+
+
 class StepReport(msgspec.Struct):
     """Everything that happened since the report before; one message between the processes."""
 
@@ -265,6 +272,7 @@ class StepReport(msgspec.Struct):
     failed: list[Failed] = []
     stored: list[StoredBlock] = []  # parents before children
     removed: list[bytes] = []  # children before parents
+    chains: BlockChanges | None = None  # of KV events, where `stored` and `removed` have no chains
     tiers: list[TierBlocks] = []  # of those where something changed
     load: EngineLoad = EngineLoad()
     rates: WorkerRates | None = None  # as measured so far; None: nothing was computed

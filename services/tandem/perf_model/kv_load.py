@@ -29,6 +29,7 @@ class TierUse(msgspec.Struct, frozen=True):
     name: str  # host, disk or store
     blocks_total: int
     blocks_held: int
+    blocks_damaged: int = 0  # that could not be read lately
 
 
 class KvLoad(Protocol):

@@ -242,10 +242,24 @@ async def test_an_output_format_gives_the_answer_its_form(
     assert parsed.parsed_output == City(city="Rome")
     (submit,) = router.submitted
     assert "city" in submit.input.grammar  # type: ignore[attr-defined]
+    says(router, '{"city": "Rome"}')
+    await ask(client, extra_body={"output_format": OF_CITY})
+    (submit,) = router.submitted
+    assert "city" in submit.input.grammar  # type: ignore[attr-defined]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 NOT_JSON_SCHEMA = {"type": "json_schema", "schema": {"uniqueItems": True}}
+
+
+OF_CITY = {"type": "json_schema", "schema": SCHEMA}
+KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+KEEP_SOME = {**KEEP_ALL, "keep": {"type": "thinking_turns", "value": 2}}
+CLEAR_USES = {"type": "clear_tool_uses_20250919"}
+
+
+def edits(*given: Any) -> dict[str, Any]:
+    return {"edits": list(given)}
 
 
 def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
@@ -274,8 +288,21 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "has the name 'f'"),
         ({"thinking": {"type": "between_tools"}}, "thinking"),
-        ({"output_config": {"effort": "high"}}, "output_config 'high' is not supported"),
+        ({"thinking": {"type": "enabled", "display": "bold"}}, "thinking.display"),
+        ({"output_config": {"effort": "ultra"}}, "output_config.effort"),
         ({"output_config": {"format": NOT_JSON_SCHEMA}}, "output_config cannot"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": OF_CITY}, "output_format": OF_CITY}, "output_format must be"),
+        ({"context_management": []}, "context_management is not valid"),
+        ({"context_management": edits({"type": "clear_thinking_20251015"})}, "edits.0.keep"),
+        ({"context_management": edits(KEEP_ALL, CLEAR_USES)}, "'clear_tool_uses_20250919'"),
+        ({"context_management": edits(KEEP_SOME)}, '"keep": "all"'),
+        ({"context_management": edits("all")}, "edits.0"),
+        ({"context_management": {"compact": True}}, "context_management.compact"),
+        ({"thread": "create"}, "thread is not valid"),
+        ({"thread": {"type": "fork"}}, "thread.type"),
+        ({"thread": {"type": "continue"}}, "has a previous_message_id"),
+        ({"thread": {"type": "continue", "previous_message_id": 5}}, "thread.previous_message_id"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
     ],
 )
@@ -289,6 +316,89 @@ async def test_each_refusal_names_the_field(
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert says_what in error["error"]["message"]
     assert not router.submitted
+
+
+CONTINUE = {"type": "continue", "previous_message_id": "msg_1"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"stream": True},
+        of_user({"type": "tool_result", "tool_use_id": "of an earlier turn", "content": "4"}),
+    ],
+)
+async def test_a_thread_to_continue_is_not_found(
+    router: RunningRouter, client: AsyncAnthropic, body: dict[str, Any]
+) -> None:
+    with pytest.raises(anthropic.types.ThreadNotFoundError) as raised:
+        await ask(client, extra_body={**body, "thread": CONTINUE})
+    assert raised.value.details.error_code == "thread_not_found"
+    error: Any = raised.value.body
+    assert error["error"]["type"] == "not_found_error"
+    assert "'msg_1'" in error["error"]["message"]
+    with pytest.raises(anthropic.NotFoundError):
+        await client.messages.count_tokens(
+            model="tiny", messages=ASKED, extra_body={"thread": CONTINUE}
+        )
+    assert not router.submitted
+
+
+async def test_the_clients_threads_replay_the_conversation(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    says(router, "Rome.")
+    thread = client.beta.messages.thread(model="tiny", max_tokens=50)
+    await thread.send({"role": "user", "content": "Paris or Rome?"})
+    says(router, "Old.")
+    await thread.send({"role": "user", "content": "Why?"})
+    prompt = prompt_of(router)
+    assert "user\nParis or Rome?<|im_end|>\n<|im_start|>assistant\nRome.<|im_end|>" in prompt
+    assert prompt.endswith("user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"output_config": {"effort": "high"}},
+        {"output_config": {"effort": "max", "format": None}},
+        {"context_management": edits(KEEP_ALL)},
+        {"context_management": edits({**KEEP_ALL, "keep": {"type": "all"}})},
+        {"context_management": edits()},
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}},
+    ],
+)
+async def test_hints_change_nothing(
+    router: RunningRouter, client: AsyncAnthropic, body: dict[str, Any]
+) -> None:
+    says(router, "Rome.")
+    await ask(client)
+    plain = prompt_of(router)
+    says(router, "Rome.")
+    raw = await client.messages.with_raw_response.create(
+        model="tiny", max_tokens=9, messages=ASKED, extra_body=body
+    )
+    assert "warning" not in raw.headers
+    assert prompt_of(router) == plain
+
+
+async def test_what_has_no_effect_is_named(router: RunningRouter, client: AsyncAnthropic) -> None:
+    for stream in (False, True):
+        says(router, "Rome.")
+        body = {
+            "thread": {"type": "create"},
+            "output_config": {"task_budget": {}},
+            "stream": stream,
+        }
+        raw = await client.messages.with_raw_response.create(
+            model="tiny", max_tokens=9, messages=ASKED, extra_body=body
+        )
+        assert raw.headers["warning"] == (
+            '299 tandem "unknown fields are ignored: output_config.task_budget", '
+            '299 tandem "fields without effect: thread"'
+        )
 
 
 async def test_errors_have_anthropics_form_and_status(

@@ -336,8 +336,10 @@ NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueIt
         ("input", [{"type": "function_call", "name": "f"}], "call_id"),
         ("input", [], "input must be"),
         ("input", 5, "input is not valid"),
-        ("tools", [{"type": "web_search"}], "'web_search'"),
         ("tools", [{"type": "function"}], "name"),
+        ("tools", [{"type": "web_search"}, {"type": None}], "tools.0.type"),
+        ("tools", [{"type": "web_search"}, "web_search"], "tools is not valid"),
+        ("tools", {"type": "web_search"}, "tools is not valid"),
         ("tool_choice", {"type": "web_search"}, "tool_choice"),
         ("tool_choice", "required", "there are no tools"),
         ("background", True, "background is not supported"),
@@ -363,6 +365,65 @@ async def test_each_refusal_names_the_field(
     assert raised.value.param == field
     assert says_what in raised.value.message
     assert not router.submitted
+
+
+OTHERS: list[Any] = [
+    {"type": "namespace", "name": "agents", "tools": [{**WEATHER, "name": "spawn"}]},
+    {"type": "web_search", "external_web_access": False},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+    {"type": "mcp", "server_label": "x", "server_url": "http://x"},
+]
+
+
+async def test_tools_that_are_no_functions_are_ignored_and_named(router: RunningRouter) -> None:
+    for stream in (False, True):
+        says(router, TEXT)
+        asked = {"input": "x", "tools": [OTHERS[0], WEATHER, *OTHERS[1:]], "stream": stream}
+        answer = await router.http.post("/v1/responses", json=asked)
+        assert answer.status_code == 200
+        assert answer.headers["warning"] == (
+            '299 tandem "tools that are no functions are ignored: '
+            'namespace.agents, web_search, custom.apply_patch, mcp"'
+        )
+        assert answer.text.count("get_weather") > 2
+        prompt = prompt_of(router)
+        assert "get_weather" in prompt
+        assert not [word for word in ("spawn", "web_search", "apply_patch") if word in prompt]
+    says(router, "Hi!")
+    many = [{"type": f"kind_{i}", "name": "é" * 99} for i in range(1000)]
+    answer = await router.http.post("/v1/responses", json={"input": "x", "tools": many * 2})
+    assert (answer.status_code, answer.json()["tools"]) == (200, [])
+    assert answer.headers["warning"].endswith('and 992 more"')
+    assert len(answer.headers["warning"]) < 500
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "web_search"},
+        {"type": "custom", "name": "apply_patch"},
+        {"type": "function", "name": "spawn"},
+        {"type": "function", "name": "apply_patch"},
+        {"type": "mcp", "server_label": "x"},
+        "required",
+    ],
+)
+async def test_no_ignored_tool_can_be_chosen(router: RunningRouter, choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="needs a tool that is ignored") as raised:
+        await ask(router, extra_body={"tools": OTHERS, "tool_choice": choice})
+    assert raised.value.param == "tool_choice"
+    assert not router.submitted
+
+
+async def test_a_function_with_the_name_of_an_ignored_tool_can_be_chosen(
+    router: RunningRouter,
+) -> None:
+    says(router, CALLS.split("\n</tool_call>")[0] + "\n</tool_call>")
+    hidden = {"type": "namespace", "name": "n", "tools": [WEATHER, None, "x"]}
+    choice = {"type": "function", "name": "get_weather"}
+    body = {"input": "x", "tools": [hidden, WEATHER], "tool_choice": choice}
+    answer = await router.http.post("/v1/responses", json=body)
+    assert [item["type"] for item in answer.json()["output"]] == ["function_call"]
 
 
 async def test_a_long_input_is_cut_only_if_asked(router: RunningRouter) -> None:

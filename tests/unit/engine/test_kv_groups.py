@@ -21,6 +21,7 @@ from tandem.errors import NeverFits
 from tandem.kv_budget import KvBudget
 from tests.engine_driver import drive_all, make_spec
 from tests.grouped_toy import GroupedToyRunner, Windows, continuation, make_grouped_engine
+from tests.kv_indexer import KvIndexer
 
 MAX_MODEL_LEN = 30
 BLOCK_SIZES = (1, 2, 4)
@@ -92,6 +93,8 @@ class Pair(RuleBasedStateMachine):
             block_size=block_size,
             cache_salt=b"",
         )
+        self.indexer = KvIndexer(block_size, [self.root])
+        self.far_indexer = KvIndexer(block_size, [self.root])
 
     def _engine(
         self, block_size: int, num_blocks: int, max_num_seqs: int
@@ -103,6 +106,7 @@ class Pair(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.tokens,
+            report_block_tokens=True,
         )
 
     @precondition(lambda self: len(self.requests) < 4)
@@ -179,6 +183,9 @@ class Pair(RuleBasedStateMachine):
         for block_hash in report.removed:
             self.tree.remove(block_hash)
         assert self.tree == set(self.here.block_hashes(b"", b""))
+        self.indexer.follow(report)
+        if None in self.windows:
+            self.indexer.check_chains(self.tree)
 
     def take_reserved(self, reserved: Reserved) -> None:
         """The other engine is asked for the rest: to compute it, or to hold what it has."""
@@ -229,6 +236,7 @@ class Pair(RuleBasedStateMachine):
             self.here.remove(held.sequence_id)
 
     def take_from_peer(self, report: StepReport) -> None:
+        self.far_indexer.follow(report)
         for reserved in report.reserved:
             request, name = self.leases[reserved.sequence_id], f"prefix-{reserved.sequence_id}"
             num_cached = reserved.num_cached_tokens // self.there.layout.block_size

@@ -172,6 +172,7 @@ def test_a_load_that_ends_early_has_made_the_copies_that_it_began(fails: bool) -
     reads = Reads(HostPages(storage._slots.reshape(-1), is_reached=True), block_bytes=8)
     load = Load(
         sequence_id="",
+        chain=(),
         parts=[Part(0, reads, slot, bytes(16), slot) for slot in range(4)],
         tables={},
         share=1.0,

@@ -5,10 +5,12 @@ Threads are real here, and so are files. Tests wait for them by the engine's own
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.cached_tokens import CachedTokens
@@ -235,6 +237,51 @@ def test_two_workers_have_a_folder_each(tmp_path: Path) -> None:
     assert run(two, prompt(2)).ends["0"].num_cached_tokens == 24
     one.close()
     two.close()
+
+
+def damage(path: Path, how: str) -> None:
+    """Damages the blocks of a chain of six on a disk."""
+    data = np.fromfile(path, np.uint8)
+    if how == "cut":
+        os.truncate(path, 0)
+    elif how == "cut in the middle of a block":
+        os.truncate(path, 2 * BLOCK_BYTES + 3)
+    elif how == "zeros":
+        path.write_bytes(bytes(data.size))
+    else:
+        for number in map(int, how.split()):
+            data[number * BLOCK_BYTES + 5] ^= 1
+        data.tofile(path)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(
+    "how", ["cut", "cut in the middle of a block", "zeros", "5", "0 2 4", "0 1 2 3 4 5"]
+)
+def test_a_damaged_chain_is_computed_again_once(how: str, restarts: bool, tmp_path: Path) -> None:
+    """Also its parts that were in the pool when the damage was found, and a longer prompt."""
+    engine = disk(tmp_path)
+    run(engine, prompt(0), prompt(1))
+    if restarts:
+        engine.close()
+    damage(tmp_path / "0" / "blocks", how)
+    if restarts:
+        engine = disk(tmp_path)
+    num_whole = []
+    for use in range(7):
+        engine._kv.drop_cached()
+        if use == 0:
+            run(engine, prompt(0)[:12])  # some of its first blocks are here
+        outcome = run(engine, prompt(0))
+        assert outcome.token_ids["0"] == continuation(prompt(0), 5)
+        num_whole.append(outcome.ends["0"].num_cached_tokens == 24)
+    assert num_whole.count(False) <= 1, num_whole
+    before = tier(engine).blocks_bad
+    engine._kv.drop_cached()
+    assert run(engine, prompt(1)).token_ids["0"] == continuation(prompt(1), 5)
+    if how == "cut":
+        assert tier(engine).blocks_bad == before >= 12  # the first sign was for all prompts
+    engine.close()
 
 
 @pytest.mark.parametrize(("file", "num_cached"), [("blocks", 12), ("manifest", 8)])

@@ -8,13 +8,18 @@ from tandem.engine.engine import Engine
 from tandem.store.registry import KvCompatibility
 from tests.engine_driver import drive, drive_all, make_spec
 from tests.grouped_toy import GroupedToyRunner, Windows, continuation, make_grouped_engine
+from tests.kv_indexer import KvIndexer
 
 PROMPT = [1, 2, 3, 4] * 10
 
 
 def make(windows: Windows, num_blocks: int = 60) -> tuple[Engine, GroupedToyRunner]:
     return make_grouped_engine(
-        windows, num_blocks=num_blocks, max_num_seqs=2, max_tokens_per_step=8
+        windows,
+        num_blocks=num_blocks,
+        max_num_seqs=2,
+        max_tokens_per_step=8,
+        report_block_tokens=True,
     )
 
 
@@ -52,6 +57,11 @@ def test_a_chain_with_its_last_windows_is_taken_over(windows: Windows) -> None:
     outcome = drive_all(new[0], make_spec("b", [*PROMPT, 6], max_tokens=5))
     assert outcome.token_ids["b"] == continuation([*PROMPT, 6], 5, windows)
     assert outcome.ends["b"].num_cached_tokens == 40
+    indexer = KvIndexer(4)
+    for report in outcome.reports:
+        indexer.follow(report)
+    assert len(indexer.positions) == 11
+    indexer.check_chains(new[0].block_hashes(b"", b""))
 
 
 def test_a_chain_that_does_not_fit_whole_is_left() -> None:

@@ -78,6 +78,7 @@ class TieredPair(test_kv_groups.Pair):
             max_num_seqs=max_num_seqs,
             max_tokens_per_step=self.tokens,
             start_thread=self.start_thread,
+            report_block_tokens=True,
             **self.settings,
         )
         engine._tiers.clock = lambda: self.now

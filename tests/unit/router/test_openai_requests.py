@@ -6,7 +6,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tandem.errors import BadRequest
-from tandem.router.api.openai.fields import _NEUTRAL, warning
+from tandem.router.api.openai.fields import _NEUTRAL, warn
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.replies import Replies
 from tandem.router.api.openai.requests import (
@@ -239,8 +239,17 @@ def test_unknown_fields_are_taken_out_and_named() -> None:
 
 
 def test_the_warning_is_short_and_plain_whatever_was_sent() -> None:
-    assert warning(["wings"]) == '299 tandem "unknown fields are ignored: wings"'
-    text = warning(['a"\r\nset-cookie: x', "é" * 500, *map(str, range(20))])
+    headers: dict[str, str] = {}
+    warn(headers, "fields are ignored", [])
+    assert headers == {}
+    warn(headers, "fields are ignored", ["wings"])
+    warn(headers, "tools are ignored", ["x"])
+    assert headers == {
+        "warning": '299 tandem "fields are ignored: wings", 299 tandem "tools are ignored: x"'
+    }
+    del headers["warning"]
+    warn(headers, "fields are ignored", ['a"\r\nset-cookie: x', "é" * 500, *map(str, range(20))])
+    text = headers["warning"]
     assert text.isascii()
     assert text.isprintable()
     assert text.count('"') == 2

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.perf_model.kv_load import TierUse
 from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.rows import (
     Gone,
@@ -193,6 +194,10 @@ def test_a_worker_that_serves_may_be_in_trouble() -> None:
     assert found[4].note == (
         "decode-1 cannot read blocks from it: it was silent. Is the link between them cut?"
     )
+    tiers = TierUse("host", 9, 9), TierUse("disk", 9, 9, blocks_damaged=31)
+    (damaged,) = rows(Seen(with_("decode-0", tiers=tiers)))
+    assert (damaged.state, damaged.problem) == ("ready", "tier")
+    assert damaged.note == "copies of blocks could not be read in the last 10 minutes: 31 of disk"
     lonely = with_("decode-9", unreachable={"prefill-0": "token", "decode-0": "token"})
     found = rows(Seen(record("decode-0")), Seen(lonely), Seen(record("prefill-0")))
     assert [row.is_well for row in found] == [True, False, True]

@@ -44,8 +44,10 @@ def open_events(**events: str) -> KvEvents:
 
 
 def stored(*hashes: bytes, parent: bytes = ROOT) -> list[StoredBlock]:
-    parents = (parent, *hashes)
-    return [StoredBlock(p, h, [h[0], 1]) for p, h in zip(parents, hashes, strict=False)]
+    """Blocks of a chain, from its first one on if the parent is the root."""
+    first = int(parent != ROOT)
+    links = zip((parent, *hashes), hashes, strict=False)
+    return [StoredBlock(p, h, [h[0], 1], index) for index, (p, h) in enumerate(links, first)]
 
 
 class Subscriber:
@@ -88,7 +90,7 @@ async def subscriber(tmp_path: Path) -> AsyncIterator[Subscriber]:
 async def subscribed(subscriber: Subscriber, events: KvEvents) -> None:
     """Reports until the subscriber has one batch: whoever comes later misses the ones before."""
     while not await subscriber.events.poll(20):
-        events.on_report(StepReport(removed=[b"nobody"]))
+        events.on_report(StepReport(stored=stored(b"nobody"), removed=[b"nobody"]))
     while await subscriber.events.poll(50):
         await subscriber.take()
 
@@ -111,9 +113,11 @@ async def test_a_chain_is_one_event_that_names_its_parent(subscriber: Subscriber
         ["BlockRemoved", [b"x"], "GPU"],
     ]
     events.on_report(StepReport())  # nothing to tell: no batch
-    events.on_report(StepReport(stored=stored(b"d", parent=b"x")))
+    # Nobody knows x any more: what comes after it is not told of, nor its end.
+    events.on_report(StepReport(stored=stored(b"d", b"e", parent=b"x")))
+    events.on_report(StepReport(stored=stored(b"f", parent=b"e"), removed=[b"d", b"c"]))
     third, found = await subscriber.take()
-    assert (third, found[0][2]) == (second + 1, None)
+    assert (third, found) == (second + 1, [["BlockRemoved", [b"c"], "GPU"]])
     await events.aclose()
 
 

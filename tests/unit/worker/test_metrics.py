@@ -18,6 +18,7 @@ from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission
 from tandem.worker.engine_process.messages import PullsSettled
 from tandem.worker.kv_pulls.lease import PullStats
+from tandem.worker.metrics.tiers import DAMAGE_S, TierDamage
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.prefill.leases import Lease
 
@@ -144,6 +145,26 @@ def test_what_tiers_hold_is_in_the_record() -> None:
     tiers = [TierLoad("host", 8, 8, 9, 0, 0, 0), TierLoad("disk", 64, 5, 5, 0, 0, 0)]
     metrics.on_step(StepReport(load=EngineLoad(tiers=tiers)))
     assert metrics.tiers == (TierUse("host", 8, 8), TierUse("disk", 64, 5))
+
+
+def test_blocks_of_tiers_that_could_not_be_read_are_told_of_for_a_while() -> None:
+    now = 0.0
+    damage = TierDamage(lambda: now)
+
+    def found(num_disk: int, num_store: int = 0) -> tuple[int, int]:
+        disk = TierLoad("disk", 64, 5, 5, 0, num_disk, 0)
+        damage.take([disk, TierLoad("store", 64, 5, 5, 0, num_store, 0)])
+        return damage.num_blocks("disk"), damage.num_blocks("store")
+
+    assert found(7) == (0, 0)  # left out when the tier was opened
+    assert found(8, 3) == (1, 0)
+    now = DAMAGE_S - 1
+    assert found(10) == (3, 0)
+    now += DAMAGE_S - 1
+    assert found(10) == (3, 0)
+    now += 1
+    assert found(10) == (0, 0)
+    assert found(11) == (1, 0)
 
 
 def test_a_lease_that_ends_before_it_is_read_has_expired() -> None:

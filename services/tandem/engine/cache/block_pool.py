@@ -219,6 +219,13 @@ class BlockPool:
         if block_id is not None and self._blocks[block_id].copy is Copy.WHOLE:
             self._set_copy(block_id, Copy.LOST)
 
+    def renew_copy(self, block_hash: bytes) -> None:
+        """Lower tiers cannot read their copies any more: if the block is here, they get others."""
+        block_id = self._by_hash.get(block_hash)
+        if block_id is not None and self._blocks[block_id].copy is Copy.WHOLE:
+            self._set_copy(block_id, Copy.NONE)
+            self._unwritten[block_id] = None
+
     def _set_copy(self, block_id: int, copy: Copy) -> None:
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} has no hash to be copied under"

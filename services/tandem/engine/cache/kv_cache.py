@@ -18,9 +18,9 @@ from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlo
 from tandem.engine.cache.heavy_hitters import HeavyHitters
 from tandem.engine.cache.hot_prefixes import hot_prefixes
 from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.resumable_depths import ResumableDepths
+from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.cache.window_pool import WindowPool
-from tandem.engine.types import StoredBlock
+from tandem.engine.types import BlockChanges, StoredBlock
 from tandem.kv_budget import KvBudget
 from tandem.perf_model.kv_load import GroupLoad
 from tandem.perf_model.rates import WindowBytes, WorkerRates
@@ -38,6 +38,9 @@ class KvCache:
             for group in layout.groups
         ]
         self._depths = ResumableDepths(layout) if layout.has_windows else None
+        has_chains = report_tokens and layout.has_windows and layout.groups[0].window is None
+        self._chains = ResumableChains() if has_chains else None
+        self._chain_changes: BlockChanges | None = None  # since events were taken last
         self.has_windows = layout.has_windows
 
     def rates(self, step_tokens: int) -> WorkerRates:
@@ -348,7 +351,18 @@ class KvCache:
         With windows they are of the blocks after which a request may go on.
         """
         events = [pool.take_events() for pool in self.pools]
-        return events[0] if self._depths is None else self._depths.update(events)
+        if self._depths is None:
+            return events[0]
+        resumable = self._depths.update(events)
+        if self._chains is not None:
+            self._chain_changes = self._chains.update(events[0], resumable)
+        return resumable
+
+    def take_chain_changes(self) -> BlockChanges | None:
+        """Returns the changes of `ResumableChains` that belong to the events just taken; None
+        without windows, without `report_tokens`, or if no group has whole chains."""
+        changes, self._chain_changes = self._chain_changes, None
+        return changes
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
         """Hashes that events told of, from `first` on and before `end`; empty `end`: to the

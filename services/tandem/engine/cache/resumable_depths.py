@@ -15,10 +15,11 @@ never tells of one that is not there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.types import StoredBlock
+from tandem.engine.types import BlockChanges, StoredBlock
 
 Events = tuple[list[StoredBlock], list[bytes]]
 
@@ -66,6 +67,49 @@ class ResumableDepths:
         return all(block_hash in held for held in self._full) and all(
             window.is_whole(block_hash) for window in self._windows
         )
+
+
+class ResumableChains:
+    """The resumable blocks and all blocks before them in their chains, which the full group has.
+
+    KV events name these, because a subscriber knows a block only with all of its parents. A block
+    counts its uses: one if it is resumable itself, and one for each child that is in a chain.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, StoredBlock] = {}  # of the full group
+        self._num_uses: Counter[bytes] = Counter()
+
+    def update(self, full: Events, resumable: Events) -> BlockChanges:
+        """Takes the events of the full group and of the resumable blocks; returns the blocks that
+        came into a chain, and those that are in none any more."""
+        self._blocks.update((each.block_hash, each) for each in full[0])
+        stored = [block for each in resumable[0] for block in self._use(each.block_hash)]
+        removed = [found for block_hash in resumable[1] for found in self._release(block_hash)]
+        for block_hash in full[1]:
+            del self._blocks[block_hash]
+        return BlockChanges(stored, removed)
+
+    def _use(self, block_hash: bytes) -> list[StoredBlock]:
+        new: list[StoredBlock] = []
+        while (block := self._blocks.get(block_hash)) is not None:
+            self._num_uses[block_hash] += 1
+            if self._num_uses[block_hash] > 1:
+                break
+            new.append(block)
+            block_hash = block.parent_hash
+        return new[::-1]
+
+    def _release(self, block_hash: bytes) -> list[bytes]:
+        gone: list[bytes] = []
+        while (block := self._blocks.get(block_hash)) is not None:
+            self._num_uses[block_hash] -= 1
+            if self._num_uses[block_hash]:
+                break
+            del self._num_uses[block_hash]
+            gone.append(block_hash)
+            block_hash = block.parent_hash
+        return gone
 
 
 class _Window:

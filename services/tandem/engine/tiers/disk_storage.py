@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import xxhash
@@ -59,10 +60,17 @@ class DiskStorage(Storage):
                 if folder is None:
                     self.folder.drop("blocks-*", "manifest-*")  # of another model's groups
             self._manifest = Manifest(self.folder.open(manifest), self.num_slots, own)
-            os.ftruncate(self._file, self.num_slots * block_bytes)
             found, self.num_torn = self._manifest.read()
+            num_whole = os.fstat(self._file).st_size // block_bytes
+            os.ftruncate(self._file, self.num_slots * block_bytes)
+            for slot, _, _ in found:
+                if slot >= num_whole:  # the file was cut off, or deleted
+                    self._manifest.clear_slot(slot)
+                    self.num_torn += 1
+            found = [each for each in found if each[0] < num_whole]
         except OSError as error:
             raise ConfigError(f"kv-disk-path {self.folder.path}: {error}") from error
+        self._lost: SimpleQueue[int] = SimpleQueue()
         self._checksums = np.zeros(self.num_slots, np.uint64)
         for slot, _, checksum in found:
             self._checksums[slot] = checksum
@@ -73,6 +81,7 @@ class DiskStorage(Storage):
         if self._checksums[slot]:
             self._manifest.clear_slot(slot)
             self._checksums[slot] = 0
+        self._find_lost()  # before the file grows again
         sealed = self._seal.seal(entry.block_hash, data)
         checksum = _checksum(entry.block_hash, sealed)
         self._move(os.pwrite, slot, sealed)
@@ -81,10 +90,31 @@ class DiskStorage(Storage):
 
     def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
         sealed = self._seal.buffer(target)
-        self._move(_pread, slot, sealed)
-        if _checksum(block_hash, sealed) != self._checksums[slot]:
-            raise BadBlock("its checksum is another one")
-        self._seal.open(block_hash, sealed, target)
+        try:
+            self._move(_pread, slot, sealed)
+            if _checksum(block_hash, sealed) != self._checksums[slot]:
+                raise BadBlock("its checksum is another one")
+            self._seal.open(block_hash, sealed, target)
+        except BadBlock:
+            self._find_lost()
+            raise
+
+    def take_lost(self) -> list[int]:
+        return [self._lost.get_nowait() for _ in range(self._lost.qsize())]
+
+    def _find_lost(self) -> None:
+        """Finds out whether somebody has cut off the file: all slots beyond its end have lost their
+        bytes then. Raises OSError."""
+        num_whole = os.fstat(self._file).st_size // self._block_bytes
+        if num_whole >= self.num_slots:
+            return
+        os.ftruncate(self._file, self.num_slots * self._block_bytes)
+        lost = [int(slot) + num_whole for slot in np.flatnonzero(self._checksums[num_whole:])]
+        self._checksums[num_whole:] = 0
+        log.warning("%s: the file was cut off; %d blocks are lost", self.folder.path, len(lost))
+        for slot in lost:
+            self._manifest.clear_slot(slot)
+            self._lost.put(slot)
 
     def forget(self) -> None:
         self._checksums[:] = 0

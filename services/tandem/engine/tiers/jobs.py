@@ -145,6 +145,7 @@ class Load:
     """
 
     sequence_id: str
+    chain: Sequence[bytes]  # hashes of the prompt's blocks, as deep as it is loaded
     parts: list[Part]  # tier by tier, the fastest one first; of a tier in the chain's order
     tables: dict[tuple[int, int], list[int]]  # by tier, group: slots that are referenced meanwhile
     share: float  # bytes of a part, on average, in those of a block of all groups

@@ -49,6 +49,10 @@ class SlotPool(BlockPool):
         """Returns whether the block can be read here."""
         return self.find(block_hash) is not None and block_hash not in self._bad
 
+    def name_of(self, slot: int) -> bytes | None:
+        """Returns the hash of a slot's block; None if it has none."""
+        return self._blocks[slot].block_hash
+
     def mark_bad(self, block_hash: bytes) -> None:
         """The copy cannot be read. Its slot stays until it is written anew or evicted."""
         assert self.find(block_hash) is not None, "no slot has this block"

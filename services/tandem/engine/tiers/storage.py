@@ -55,6 +55,10 @@ class Storage(Protocol):
         `read` may be given them."""
         return None
 
+    def take_lost(self) -> list[int]:
+        """Returns the slots that are known to have lost their bytes since the last call."""
+        return []
+
     def forget(self) -> None:
         """Empties all slots. Raises OSError."""
 

@@ -92,10 +92,14 @@ class TierGroup:
             self._tell(entry)
 
     def mark_bad(self, block_hash: bytes) -> None:
-        """The copy could not be read."""
+        """The copy is not read any more, until it is written anew."""
         if self.pool.has(block_hash):
             self.pool.mark_bad(block_hash)
             self.events.remove(block_hash)
+
+    def take_lost(self) -> list[bytes]:
+        """Returns the blocks in slots that have lost their bytes since the last call."""
+        return [name for slot in self.storage.take_lost() if (name := self.pool.name_of(slot))]
 
     def follow_evictions(self) -> list[bytes]:
         """Returns blocks that cannot be read any more since the last call, but bad ones."""
@@ -163,8 +167,7 @@ class Tier:
         return self.pool.depth(block_hashes) if self.is_ready else 0
 
     def mark_bad(self, group: int, block_hash: bytes) -> None:
-        """The copy could not be read."""
-        self.num_bad += 1
+        """The copy is not read any more."""
         self.groups[group].mark_bad(block_hash)
 
     @property

@@ -25,7 +25,7 @@ from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.tiers.device_blocks import DeviceBlocks
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.jobs import Load
+from tandem.engine.tiers.jobs import Load, Part
 from tandem.engine.tiers.lookups import Lookups
 from tandem.engine.tiers.pool_group import PoolGroup
 from tandem.engine.tiers.sources import Sources
@@ -104,6 +104,7 @@ class Tiers:
         if self.lookups.has_ended:
             self.lookups.turn(until)
             self._follow_evictions()
+        self._follow_losses()
         waits = self._has_settled and self._writes.are_wanted
         self._settles = self._writes.have_ended and not waits
         if self._settles:
@@ -172,6 +173,7 @@ class Tiers:
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._readable)
         load = Load(
             sequence_id=sequence_id,
+            chain=block_hashes,
             parts=parts,
             tables=tables,
             share=sum(self._sources.shares[part.group] for part in parts) / len(parts),
@@ -313,10 +315,39 @@ class Tiers:
                 tier.num_loaded += len(groups)
                 num_blocks = sum(self._sources.shares[group] for group in groups)
                 tier.rate.observe(num_blocks, load.seconds[tier.number])
-        if (failed := load.failed) is not None:
-            self.tiers[failed.tier].mark_bad(failed.group, failed.block_hash)
-            if not is_held(self.tiers, failed.group, failed.block_hash):
-                self._groups[failed.group].pool.lose_copy(failed.block_hash)
+        if load.failed is not None:
+            self._drop_chain(load, load.failed)
+
+    def _drop_chain(self, load: Load, failed: Part) -> None:
+        """A block could not be read. What damaged it has often damaged others, and each of them
+        would end a later load. So all that its tier has of the prompt up to there counts as bad,
+        except for what was just read, and is written anew when it is computed. If the tier itself
+        is not ready, only the block counts as bad: the error says nothing of the others.
+        """
+        tier = self.tiers[failed.tier]
+        tier.num_bad += 1
+        read = {
+            (part.group, part.block_hash) for part in load.parts_read if part.tier == tier.number
+        }
+        chain = load.chain[: failed.chain_index + 1]
+        for number in range(len(tier.groups)) if tier.is_ready else ():
+            for block_hash in chain:
+                if (number, block_hash) not in read:
+                    self._mark_bad(tier, number, block_hash)
+        self._mark_bad(tier, failed.group, failed.block_hash)
+        self._follow_losses()
+
+    def _follow_losses(self) -> None:
+        for tier in self.tiers:
+            for number, group in enumerate(tier.groups):
+                for block_hash in group.take_lost():
+                    tier.num_bad += 1
+                    self._mark_bad(tier, number, block_hash)
+
+    def _mark_bad(self, tier: Tier, group: int, block_hash: bytes) -> None:
+        tier.mark_bad(group, block_hash)
+        if not is_held(self.tiers, group, block_hash):
+            self._groups[group].pool.renew_copy(block_hash)
 
     def _is_stalled(self, load: Load) -> bool:
         in_flight: Iterable[Load] = (*self._loads.values(), *self._given_up)

@@ -85,6 +85,11 @@ class ModelFormat:
     def _knows(self, sign: str) -> bool:
         return sign in self._source or self._added_token_id(sign) is not None
 
+    @property
+    def takes_effort(self) -> bool:
+        """True if the chat template writes the reasoning effort into the prompt."""
+        return "reasoning_effort" in self._variables
+
     def template_options(
         self, asked: Mapping[str, Any], effort: str | None, thinking: bool | None = None
     ) -> dict[str, Any]:
@@ -107,25 +112,18 @@ class ModelFormat:
     def _thinking(self, wanted: bool | None) -> dict[str, Any]:
         if wanted is None:
             return {}
-        if switch := self._switch():
-            return {switch: wanted}
-        if wanted and self._reasoning is None and "reasoning_effort" not in self._variables:
-            raise BadRequest(
-                "thinking is not supported by this model: its chat template has no reasoning; "
-                "leave it out or send null",
-                param="thinking",
-            )
-        return {}  # the model thinks as it does
+        switch = self._switch()
+        return {switch: wanted} if switch else {}  # else it thinks, or not, as it does
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
             return {}
         if effort == "none":
-            if self._reasoning is None and "reasoning_effort" not in self._variables:
+            if self._reasoning is None and not self.takes_effort:
                 return {}
             if switch := self._switch():
                 return {switch: False}
-        if "reasoning_effort" in self._variables:
+        if self.takes_effort:
             return {"reasoning_effort": effort}
         raise BadRequest(
             f"reasoning_effort {effort!r} is not supported by this model: its chat template does "

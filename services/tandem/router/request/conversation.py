@@ -78,6 +78,7 @@ class Conversation:
     only_tool: str = ""  # the function that the answer calls; the choice is `required` then
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    effort_is_hint: bool = False  # a template that does not take the effort renders without it
     thinking: bool | None = None  # None: as the model does by itself
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True

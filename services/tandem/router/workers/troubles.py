@@ -1,4 +1,4 @@
-"""Troubles of a worker that serves: its clock, its disk, its peers. Pure."""
+"""Troubles of a worker that serves: its clock, its disk, its peers, its tiers. Pure."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from tandem.store.registry import WorkerRecord
 
 _NO_ANSWER = re.compile("silent|time|unavailable|connect", re.IGNORECASE)
 
-Trouble = Literal["", "clock", "disk", "unreachable", "stalled"]
+Trouble = Literal["", "clock", "disk", "unreachable", "tier", "stalled"]
 
 CLOCK_OFF_S = 5.0
 _DISK_FULL_SHARE = 0.02
@@ -36,6 +36,9 @@ def trouble_of(
         (first, why), more = who[0], len(who) - 1
         cut = ". Is the link between them cut?" if _NO_ANSWER.search(why) else ""
         return "unreachable", f"{first}{_others(more)} cannot read blocks from it: {why}{cut}"
+    if damaged := [f"{t.blocks_damaged} of {t.name}" for t in record.tiers if t.blocks_damaged]:
+        blocks = " and ".join(damaged)
+        return "tier", f"copies of blocks could not be read in the last 10 minutes: {blocks}"
     return "", ""
 
 

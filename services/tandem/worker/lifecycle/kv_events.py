@@ -26,7 +26,7 @@ import zmq.asyncio
 from tandem.adapter import Adapter
 from tandem.cancellation import cancel
 from tandem.config.worker import WorkerConfig
-from tandem.engine.types import StepReport, StoredBlock
+from tandem.engine.types import BlockChanges, StepReport, StoredBlock
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
 
@@ -69,6 +69,58 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = 0
 
 
+class ToldBlocks:
+    """The blocks that subscribers know, each with all of its parents: turns reports into events.
+
+    A block without a parent is the first of its chain. Any other block is told of only while
+    subscribers know its parent, so that nobody takes it for the first one. If every layer has a
+    window, a parent may be gone; the block and those after it are never told of then.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._held: set[bytes] = set()
+
+    def take(self, step: StepReport) -> list[Event]:
+        """Returns the events of what a step stored and removed."""
+        changes = step.chains or BlockChanges(step.stored, step.removed)
+        stored = list(self._stored(changes.stored))
+        removed = [each for each in changes.removed if each in self._held]
+        self._held.difference_update(removed)
+        return [*stored, *([BlockRemoved(removed)] if removed else [])]
+
+    def _stored(self, blocks: Iterable[StoredBlock]) -> Iterator[BlockStored]:
+        """Yields an event for each run of blocks in which each is the parent of the next.
+
+        Imported blocks come without token ids, so they are never in one run with others.
+        """
+        run: list[StoredBlock] = []
+        for block in blocks:
+            if block.index and block.parent_hash not in self._held:
+                continue
+            self._held.add(block.block_hash)
+            if run:
+                last = run[-1]
+                is_next = block.index and block.parent_hash == last.block_hash
+                if not is_next or bool(block.token_ids) != bool(last.token_ids):
+                    yield self._event(run)
+                    run = []
+            run.append(block)
+        if run:
+            yield self._event(run)
+
+    def _event(self, run: list[StoredBlock]) -> BlockStored:
+        adapter = run[0].adapter  # of the whole chain
+        return BlockStored(
+            [block.block_hash for block in run],
+            run[0].parent_hash if run[0].index else None,
+            [token_id for block in run for token_id in block.token_ids],
+            self._block_size,
+            lora_id=None if adapter is None else _lora_id(adapter),
+            lora_name=None if adapter is None else adapter.name,
+        )
+
+
 class KvEvents:
     """The sockets of one worker. `on_report` sends at once; replays have a task of their own."""
 
@@ -85,8 +137,7 @@ class KvEvents:
     def __init__(self, config: WorkerConfig, model: str) -> None:
         options = config.events
         self._topic = f"kv@{config.worker_id}@{model}".encode()
-        self._block_size = config.engine.block_size
-        self._held: set[bytes] = set()
+        self._told = ToldBlocks(config.engine.block_size)
         self._numbers = count()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
@@ -103,8 +154,8 @@ class KvEvents:
 
     def on_report(self, step: StepReport) -> None:
         """Publishes what a step stored and removed."""
-        if step.stored or step.removed:
-            self._send([*self._stored(step.stored), *self._removed(step.removed)])
+        if events := self._told.take(step):
+            self._send(events)
 
     async def aclose(self) -> None:
         """Closes the sockets; what was sent still goes out for a second at most."""
@@ -129,43 +180,6 @@ class KvEvents:
         if self._replay is not None:
             self._replay.close(linger=0)
         self._context.term()
-
-    def _stored(self, blocks: Iterable[StoredBlock]) -> Iterator[BlockStored]:
-        """Yields an event for each run of blocks in which each is the parent of the next.
-
-        Imported blocks come without token ids, so they are never in one run with others.
-        """
-        run: list[StoredBlock] = []
-        for block in blocks:
-            if run:
-                last = run[-1]
-                is_next = block.parent_hash == last.block_hash
-                if not is_next or bool(block.token_ids) != bool(last.token_ids):
-                    yield self._event(run)
-                    run = []
-            run.append(block)
-        if run:
-            yield self._event(run)
-
-    def _event(self, run: list[StoredBlock]) -> BlockStored:
-        # A pool holds the parents of what it holds: one that is not there is a chain's root.
-        parent = run[0].parent_hash
-        adapter = run[0].adapter  # of the whole chain
-        event = BlockStored(
-            [block.block_hash for block in run],
-            parent if parent in self._held else None,
-            [token_id for block in run for token_id in block.token_ids],
-            self._block_size,
-            lora_id=None if adapter is None else _lora_id(adapter),
-            lora_name=None if adapter is None else adapter.name,
-        )
-        self._held.update(event.block_hashes)
-        return event
-
-    def _removed(self, block_hashes: list[bytes]) -> Iterator[BlockRemoved]:
-        if block_hashes:
-            self._held.difference_update(block_hashes)
-            yield BlockRemoved(block_hashes)
 
     def _send(self, events: list[Event]) -> None:
         number = next(self._numbers)

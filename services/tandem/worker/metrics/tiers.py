@@ -2,7 +2,8 @@
 from the engine's load at each scrape.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -20,6 +21,32 @@ _COUNTERS: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
     ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
     ("write_failures", "Writes to the tier that failed", lambda tier: tier.write_failures),
 )
+
+
+DAMAGE_S = 600.0  # so long operators see that blocks could not be read
+
+
+class TierDamage:
+    """The blocks of the tiers that could not be read lately, but those of the object store: there
+    blocks go by the bucket's own rules. Blocks that a restart left out do not count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_bad: dict[str, int] = {}  # by tier, since the start
+        self._lately: dict[str, tuple[int, float]] = {}  # how many, and when the last was found
+
+    def take(self, tiers: Iterable[TierLoad]) -> None:
+        """Takes what a step reports."""
+        for tier in tiers:
+            num_new = tier.blocks_bad - self._num_bad.get(tier.name, tier.blocks_bad)
+            self._num_bad[tier.name] = tier.blocks_bad
+            if num_new and tier.name != "store":
+                self._lately[tier.name] = self.num_blocks(tier.name) + num_new, self._clock()
+
+    def num_blocks(self, tier: str) -> int:
+        """Returns how many blocks of a tier could not be read lately."""
+        number, found_at = self._lately.get(tier, (0, 0.0))
+        return number if self._clock() - found_at < DAMAGE_S else 0
 
 
 def tier_metrics(labels: Mapping[str, str], load: EngineLoad) -> Iterator[Metric]:

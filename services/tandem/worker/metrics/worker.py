@@ -28,7 +28,7 @@ from tandem.worker.kv_pulls.lease import ConsumerLease, PullStats
 from tandem.worker.metrics.index import index_metrics
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.requests import RequestMetrics
-from tandem.worker.metrics.tiers import tier_metrics
+from tandem.worker.metrics.tiers import TierDamage, tier_metrics
 from tandem.worker.peers.peer import Peer
 
 _HELP = {
@@ -126,6 +126,7 @@ class WorkerMetrics(MetricSet):
 
     def __init__(self, *, worker_id: str, role: str) -> None:
         self._engine_load = EngineLoad()  # of the newest step
+        self._damage = TierDamage()
         self.role = role  # it may change: samples get it when they are scraped
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
@@ -137,6 +138,7 @@ class WorkerMetrics(MetricSet):
 
     def on_step(self, step: StepReport) -> None:
         self._engine_load = step.load
+        self._damage.take(step.load.tiers)
         if step.num_prefill_tokens or step.num_decode_tokens:
             self.steps.inc()
             self.step_s.observe(step.step_ms / 1000)
@@ -148,7 +150,10 @@ class WorkerMetrics(MetricSet):
     def tiers(self) -> tuple[TierUse, ...]:
         """Returns the tiers below the pool, as of the newest step."""
         tiers = self._engine_load.tiers
-        return tuple(TierUse(t.name, t.blocks_total, t.blocks_held) for t in tiers)
+        return tuple(
+            TierUse(t.name, t.blocks_total, t.blocks_held, self._damage.num_blocks(t.name))
+            for t in tiers
+        )
 
     def on_transfer(self, reply: TransferReply) -> None:
         match reply:

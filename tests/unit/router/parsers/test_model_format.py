@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from tandem.config.answers import AnswerConfig, ReasoningParser, ToolParser
+from tandem.errors import BadRequest
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
@@ -118,6 +119,13 @@ def test_calls_that_the_template_does_not_show_are_written(tmp_path: Path) -> No
         said = whole(machine_of(tool_format, None, schemas=schemas), text)
         assert said.calls[0] == ("f", '{"a": 1, "b": "c"}'), text
         assert parser == "harmony" or [name for name, _ in said.calls] == ["f", "g"]
+
+
+def test_a_model_that_does_not_think_ignores_the_wish(tmp_path: Path) -> None:
+    plain = ModelFormat(load(tmp_path, "{{ messages }}"), AnswerConfig())
+    assert [plain.template_options({}, None, wish) for wish in (True, False)] == [{}, {}]
+    with pytest.raises(BadRequest, match="reasoning_effort 'low' is not supported"):
+        plain.template_options({}, "low")
 
 
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:

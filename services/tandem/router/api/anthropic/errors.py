@@ -1,14 +1,15 @@
 """Errors as Anthropic's clients know them: {"type": "error", "error": {"type", "message"}}.
 
 Statuses are those of the other APIs, but for 529: there the router has no room now, and a retry
-may help. 429 is for limits of the API key. `code` is Tandem's own, as in the other APIs.
+may help. 429 is for limits of the API key. `code` is Tandem's own, as in the other APIs. Clients
+recognize the loss of a message thread by `error_code` in `details`.
 https://platform.claude.com/docs/en/api/errors
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.errors import QueueFull, TandemError
+from tandem.errors import QueueFull, TandemError, ThreadNotFound
 
 OVERLOADED = 529
 _TYPES = {
@@ -45,7 +46,10 @@ def status_of(error: TandemError) -> int:
 
 def error_body(error: TandemError) -> dict[str, Any]:
     """Returns the body of an answer, or the data of the event, with this error."""
-    return plain_error(status_of(error), error.message, error.code)
+    body = plain_error(status_of(error), error.message, error.code)
+    if isinstance(error, ThreadNotFound):
+        body["error"]["details"] = {"error_code": error.code}
+    return body
 
 
 def plain_error(status: int, message: str, code: str) -> dict[str, Any]:

@@ -13,12 +13,13 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.errors import BadRequest, ThreadNotFound
 from tandem.retention import PRIORITY_DEFAULT
 from tandem.router.api.openai.fields import UnusedFields
 from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.requests import parse_chat, validate
 from tandem.router.api.openai.structured import Strict
-from tandem.router.request.allowed import ALLOWED
+from tandem.router.request.allowed import ALLOWED, shorten
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.retention import TTLS_S
 
@@ -35,7 +36,6 @@ _UNUSED = UnusedFields(
     ignored=frozenset((*_BOOKKEEPING, "betas", "user_profile_id", "workspace_id")),
     neutral={
         "container": (),
-        "context_management": (),
         "mcp_servers": ([],),
         "speed": ("standard",),
     },
@@ -51,8 +51,13 @@ _ALLOWED = {
     "tools that Anthropic's servers run are not supported",
     "tool_choice": 'an object with the type "auto", "any", "tool" (with name) or "none"',
     "thinking": 'an object with the type "enabled", "disabled" or "adaptive"',
+    "context_management": 'an object with edits that change nothing, such as {"edits": [{"type": '
+    '"clear_thinking_20251015", "keep": "all"}]}',
+    "thread": 'an object with the type "create", or "continue" and a previous_message_id',
     "output_config": 'an object with effort ("low", "medium", "high", "xhigh" or "max") and '
     'format, such as {"type": "json_schema", "schema": {...}}',
+    "output_format": 'an object such as {"type": "json_schema", "schema": {...}}, and only without '
+    "output_config.format, its newer name",
     "cache_control": 'an object with the type "ephemeral" and a ttl of "5m" or "1h"',
 }
 _KINDS = {
@@ -236,11 +241,12 @@ class ToolChoice(_Part):
 
 
 class Thinking(_Part):
-    """`budget_tokens` has no effect: nothing but `max_tokens` bounds what a model thinks."""
+    """`budget_tokens` has no effect: nothing but `max_tokens` bounds what a model thinks. All of it
+    is shown, whatever `display` says."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None  # all of it is shown
+    display: Literal["summarized", "omitted"] | None = None
 
     def wanted(self) -> bool | None:
         """Returns whether the model is to think; None: as it does by itself."""
@@ -253,6 +259,10 @@ class OutputFormat(_Part):
 
 
 class OutputConfig(Strict):
+    """`effort` is a hint, which a chat template may not take."""
+
+    unused = UnusedFields()
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -266,11 +276,56 @@ class OutputConfig(Strict):
         return fields
 
 
+def _check_edit(edit: object) -> object:
+    kind = edit.get("type") if isinstance(edit, dict) else None
+    if isinstance(kind, str) and kind != "clear_thinking_20251015":
+        raise _wrong(
+            "its type is {kind}, which would change the conversation", kind=repr(kind[:40])
+        )
+    return edit
+
+
+class ClearThinking(Strict):
+    """An edit of the conversation that clears nothing."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Annotated[
+        Literal["all"], BeforeValidator(lambda keep: "all" if keep == {"type": "all"} else keep)
+    ]
+
+
+class ContextManagement(Strict):
+    edits: list[Annotated[ClearThinking, BeforeValidator(_check_edit)]] = []
+
+
+class Thread(_Part):
+    """A conversation that the server is to keep, which this one does not."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_previous(self) -> Self:
+        if self.type == "continue" and not self.previous_message_id:
+            raise _wrong('the type "continue" has a previous_message_id')
+        return self
+
+    def find(self) -> None:
+        """Raises ThreadNotFound for a thread to continue: clients replay the conversation then."""
+        if self.type == "continue":
+            raise ThreadNotFound(
+                f"no conversation is kept that ended with {shorten(self.previous_message_id)}; "
+                'send all of its messages, without thread or with the type "create"',
+                param="thread",
+            )
+
+
 class CountTokensBody(Strict):
     """The fields that say what the prompt is."""
 
     unused = _UNUSED
     allowed = _ALLOWED
+    parts = {"output_config": OutputConfig}
 
     model: str = Field("", description=ALLOWED["model"])
     messages: list[InputMessage] = Field(description=_ALLOWED["messages"])
@@ -281,7 +336,12 @@ class CountTokensBody(Strict):
     tool_choice: ToolChoice | None = Field(None, description=_ALLOWED["tool_choice"])
     thinking: Thinking | None = Field(None, description=_ALLOWED["thinking"])
     output_config: OutputConfig | None = Field(None, description=_ALLOWED["output_config"])
+    output_format: OutputFormat | None = Field(None, description=_ALLOWED["output_format"])
     cache_control: CacheControl | None = Field(None, description=_ALLOWED["cache_control"])
+    context_management: ContextManagement | None = Field(
+        None, description=_ALLOWED["context_management"]
+    )
+    thread: Thread | None = Field(None, description=_ALLOWED["thread"])
 
     def pin_s(self) -> float:
         """Returns the longest time that a mark asks for, in seconds."""
@@ -322,9 +382,14 @@ class CountTokensBody(Strict):
         if self.tool_choice is not None:
             chat["tool_choice"] = self.tool_choice.to_chat()
             chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.output_config is not None:
-            chat |= self.output_config.to_chat()
-        return chat
+        config = self.output_config or OutputConfig()
+        if self.output_format is not None:
+            if config.format is not None:
+                raise BadRequest(
+                    f"output_format must be {_ALLOWED['output_format']}", param="output_format"
+                )
+            config = config.model_copy(update={"format": self.output_format})
+        return chat | config.to_chat()
 
 
 class MessagesBody(CountTokensBody):
@@ -358,11 +423,13 @@ def parse_count(body: dict[str, Any], request_id: str) -> ParsedRequest:
 
 
 def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
+    if body.thread is not None:
+        body.thread.find()
     parsed = parse_chat(body.to_chat(), request_id)
     (request,) = parsed.requests
     thinking = body.thinking.wanted() if body.thinking is not None else None
     assert isinstance(request.prompt, Conversation)
-    chat = replace(request.prompt, thinking=thinking)
+    chat = replace(request.prompt, thinking=thinking, effort_is_hint=True)
     retention = msgspec.structs.replace(request.retention, pin_s=body.pin_s())
     marked = replace(request, prompt=chat, retention=retention)
     if (pinned := body.pinned()) is not None:

@@ -8,7 +8,7 @@ notes and the fields of other servers. `--strict-fields` refuses it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,15 @@ def drop_unknown(
     return unknown
 
 
-def warning(unknown: list[str]) -> str:
-    """Returns the value of the header `warning`: a warn-code, an agent and a text (RFC 7234)."""
-    names = [_NOT_PLAIN.sub("?", name)[:_WARNED_CHARACTERS_MAX] for name in unknown[:_WARNED_MAX]]
-    if (num_more := len(unknown) - len(names)) > 0:
-        names.append(f"and {num_more} more")
-    return f'299 tandem "unknown fields are ignored: {", ".join(names)}"'
+def warn(headers: dict[str, str], text: str, names: Sequence[str]) -> None:
+    """Adds these names to the header `warning`: a warn-code, an agent and a text (RFC 7234). No
+    names are no warning."""
+    shown = [_NOT_PLAIN.sub("?", name)[:_WARNED_CHARACTERS_MAX] for name in names[:_WARNED_MAX]]
+    if (num_more := len(names) - len(shown)) > 0:
+        shown.append(f"and {num_more} more")
+    if shown:
+        value = f'299 tandem "{text}: {", ".join(shown)}"'
+        headers["warning"] = ", ".join(filter(None, (headers.get("warning"), value)))
 
 
 def strip_unused(

@@ -124,6 +124,8 @@ class ChatMessage(BaseModel):
 class _Body(StructuredFields, BudgetField, RetentionFields):
     """Fields that completions and chat completions share."""
 
+    parts = {"stream_options": StreamOptions}
+
     model: str = Field("", description=ALLOWED["model"])
     temperature: float = Field(1.0, description=ALLOWED["temperature"])
     top_p: float = Field(1.0, description=ALLOWED["top_p"])
@@ -319,10 +321,10 @@ class ChatBody(ConversationFields, _Body):
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
     """Takes what is not known out of a body of this kind. Returns the names of the fields."""
     unknown = drop_unknown(body, kind.supported, kind.unused)
-    options = body.get("stream_options")
-    if "stream_options" in kind.supported and isinstance(options, dict):
-        inside = drop_unknown(options, StreamOptions.supported)
-        unknown += [f"stream_options.{name}" for name in inside]
+    for part, its_kind in kind.parts.items():
+        if isinstance(sent := body.get(part), dict):
+            inside = drop_unknown(sent, its_kind.supported, its_kind.unused)
+            unknown += [f"{part}.{name}" for name in inside]
     return unknown
 
 

@@ -23,6 +23,8 @@ class Strict(BaseModel):
     supported: ClassVar[frozenset[str]]
     unused: ClassVar[UnusedFields] = CHAT_FIELDS
     allowed: ClassVar[Mapping[str, str]] = {}  # values of fields that other bodies do not have
+    # Objects in the body whose unknown keys are dropped as those of the body itself are.
+    parts: ClassVar[Mapping[str, type["Strict"]]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

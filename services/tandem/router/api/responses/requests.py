@@ -18,7 +18,7 @@ from tandem.router.api.openai.parsed import ParsedRequest
 from tandem.router.api.openai.requests import parse_chat
 from tandem.router.api.openai.structured import StreamOptions, Strict
 from tandem.router.api.responses.items import Items, Part, to_messages
-from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX
+from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, shorten
 
 # The fields of a chat that have another name here.
 NAMES = {
@@ -49,8 +49,7 @@ _ALLOWED = {
     "function_call_output and reasoning",
     "instructions": "a string",
     "previous_response_id": "the id of a response that this router keeps",
-    "tools": 'a list of functions such as {"type": "function", "name": ..., "parameters": {...}}; '
-    "hosted tools are not supported",
+    "tools": 'a list of functions such as {"type": "function", "name": ..., "parameters": {...}}',
     "tool_choice": '"auto", "none", "required", or {"type": "function", "name": ...}',
     "text": 'an object with a format, such as {"type": "json_schema", "name": "answer", '
     '"schema": {...}}',
@@ -72,6 +71,48 @@ def _check_tool(tool: object) -> object:
         message = "its type is {kind}; only functions are supported"
         raise PydanticCustomError("unsupported", message, {"kind": repr(kind[:40])})
     return tool
+
+
+def drop_tools(body: dict[str, Any]) -> list[str]:
+    """Takes the tools that are no functions out of a body, because nobody here runs them. Returns
+    their kinds, those of a namespace or a custom tool with its name. Functions within a namespace
+    go with it: a client expects its calls under a name of two parts. Raises BadRequest if
+    `tool_choice` asks for one of these tools."""
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return []
+    dropped = [tool for tool in tools if _kind(tool) not in ("function", None)]
+    if not dropped:
+        return []
+    body["tools"] = [tool for tool in tools if _kind(tool) in ("function", None)]
+    choice = body.get("tool_choice")
+    is_kept = any(_is_chosen(tool, choice) for tool in body["tools"] if _kind(tool))
+    is_named = not is_kept and any(_is_chosen(tool, choice) for tool in dropped)
+    if is_named or (choice == "required" and not body["tools"]):
+        about = f"its choice {shorten(choice)} needs a tool that is ignored"
+        allowed = _ALLOWED["tool_choice"]
+        raise BadRequest(f"tool_choice must be {allowed}; {about}", param="tool_choice")
+    named = (f"{_kind(tool)}.{tool.get('name') or ''}".rstrip(".") for tool in dropped)
+    return list(dict.fromkeys(named))
+
+
+def _kind(tool: object) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _is_chosen(tool: dict[str, Any], choice: object) -> bool:
+    """Returns whether `tool_choice` names a tool, or a function within it."""
+    if not isinstance(choice, dict):
+        return False
+    name = choice.get("name")
+    if choice.get("type") == tool["type"] and name is None:
+        return True
+    inside = tool.get("tools")
+    within = inside if isinstance(inside, list) else []
+    return choice.get("type") in ("function", tool["type"]) and name in [
+        each.get("name") for each in (tool, *within) if isinstance(each, dict)
+    ]
 
 
 class FunctionTool(Part):
@@ -128,6 +169,7 @@ class Reasoning(Part):
 class ResponsesBody(Strict):
     unused = _UNUSED
     allowed = _ALLOWED
+    parts = {"stream_options": StreamOptions}
 
     model: str = Field("", description=ALLOWED["model"])
     input: Items = Field([], description=_ALLOWED["input"])

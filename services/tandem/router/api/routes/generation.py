@@ -30,7 +30,7 @@ from tandem.router.api.http.stream import (
     until_disconnect,
 )
 from tandem.router.api.openai.choices import generate_choices
-from tandem.router.api.openai.fields import warning
+from tandem.router.api.openai.fields import warn
 from tandem.router.api.openai.requests import drop_unknown_fields
 from tandem.router.api.openai.structured import Strict
 from tandem.router.placement.hint import HINT_HEADER, PlacementHint
@@ -58,8 +58,10 @@ class GenerationRoutes:
         name these fields. Raises what `read_json_object` does."""
         body = await read_json_object(request, self.config)
         own = kind if isinstance(kind, type) else kind(body)
-        unknown = [] if self.config.strict_fields else drop_unknown_fields(own, body)
-        return body, {"warning": warning(unknown)} if unknown else {}
+        headers: dict[str, str] = {}
+        if not self.config.strict_fields:
+            warn(headers, "unknown fields are ignored", drop_unknown_fields(own, body))
+        return body, headers
 
     def tenant(self, request: Request) -> str:
         """Returns the tenant of a call. Raises BadRequest for a malformed header."""

@@ -14,6 +14,7 @@ from tandem.router.api.anthropic.requests import (
 )
 from tandem.router.api.http.errors import JsonResponse
 from tandem.router.api.http.stream import until_disconnect
+from tandem.router.api.openai.fields import warn
 from tandem.router.api.openai.openapi import body_route, generation_route
 from tandem.router.api.routes.generation import GenerationRoutes
 from tandem.router.request.allowed import renamed
@@ -27,6 +28,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         body, headers = await routes.read(request, MessagesBody)
         with renamed(NAMES):
             parsed = parse_messages(body, request.state.request_id)
+            warn(headers, "fields without effect", ["thread"] if body.get("thread") else [])
             replies = MessageReplies(parsed, routes.generator.name_of(parsed.requests[0].model))
             return await routes.answer(
                 request, parsed.requests, replies, headers, stream=parsed.stream
@@ -38,6 +40,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         with renamed(NAMES):
             parsed = parse_count(body, request.state.request_id)
             (asked,) = routes.of_caller(request, parsed.requests)
+            warn(headers, "fields without effect", ["thread"] if body.get("thread") else [])
             generator = routes.generator
             async with generator.without_workers(asked.tenant, asked.limits) as told:
                 counting = generator.tokenize(asked)

@@ -12,13 +12,19 @@ from starlette.responses import Response
 from tandem.errors import BadRequest, ResponseNotFound
 from tandem.router.api.http.errors import JsonResponse
 from tandem.router.api.http.guard import tell_refusal
+from tandem.router.api.openai.fields import warn
 from tandem.router.api.openai.openapi import generation_route
 from tandem.router.api.openai.requests import validate
 from tandem.router.api.responses.input_items import page_of, told_items
 from tandem.router.api.responses.items import Item, Items, to_messages
 from tandem.router.api.responses.kept import KeptResponse, KeptResponses
 from tandem.router.api.responses.replies import ResponseReplies
-from tandem.router.api.responses.requests import NAMES, ResponsesBody, parse_response
+from tandem.router.api.responses.requests import (
+    NAMES,
+    ResponsesBody,
+    drop_tools,
+    parse_response,
+)
 from tandem.router.api.routes.generation import GenerationRoutes
 from tandem.router.request.allowed import renamed
 from tandem.security.audit_trail import AuditTrail
@@ -34,6 +40,8 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
     @app.post(_PATH, **generation_route(ResponsesBody))
     async def responses(request: Request) -> Response:
         sent, headers = await routes.read(request, ResponsesBody)
+        if not routes.config.strict_fields:
+            warn(headers, "tools that are no functions are ignored", drop_tools(sent))
         tenant = routes.tenant(request)
         with renamed(NAMES):
             body = validate(ResponsesBody, sent)

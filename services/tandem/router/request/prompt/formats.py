@@ -20,6 +20,8 @@ def with_template_options(answers: ModelFormat, request: ClientRequest) -> Clien
             chat = with_told_tools(chat, takes_system=answers.takes_system)
         chat = with_written_calls(chat, partial(answers.written_calls, tools=bool(chat.tools)))
         options, effort = chat.template_options, chat.reasoning_effort
+        if chat.effort_is_hint and not answers.takes_effort:
+            effort = None
         return replace(
             chat, template_options=answers.template_options(options, effort, chat.thinking)
         )
