@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -251,7 +251,8 @@ NGINX = """
 daemon off; pid {folder}/pid; error_log {folder}/errors;
 events {{ worker_connections 64; }}
 http {{
-  access_log off; client_body_buffer_size 1m; client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;
+  access_log off; client_body_buffer_size 1m;
+  client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;
   fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
   map $http_upgrade $connection_upgrade {{ default upgrade; '' ''; }}
   upstream router {{ server 127.0.0.1:{router}; keepalive 1; }}
@@ -266,8 +267,8 @@ http {{
 """
 
 
-@asynccontextmanager
-async def nginx(folder: Path, router_port: int, buffering: str) -> AsyncIterator[int]:
+@contextlib.contextmanager
+def nginx(folder: Path, router_port: int, buffering: str) -> Iterator[int]:
     """Runs nginx as ingress-nginx configures it; yields its port."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin")
     if program is None:
@@ -276,12 +277,6 @@ async def nginx(folder: Path, router_port: int, buffering: str) -> AsyncIterator
     file.write_text(NGINX.format(folder=folder, port=port, router=router_port, buffering=buffering))
     process = subprocess.Popen([program, "-p", folder, "-e", folder / "errors", "-c", file])
     try:
-
-        def listens() -> bool:
-            assert process.poll() is None, (folder / "errors").read_text()
-            return (folder / "pid").exists()
-
-        await eventually(listens)
         yield port
     finally:
         process.terminate()
@@ -293,7 +288,8 @@ async def test_no_client_of_a_proxy_gets_another_ones_answer(
     answering: RunningRouter, tmp_path: Path, buffering: str
 ) -> None:
     hidden = head(b"", size=len(BODY)) + BODY
-    async with nginx(tmp_path, answering.router.http_port, buffering) as port:
+    with nginx(tmp_path, answering.router.http_port, buffering) as port:
+        await eventually(lambda: (tmp_path / "pid").exists())  # it listens
         for padding in (0, 2_000, 17_000, 60_000):
             body = b"\r\n" * (padding // 2) + hidden
             line = b"GET /version HTTP/1.1"

@@ -6,9 +6,13 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from tandem.cluster.joining import call
 from tandem.cluster.joining import server as server_module
@@ -70,6 +74,90 @@ def test_another_authority_is_refused_before_the_token_is_sent(
     monkeypatch.setattr(call, "_ask", sent)
     with pytest.raises(ConfigError, match="The token was not sent"):
         ask(server, Authority("c").sha256)
+
+
+@pytest.fixture
+def padded() -> Authority:
+    """An authority whose text ends in padding, where a lenient reader stops."""
+    while b"=" not in (made := Authority("c")).pem:
+        pass
+    return made
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{real}{evil}",
+        "{evil}{real}",
+        "{real}{real}{evil}",
+        "{real}text\n{evil}",
+        "text\n{real}",
+        "{real}text\n",
+        "{real}",
+        "{trusted}{real}",
+        "{real_block}{evil_block}",
+        "{glued}",
+        "{garbage}",
+        "",
+        "text",
+    ],
+)
+def test_only_the_certificate_with_the_digest_is_trusted(
+    tmp_path: Path, padded: Authority, text: str
+) -> None:
+    """The server in between knows the certificate of the authority, and not its key. It would take
+    the token, so a call that succeeds has sent it."""
+    evil = Authority("c")
+    real_der, evil_der = map(ssl.PEM_cert_to_DER_cert, (padded.pem.decode(), evil.pem.decode()))
+    begin, end = "-----BEGIN CERTIFICATE-----\n", "-----END CERTIFICATE-----\n"
+    (body, evil_body) = (
+        a.pem.decode().removeprefix(begin).removesuffix(end) for a in (padded, evil)
+    )
+    sent = text.format(
+        real=padded.pem.decode(),
+        evil=evil.pem.decode(),
+        real_block=begin + body,
+        evil_block=evil_body + end,
+        glued=ssl.DER_cert_to_PEM_cert(real_der + evil_der),
+        garbage=ssl.DER_cert_to_PEM_cert(real_der + b"garbage"),
+        trusted=evil.pem.decode().replace("CERTIFICATE", "TRUSTED CERTIFICATE"),
+    )
+    evil.write(tmp_path, "join", roots=sent.encode() or b"\n", addresses=[HERE])
+    made = JoinServer(HERE, 0, folder=tmp_path, token=TOKEN, reply=REPLY, joined=print)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be joined|The token was not sent"):
+            ask(made, padded.sha256)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("is_authority", [False, True])
+def test_what_the_authority_certified_certifies_no_join_server(
+    tmp_path: Path, authority: Authority, is_authority: bool
+) -> None:
+    """The chain is: join server, a certificate of the cluster, and its authority."""
+    between = Authority("between")
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(between._name)
+        .issuer_name(authority._name)
+        .public_key(between._key.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime.now(UTC) - timedelta(hours=1))
+        .not_valid_after(datetime.now(UTC) + timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .sign(authority._key, hashes.SHA256())
+    )
+    between._cluster_id = "c"
+    between.write(tmp_path, "join", roots=authority.pem, addresses=[HERE])
+    with (tmp_path / "tls.crt").open("ab") as file:
+        file.write(certificate.public_bytes(Encoding.PEM))
+    made = JoinServer(HERE, 0, folder=tmp_path, token=TOKEN, reply=REPLY, joined=print)
+    try:
+        with pytest.raises(ConfigError, match="certificate verify failed"):
+            ask(made, authority.sha256)
+    finally:
+        made.close()
 
 
 def test_a_certificate_of_another_kind_is_no_join_server(
