@@ -96,7 +96,7 @@ def add_record_route(app: FastAPI, config: RouterConfig, keys: KeyService) -> No
     @app.post(RECORDS_PATH, include_in_schema=False)
     async def take(request: Request) -> Response:
         body = await read_body(request, config)
-        keys.take(body, request.headers.get(SIGNATURE_HEADER, ""))
+        keys.take(bytes(body), request.headers.get(SIGNATURE_HEADER, ""))
         return JsonResponse({})
 
 
