@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,7 +17,6 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from tandem.cluster.joining import call
-from tandem.cluster.joining import server as server_module
 from tandem.cluster.joining.call import ask_to_join
 from tandem.cluster.joining.protocol import JoinReply
 from tandem.cluster.joining.server import JoinServer
@@ -199,6 +200,25 @@ def test_a_silent_caller_keeps_nobody_waiting(server: JoinServer, authority: Aut
         assert ask(server, authority.sha256)[0] == REPLY
 
 
+@pytest.mark.parametrize("num_silent", [20, 100])
+def test_silent_callers_of_one_address_keep_nobody_from_joining(
+    server: JoinServer, authority: Authority, num_silent: int
+) -> None:
+    """They have the address of the machine that joins. Old ones give way."""
+    before = threading.active_count()
+    with contextlib.ExitStack() as opened:
+        for _ in range(num_silent):
+            opened.enter_context(socket.create_connection(server.server_address[:2], timeout=5))
+        give_up_at = time.monotonic() + 30
+        while True:
+            try:
+                assert ask(server, authority.sha256)[0] == REPLY
+                break
+            except ConfigError:
+                assert time.monotonic() < give_up_at
+        assert threading.active_count() - before <= server.connections_max
+
+
 def test_an_authority_is_made_again_from_its_key(tmp_path: Path, authority: Authority) -> None:
     again = Authority.with_key("c", authority.pem, authority.key_pem)
     assert (again.sha256, again.pem) == (authority.sha256, authority.pem)
@@ -252,7 +272,7 @@ def test_a_caller_that_sends_a_byte_now_and_then_is_cut_off(
     server: JoinServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte came within the socket's time-out: some such callers could keep all others out."""
-    monkeypatch.setattr(server_module, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(server, "deadline_s", 1.0)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     raw = socket.create_connection((HERE, int(server.server_address[1])), timeout=30)

@@ -9,31 +9,26 @@ import json
 import logging
 import ssl
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
-from socket import AF_INET6, SHUT_RDWR, socket
+from socket import AF_INET6
 from typing import Any
 
 import msgspec
 
+from tandem.bounded_connections import BoundedThreads
 from tandem.cluster.joining.protocol import JoinReply, JoinRequest
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_DEADLINE_S = 10.0
-_CALLS_MAX = 16
 _BODY_BYTES_MAX = 10_000
 
 
-class JoinServer(ThreadingHTTPServer):
+class JoinServer(BoundedThreads, HTTPServer):
     """Serves from a thread of its own until `close`."""
-
-    daemon_threads = True
-    request_queue_size = 16
 
     def __init__(
         self,
@@ -53,7 +48,6 @@ class JoinServer(ThreadingHTTPServer):
         self.ca = (folder / "ca.crt").read_bytes()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-        self._calls = threading.Semaphore(_CALLS_MAX)
         if ":" in address:
             self.address_family = AF_INET6
         try:
@@ -68,18 +62,8 @@ class JoinServer(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Runs in a thread of the call, so a slow handshake delays no other call."""
-        if not self._calls.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
         try:
-            with _within(request, _DEADLINE_S):
-                self._serve(request, client_address)
-        finally:
-            self._calls.release()
-
-    def _serve(self, request: socket, client_address: Any) -> None:
-        try:
-            request.settimeout(_DEADLINE_S)
+            request.settimeout(self.deadline_s)
             wrapped = self._context.wrap_socket(request, server_side=True)
         except OSError:
             self.shutdown_request(request)
@@ -90,30 +74,8 @@ class JoinServer(ThreadingHTTPServer):
         log.info("a call of %s to join ended early", client_address[0], exc_info=True)
 
 
-@contextmanager
-def _within(connection: socket, deadline_s: float) -> Iterator[None]:
-    """Ends the connection after the deadline, even if bytes still arrive. A socket's time-out
-    bounds only each read, so a caller that sends a byte now and then could occupy a call for ever.
-    """
-    with connection.dup() as same:  # TLS takes over the descriptor of the original
-
-        def end() -> None:
-            with suppress(OSError):
-                same.shutdown(SHUT_RDWR)
-
-        timer = threading.Timer(deadline_s, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()  # it may be using the file
-
-
 class _Call(BaseHTTPRequestHandler):
     server: JoinServer
-    timeout = _DEADLINE_S
     server_version = "tandem"
     sys_version = ""
 

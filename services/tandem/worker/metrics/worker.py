@@ -5,15 +5,19 @@ Gauges are read from the newest load when they are scraped; nothing is computed 
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tandem.bounded_connections import BoundedThreads
 from tandem.engine.types import EngineLoad, StepReport
 from tandem.engine_counts import EngineTally
 from tandem.memory import read_memory
@@ -223,10 +227,12 @@ class WorkerMetrics(MetricSet):
     ) -> int:
         """Starts the endpoint, which answers probes, too; returns its port."""
         self._registry.register(_AtScrape(lambda: self._gauges(load(), pairs())))
-        server, _ = start_http_server(port, addr=host, registry=self._registry)
         scraped: Any = _WithRole(self._registry, self)
-        server.set_app(probes.around(make_wsgi_app(scraped)))
-        return int(server.server_address[1])
+        app: Any = probes.around(make_wsgi_app(scraped))
+        kind = _ServerOfIPv6 if ":" in host else _Server
+        server = make_server(host, port, app, server_class=kind, handler_class=_Call)
+        threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+        return server.server_port
 
     def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
         names, values = list(self._labels), list(self._labels.values())
@@ -237,6 +243,19 @@ class WorkerMetrics(MetricSet):
         for name, text, value in _PAIRS:
             rows = [([*values, peer, rate.transport], value(rate)) for peer, rate in pairs.items()]
             yield gauges(f"tandem_pair_{name}", text, [*names, "peer", "transport"], rows)
+
+
+class _Server(BoundedThreads, WSGIServer):
+    """Answers in threads of its own, also while the event loop of the process stands still."""
+
+
+class _ServerOfIPv6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Call(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: probes come every few seconds."""
 
 
 class _WithRole:
