@@ -58,7 +58,7 @@ def test_silent_connections_cost_a_bounded_number_of_threads(served: Served) -> 
         give_up_at = time.monotonic() + 30
         while True:
             with contextlib.suppress(httpx.TransportError):
-                assert served.get("/health") == (200, "ok\n")
+                assert served.get("/ready") == (200, "ok\n")
                 break
             assert time.monotonic() < give_up_at
         assert threading.active_count() - before <= 80
