@@ -25,6 +25,7 @@
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
       TooManyRequests       429  RESOURCE_EXHAUSTED   of one address, that have no answer yet
       RateLimited           429  RESOURCE_EXHAUSTED   a limit of its API key is reached
+      BodiesFull            503  UNAVAILABLE          too many bytes of bodies that are not parsed
       NoWorkers             503  UNAVAILABLE          a pool is empty
       AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
       CompilerBusy          503  UNAVAILABLE          the request's grammar could not be checked now
@@ -164,6 +165,9 @@ class RateLimited(TandemError, code="rate_limit_exceeded", http=429, grpc="RESOU
     """A limit is reached. `kind` says which: requests, tokens or concurrent."""
 
     kind: str = "requests"
+
+
+class BodiesFull(TandemError, code="too_many_body_bytes", http=503, grpc="UNAVAILABLE"): ...
 
 
 class NoWorkers(TandemError, code="no_workers", http=503, grpc="UNAVAILABLE"): ...

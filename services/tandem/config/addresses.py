@@ -29,6 +29,9 @@ class AddressConfig(Options):
     requests_per_address: Count = 0
     """Largest number of unanswered requests of an address. 0: half of --connections-max."""
 
+    unparsed_bytes_per_address: Count = 0
+    """Bytes of --unparsed-bytes-max that one address may have. 0: half of them."""
+
     def check_together(self) -> None:
         for proxy in self.trusted_proxies:
             try:

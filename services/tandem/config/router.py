@@ -146,6 +146,8 @@ class RouterOptions(AdmissionOptions):
     """Seconds that a client may take no byte of its answer; then it is cut. Also for gRPC."""
     connections_max: Annotated[Positive, _Http] = 4096
     """Largest number of open connections."""
+    unparsed_bytes_max: Annotated[Positive, _Http] = 256 << 20
+    """Largest number of bytes of all request bodies that have arrived and are not parsed yet."""
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
     """Further names in `Host` that a router on a loopback address accepts, such as a proxy's."""
     addresses: AddressConfig = field(default_factory=AddressConfig)
@@ -164,6 +166,12 @@ class RouterOptions(AdmissionOptions):
         if self.api == "grpc" and self.gateway.front_of:
             raise ConfigError(
                 "a front serves the HTTP API: --api grpc and --front-of cannot go together"
+            )
+        of_address = self.addresses.unparsed_bytes_per_address or self.unparsed_bytes_max // 2
+        if min(of_address, self.unparsed_bytes_max) < self.body_bytes_max:
+            raise ConfigError(
+                f"unparsed-bytes-per-address must have room for one body of {self.body_bytes_max} "
+                "bytes, and unparsed-bytes-max for two"
             )
 
     @property

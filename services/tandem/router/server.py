@@ -64,6 +64,7 @@ from tandem.router.workers.pool_watch import PoolWatch
 from tandem.rpc.certificates import CertificateFiles
 from tandem.security.access import Access, is_loopback
 from tandem.security.audit_trail import AuditTrail
+from tandem.security.body_budget import BodyBudget
 from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
 from tandem.security.key_service import KeyService
@@ -96,8 +97,9 @@ class Router:
         match = partial(counted_match, self._index, index_metrics, hashed_under)
         trust = IndexTrust(self.view, self._index, index_metrics)
         ring = KeyRing(age_max_s=config.keys_max_age_s)
-        self._access = _access(config, ring, config.host)
-        self._admin_access = _access(config, ring, config.admin.host)
+        bodies = BodyBudget(config.unparsed_bytes_max, config.addresses.unparsed_bytes_per_address)
+        self._access = _access(config, ring, config.host, bodies)
+        self._admin_access = _access(config, ring, config.admin.host, bodies)
         self._trail = AuditTrail(self._redis, config.cluster.cluster_id, router_id=config.router_id)
         self._keys = KeyService(
             self._redis,
@@ -376,7 +378,7 @@ def _public_certificate(config: RouterConfig) -> CertificateFiles | None:
     return CertificateFiles(Path(tls.tls_cert), Path(tls.tls_key)) if tls.tls_cert else None
 
 
-def _access(config: RouterConfig, ring: KeyRing, host: str) -> Access:
+def _access(config: RouterConfig, ring: KeyRing, host: str, bodies: BodyBudget) -> Access:
     """The rules of the listener at `host`."""
     return Access(
         ring,
@@ -385,6 +387,7 @@ def _access(config: RouterConfig, ring: KeyRing, host: str) -> Access:
         clients=Clients(
             config.addresses.trusted_proxies, requests_max=config.requests_per_address_max
         ),
+        bodies=bodies,
     )
 
 

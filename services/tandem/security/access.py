@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Literal
 
 from tandem.errors import ConfigError, Forbidden, Unauthenticated
+from tandem.security.body_budget import BodyBudget
 from tandem.security.clients import Clients
 from tandem.security.key_ring import KeyRing
 from tandem.security.keys import KeyRecord, Role, parse_key
@@ -36,8 +37,10 @@ class Access:
         is_loopback: bool,
         allows_anonymous: bool = False,
         clients: Clients | None = None,
+        bodies: BodyBudget | None = None,
     ) -> None:
         self.clients = clients or Clients()
+        self.bodies = bodies or BodyBudget()
         self.throttle = FailureThrottle()
         self._ring = ring
         self._is_loopback = is_loopback

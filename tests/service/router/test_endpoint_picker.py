@@ -30,12 +30,13 @@ from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventua
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROUTER = {
+    "unparsed_bytes_max": 8 << 20,
     "gateway": GatewayOptions(
         endpoint_picker="127.0.0.1:0",
         objectives={"batch": -1, "urgent": 5},
         picker_fallbacks=1,
         picker_stays=True,
-    )
+    ),
 }
 ENDPOINTS = {"decode-0": "10.0.0.1:8000", "decode-1": "10.0.0.2:8000"}
 CHAT = {"messages": [{"role": "user", "content": "Hello, who are you?"}], "max_tokens": 4}
@@ -50,6 +51,10 @@ class Gateway:
             request_serializer=pb.ProcessingRequest.SerializeToString,
             response_deserializer=pb.ProcessingResponse.FromString,
         )
+
+    def begin(self) -> Any:
+        """Returns the stream of a request whose parts the test writes."""
+        return self._call(timeout=20)
 
     async def ask(self, *parts: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         """Returns all answers to these parts."""
@@ -398,3 +403,26 @@ async def test_health_has_the_protocols_names(gateway: Gateway, router: RunningR
             while await status("readiness") == serving:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert await status("liveness") == serving
+
+
+async def test_unfinished_bodies_have_a_bound_together(
+    router: RunningRouter, gateway: Gateway
+) -> None:
+    """Each stream of the gateway's address sends all of its body but the end."""
+    bodies = router.router._access.bodies
+    parts = [headers_part("/v1/chat/completions"), chunk(b" " * (BODY_BYTES_MAX - 10), ends=False)]
+    calls = [gateway.begin() for _ in range(12)]
+    for call in calls:
+        for part in parts:
+            await call.write(part)
+    refusals = [asyncio.create_task(call.read()) for call in calls]
+    await eventually(lambda: sum(answer.done() for answer in refusals) >= 9)
+    assert 2 << 20 < bodies.num_bytes <= 4 << 20
+    refused = [refusal(answer.result()) for answer in refusals if answer.done()]
+    assert {status for status, _ in refused} == {429}
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*refusals, return_exceptions=True)
+    await eventually(lambda: bodies.num_bytes == 0)
+    assert endpoints(await gateway.pick())
+    assert bodies.num_bytes == 0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding
 
+from tandem import bounded_server
 from tandem.cluster.joining import call
-from tandem.cluster.joining import server as server_module
 from tandem.cluster.joining.call import ask_to_join
 from tandem.cluster.joining.protocol import JoinReply
 from tandem.cluster.joining.server import JoinServer
@@ -51,7 +56,7 @@ def server(tmp_path: Path, authority: Authority) -> Iterator[JoinServer]:
 
 
 def ask(server: JoinServer, sha256: str, token: str = TOKEN) -> tuple[JoinReply, str]:
-    port = int(server.server_address[1])
+    port = server.port
     return ask_to_join(HERE, port, token=token, ca_sha256=sha256, own_address="")
 
 
@@ -70,6 +75,90 @@ def test_another_authority_is_refused_before_the_token_is_sent(
     monkeypatch.setattr(call, "_ask", sent)
     with pytest.raises(ConfigError, match="The token was not sent"):
         ask(server, Authority("c").sha256)
+
+
+@pytest.fixture
+def padded() -> Authority:
+    """An authority whose text ends in padding, where a lenient reader stops."""
+    while b"=" not in (made := Authority("c")).pem:
+        pass
+    return made
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{real}{evil}",
+        "{evil}{real}",
+        "{real}{real}{evil}",
+        "{real}text\n{evil}",
+        "text\n{real}",
+        "{real}text\n",
+        "{real}",
+        "{trusted}{real}",
+        "{real_block}{evil_block}",
+        "{glued}",
+        "{garbage}",
+        "",
+        "text",
+    ],
+)
+def test_only_the_certificate_with_the_digest_is_trusted(
+    tmp_path: Path, padded: Authority, text: str
+) -> None:
+    """The server in between knows the certificate of the authority, and not its key. It would take
+    the token, so a call that succeeds has sent it."""
+    evil = Authority("c")
+    real_der, evil_der = map(ssl.PEM_cert_to_DER_cert, (padded.pem.decode(), evil.pem.decode()))
+    begin, end = "-----BEGIN CERTIFICATE-----\n", "-----END CERTIFICATE-----\n"
+    (body, evil_body) = (
+        a.pem.decode().removeprefix(begin).removesuffix(end) for a in (padded, evil)
+    )
+    sent = text.format(
+        real=padded.pem.decode(),
+        evil=evil.pem.decode(),
+        real_block=begin + body,
+        evil_block=evil_body + end,
+        glued=ssl.DER_cert_to_PEM_cert(real_der + evil_der),
+        garbage=ssl.DER_cert_to_PEM_cert(real_der + b"garbage"),
+        trusted=evil.pem.decode().replace("CERTIFICATE", "TRUSTED CERTIFICATE"),
+    )
+    evil.write(tmp_path, "join", roots=sent.encode() or b"\n", addresses=[HERE])
+    made = JoinServer(HERE, 0, folder=tmp_path, token=TOKEN, reply=REPLY, joined=print)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be joined|The token was not sent"):
+            ask(made, padded.sha256)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("is_authority", [False, True])
+def test_what_the_authority_certified_certifies_no_join_server(
+    tmp_path: Path, authority: Authority, is_authority: bool
+) -> None:
+    """The chain is: join server, a certificate of the cluster, and its authority."""
+    between = Authority("between")
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(between._name)
+        .issuer_name(authority._name)
+        .public_key(between._key.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime.now(UTC) - timedelta(hours=1))
+        .not_valid_after(datetime.now(UTC) + timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .sign(authority._key, hashes.SHA256())
+    )
+    between._cluster_id = "c"
+    between.write(tmp_path, "join", roots=authority.pem, addresses=[HERE])
+    with (tmp_path / "tls.crt").open("ab") as file:
+        file.write(certificate.public_bytes(Encoding.PEM))
+    made = JoinServer(HERE, 0, folder=tmp_path, token=TOKEN, reply=REPLY, joined=print)
+    try:
+        with pytest.raises(ConfigError, match="certificate verify failed"):
+            ask(made, authority.sha256)
+    finally:
+        made.close()
 
 
 def test_a_certificate_of_another_kind_is_no_join_server(
@@ -95,20 +184,32 @@ def test_a_wrong_token_and_another_version_are_refused(
         ask(server, authority.sha256)
 
 
-def test_a_call_that_cannot_be_read_is_a_400(server: JoinServer, authority: Authority) -> None:
+def test_a_call_that_is_too_large_is_a_413(server: JoinServer, authority: Authority) -> None:
     context = ssl.create_default_context(cadata=authority.pem.decode())
     with (
-        socket.create_connection(server.server_address[:2], timeout=5) as raw,
+        socket.create_connection((HERE, server.port), timeout=5) as raw,
         context.wrap_socket(raw, server_hostname="join.c.tandem") as secure,
     ):
         headers = f"Authorization: Bearer {TOKEN}\r\nContent-Length: 99999999\r\n"
         secure.sendall(f"POST /join HTTP/1.0\r\n{headers}\r\n".encode())
-        assert secure.recv(100).startswith(b"HTTP/1.0 400")
+        assert secure.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_silent_caller_keeps_nobody_waiting(server: JoinServer, authority: Authority) -> None:
-    with socket.create_connection(server.server_address[:2], timeout=5):
-        assert ask(server, authority.sha256)[0] == REPLY
+@pytest.mark.parametrize("num_silent", [20, 200])
+def test_silent_callers_of_one_address_keep_nobody_from_joining(
+    server: JoinServer, authority: Authority, num_silent: int
+) -> None:
+    """They have the address of the machine that joins. Old ones give way."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(num_silent):
+            opened.enter_context(socket.create_connection((HERE, server.port), timeout=5))
+        give_up_at = time.monotonic() + 30
+        while True:
+            try:
+                assert ask(server, authority.sha256)[0] == REPLY
+                break
+            except ConfigError:
+                assert time.monotonic() < give_up_at
 
 
 def test_an_authority_is_made_again_from_its_key(tmp_path: Path, authority: Authority) -> None:
@@ -164,10 +265,10 @@ def test_a_caller_that_sends_a_byte_now_and_then_is_cut_off(
     server: JoinServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte came within the socket's time-out: some such callers could keep all others out."""
-    monkeypatch.setattr(server_module, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(bounded_server, "DEADLINE_S", 1.0)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    raw = socket.create_connection((HERE, int(server.server_address[1])), timeout=30)
+    raw = socket.create_connection((HERE, server.port), timeout=30)
 
     def trickle() -> None:
         slow.sendall(b"GET /ca HTTP/1.1\r\nX: ")

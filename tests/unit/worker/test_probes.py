@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import threading
+import time
 
 import httpx
 import pytest
 
+from tandem.bounded_server import CALLS_AT_ONCE
 from tandem.store.registry import Load
 from tandem.worker.metrics import probes
 from tandem.worker.metrics.probes import Probes
@@ -22,6 +27,7 @@ class Served:
         self.probes = Probes(lambda: self.state, lambda: self.asked.put_nowait(None))
         metrics = WorkerMetrics(worker_id="p0", role="prefill")
         port = metrics.serve("127.0.0.1", 0, Load, dict, self.probes)
+        self.address = ("127.0.0.1", port)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}")
 
     def get(self, path: str) -> tuple[int, str]:
@@ -42,6 +48,21 @@ def test_a_worker_that_drains_is_healthy_and_not_ready(served: Served) -> None:
     assert served.get("/ready") == (503, "the worker is draining\n")
     assert served.get("/health") == (200, "ok\n")
     assert "tandem_blocks_used" in served.get("/metrics")[1]
+
+
+def test_silent_connections_cost_no_thread(served: Served) -> None:
+    before = threading.active_count()
+    with contextlib.ExitStack() as opened:
+        for _ in range(300):
+            sock = opened.enter_context(socket.create_connection(served.address, timeout=5))
+            sock.sendall(b"GET /health HTTP/1.1\r\n")
+        give_up_at = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                assert served.get("/ready") == (200, "ok\n")
+                break
+            assert time.monotonic() < give_up_at
+        assert threading.active_count() - before <= CALLS_AT_ONCE
 
 
 async def test_a_loop_that_stands_still_is_seen(

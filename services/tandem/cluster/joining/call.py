@@ -25,8 +25,7 @@ def ask_to_join(
     where = f"{host}:{port}"
     try:
         ca = _fetch_ca(host, port)
-        der = ssl.PEM_cert_to_DER_cert(ca)
-        found = hashlib.sha256(der).hexdigest()
+        found = hashlib.sha256(ca).hexdigest()
         if found != ca_sha256.replace(":", "").lower():
             raise ConfigError(
                 f"{where} has an authority of SHA-256 {found}, which is not that of --ca-sha256: "
@@ -39,27 +38,36 @@ def ask_to_join(
         raise ConfigError(f"{where} cannot be joined: {error}") from error
 
 
-def _fetch_ca(host: str, port: int) -> str:
-    """Returns the authority's certificate as the server sends it, unverified. No secret is sent."""
+def _fetch_ca(host: str, port: int) -> bytes:
+    """Returns the DER encoding of the certificate that the server sends as its authority's,
+    unverified. No secret is sent. Raises ValueError unless it is exactly one certificate."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
     unverified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unverified.check_hostname = False
     unverified.verify_mode = ssl.CERT_NONE
     connection = http.client.HTTPSConnection(host, port, timeout=_DEADLINE_S, context=unverified)
     try:
         connection.request("GET", "/ca")
-        return connection.getresponse().read(_BYTES_MAX).decode("ascii")
+        text = connection.getresponse().read(_BYTES_MAX)
     finally:
         connection.close()
+    certificates = x509.load_pem_x509_certificates(text)
+    if len(certificates) != 1:
+        raise ValueError(
+            f"it sends {len(certificates)} certificates as its authority's, and must send one. "
+            "The token was not sent"
+        )
+    return certificates[0].public_bytes(Encoding.DER)
 
 
-def _name_in(ca: str) -> str:
+def _name_in(ca: bytes) -> str:
     """Returns the name of the join server, derived from that of the authority."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
-    (name,) = x509.load_pem_x509_certificate(ca.encode()).subject.get_attributes_for_oid(
-        NameOID.COMMON_NAME
-    )
+    (name,) = x509.load_der_x509_certificate(ca).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return f"join.{str(name.value).removeprefix('CA of ')}.tandem".lower()
 
 

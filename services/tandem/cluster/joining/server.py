@@ -1,39 +1,28 @@
 """The port that machines join at: HTTPS, one token, two paths (protocol.py).
 
-It serves a few short calls at a time, each within a deadline. A caller without the token gets only
-the authority's certificate, which is no secret.
+A caller without the token gets only the authority's certificate, which is no secret.
 """
 
 import hmac
 import json
 import logging
 import ssl
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
-from socket import AF_INET6, SHUT_RDWR, socket
 from typing import Any
 
 import msgspec
 
+from tandem.bounded_server import BoundedServer
 from tandem.cluster.joining.protocol import JoinReply, JoinRequest
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_DEADLINE_S = 10.0
-_CALLS_MAX = 16
-_BODY_BYTES_MAX = 10_000
 
-
-class JoinServer(ThreadingHTTPServer):
-    """Serves from a thread of its own until `close`."""
-
-    daemon_threads = True
-    request_queue_size = 16
+class JoinServer:
+    """Serves from threads of its own until `close`."""
 
     def __init__(
         self,
@@ -46,114 +35,48 @@ class JoinServer(ThreadingHTTPServer):
         joined: Callable[[str], None],
     ) -> None:
         """`folder` has the certificate of this server. `joined` is called with the address of each
-        machine that got the reply. Raises ConfigError if the port is taken."""
-        self.token = token
-        self.reply = reply
-        self.joined = joined
-        self.ca = (folder / "ca.crt").read_bytes()
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-        self._calls = threading.Semaphore(_CALLS_MAX)
-        if ":" in address:
-            self.address_family = AF_INET6
+        machine that gets the reply. Raises ConfigError if the port is taken."""
+        self._token = token
+        self._reply = reply
+        self._joined = joined
+        self._ca = (folder / "ca.crt").read_bytes()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         try:
-            super().__init__((address, port), _Call)
+            self._server = BoundedServer(self._app, address, port, name="join", context=context)
         except OSError as error:
             raise ConfigError(f"cannot listen on {address}:{port}: {error.strerror}") from error
-        threading.Thread(target=self.serve_forever, name="join", daemon=True).start()
+        self.port = self._server.port
 
     def close(self) -> None:
-        self.shutdown()
-        self.server_close()
+        self._server.close()
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Runs in a thread of the call, so a slow handshake delays no other call."""
-        if not self._calls.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+    def _app(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        match environ["REQUEST_METHOD"], environ["PATH_INFO"]:
+            case "GET", "/ca":
+                status, body = "200 OK", self._ca
+            case "POST", "/join":
+                status, body = self._join(environ)
+            case _:
+                status, body = _refusal("404 Not Found", "there is only /ca and /join")
+        start_response(status, [("Content-Type", "application/octet-stream")])
+        return [body]
+
+    def _join(self, environ: dict[str, Any]) -> tuple[str, bytes]:
+        given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            log.warning("%s is refused: its token to join is wrong", environ["REMOTE_ADDR"])
+            return _refusal("401 Unauthorized", "the token is wrong")
         try:
-            with _within(request, _DEADLINE_S):
-                self._serve(request, client_address)
-        finally:
-            self._calls.release()
-
-    def _serve(self, request: socket, client_address: Any) -> None:
-        try:
-            request.settimeout(_DEADLINE_S)
-            wrapped = self._context.wrap_socket(request, server_side=True)
-        except OSError:
-            self.shutdown_request(request)
-        else:
-            super().process_request_thread(wrapped, client_address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.info("a call of %s to join ended early", client_address[0], exc_info=True)
-
-
-@contextmanager
-def _within(connection: socket, deadline_s: float) -> Iterator[None]:
-    """Ends the connection after the deadline, even if bytes still arrive. A socket's time-out
-    bounds only each read, so a caller that sends a byte now and then could occupy a call for ever.
-    """
-    with connection.dup() as same:  # TLS takes over the descriptor of the original
-
-        def end() -> None:
-            with suppress(OSError):
-                same.shutdown(SHUT_RDWR)
-
-        timer = threading.Timer(deadline_s, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()  # it may be using the file
-
-
-class _Call(BaseHTTPRequestHandler):
-    server: JoinServer
-    timeout = _DEADLINE_S
-    server_version = "tandem"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        if self.path == "/ca":
-            self._answer(200, self.server.ca)
-        else:
-            self._refuse(404, "there is only /ca and /join")
-
-    def do_POST(self) -> None:
-        if self.path != "/join":
-            self._refuse(404, "there is only /ca and /join")
-            return
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
-            log.warning("%s is refused: its token to join is wrong", self.client_address[0])
-            self._refuse(401, "the token is wrong")
-            return
-        try:
-            length = int(self.headers.get("Content-Length", ""))
-            if not 0 <= length <= _BODY_BYTES_MAX:
-                raise ValueError("its length is out of bounds")
-            told = msgspec.json.decode(self.rfile.read(length), type=JoinRequest)
+            sent = msgspec.json.decode(environ["wsgi.input"].read(), type=JoinRequest)
         except (ValueError, msgspec.DecodeError) as error:
-            self._refuse(400, f"the call cannot be read: {error}")
-            return
-        if told.version != (own := version("tandem-llm")):
-            self._refuse(409, f"this cluster runs Tandem {own}, and you {told.version[:40]!r}")
-            return
-        self._answer(200, msgspec.json.encode(self.server.reply))
-        self.server.joined(told.address)
+            return _refusal("400 Bad Request", f"the call cannot be read: {error}")
+        if sent.version != (own := version("tandem-llm")):
+            why = f"this cluster runs Tandem {own}, and you {sent.version[:40]!r}"
+            return _refusal("409 Conflict", why)
+        self._joined(sent.address)
+        return "200 OK", msgspec.json.encode(self._reply)
 
-    def _refuse(self, status: int, why: str) -> None:
-        self._answer(status, json.dumps({"error": why}).encode())
 
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug(format, *args)
+def _refusal(status: str, why: str) -> tuple[str, bytes]:
+    return status, json.dumps({"error": why}).encode()

@@ -3,7 +3,7 @@
     /health   200; 503 when the event loop stands still
     /ready    200 while the worker takes work; 503 before, and while it drains
 
-The thread that serves metrics answers, so an answer comes also when the event loop hangs. A hung
+The threads that serve metrics answer, so an answer comes also when the event loop hangs. A hung
 engine is ended by the worker itself (`EngineWatch`), and its process with it; so that one is found
 before a request meets it, an idle engine is asked something now and then.
 """
@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tandem.bounded_server import WsgiApp
+
 LOOP_HANG_S = 15.0
 ASK_INTERVAL_S = 10.0
 _TURN_S = 1.0
-_App = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class Probes:
@@ -47,7 +48,7 @@ class Probes:
         state = self._state()
         return "" if state == "ready" else f"the worker is {state}"
 
-    def around(self, metrics: _App) -> _App:
+    def around(self, metrics: WsgiApp) -> WsgiApp:
         """Returns a WSGI application that answers probes and leaves other paths to `metrics`."""
 
         def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:

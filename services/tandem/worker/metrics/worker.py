@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tandem.bounded_server import BoundedServer
 from tandem.engine.types import EngineLoad, StepReport
 from tandem.engine_counts import EngineTally
 from tandem.memory import read_memory
@@ -228,10 +229,9 @@ class WorkerMetrics(MetricSet):
     ) -> int:
         """Starts the endpoint, which answers probes, too; returns its port."""
         self._registry.register(_AtScrape(lambda: self._gauges(load(), pairs())))
-        server, _ = start_http_server(port, addr=host, registry=self._registry)
         scraped: Any = _WithRole(self._registry, self)
-        server.set_app(probes.around(make_wsgi_app(scraped)))
-        return int(server.server_address[1])
+        app = probes.around(make_wsgi_app(scraped))
+        return BoundedServer(app, host, port, name="metrics").port
 
     def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
         names, values = list(self._labels), list(self._labels.values())

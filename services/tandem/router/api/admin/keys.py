@@ -99,7 +99,7 @@ def add_record_route(
     async def take(request: Request) -> Response:
         body = await read_body(request, config)
         try:
-            taken = keys.take(body, request.headers.get(SIGNATURE_HEADER, ""))
+            taken = keys.take(bytes(body), request.headers.get(SIGNATURE_HEADER, ""))
         except Unauthenticated as error:
             tell_refusal(trail, request.scope, error)
             raise

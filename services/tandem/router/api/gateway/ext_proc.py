@@ -18,20 +18,27 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import grpc
+import grpc.aio
 from google.protobuf.struct_pb2 import ListValue, Struct
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, TandemError
 from tandem.router.api.gateway.picker import Asked, EndpointPicker, Pick
+from tandem.router.api.grpc.access import peer_address
 from tandem.router.api.http.errors import error_response
 from tandem.router.placement.hint import HINT_HEADER
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 from tandem.rpc.tandem.v1 import ext_proc_pb2 as pb
+from tandem.security.body_budget import Body
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 ENDPOINT_KEY = "x-gateway-destination-endpoint"
@@ -53,6 +60,8 @@ class _Exchange:
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
     body_until: float | None = None  # seconds of the loop's clock; None: nothing is awaited
+    account: Body | None = None  # of everything that is held of the request
+    reading: asyncio.Timeout | None = None  # while a part is awaited
     pick: Pick | None = None
     is_through: bool = False  # all of the request is answered
 
@@ -73,18 +82,38 @@ class ExternalProcessor:
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 
     async def _process(
-        self, messages: AsyncIterator[pb.ProcessingRequest], _: object
+        self, messages: AsyncIterator[pb.ProcessingRequest], context: _Context
     ) -> AsyncGenerator[pb.ProcessingResponse, None]:
-        exchange = _Exchange()
+        now, task = asyncio.get_running_loop().time(), asyncio.current_task()
+        assert task is not None
+        exchange = _Exchange(body_until=now + self._config.header_deadline_s)
+
+        def revoke() -> None:
+            if exchange.reading is None:
+                task.cancel()  # the gateway takes no answer
+            elif not exchange.reading.expired():
+                exchange.reading.reschedule(0)
+
+        access, peer = self._picker.access, peer_address(context)
+        accounts = ExitStack()
         try:
             while (message := await self._next(exchange, messages)) is not None:
+                if exchange.account is None:
+                    forwarded = _values(message.request_headers.headers).get("x-forwarded-for", [])
+                    address = access.clients.address(peer, forwarded)
+                    exchange.account = accounts.enter_context(access.bodies.body(address, revoke))
+                if exchange.pick is None:
+                    exchange.account.take(message.ByteSize())
                 for answer in await self._answers(exchange, message):
                     yield answer
+                if exchange.pick is not None:
+                    exchange.account.release()
                 if exchange.is_through and not self._config.gateway.picker_stays:
                     return
         except TandemError as error:
             yield _refusal(error, exchange.asked)
         finally:
+            accounts.close()
             # A pick whose answer is not followed counts until its workers report their load.
             if exchange.pick is not None and self._config.gateway.picker_stays:
                 self._picker.release(exchange.pick, has_token=False)
@@ -92,18 +121,20 @@ class ExternalProcessor:
     async def _next(
         self, exchange: _Exchange, messages: AsyncIterator[pb.ProcessingRequest]
     ) -> pb.ProcessingRequest | None:
-        """Returns the next part; None at the end. Raises BodyTooLate."""
+        """Returns the next part; None at the end. Raises BodyTooLate and BodiesFull."""
         try:
-            async with asyncio.timeout_at(exchange.body_until):
+            async with asyncio.timeout_at(exchange.body_until) as exchange.reading:
                 return await anext(messages, None)
         except TimeoutError:
-            raise BodyTooLate(
-                f"the body did not arrive within {self._config.body_deadline_s:g} s"
-            ) from None
+            if exchange.account is not None:
+                exchange.account.check()
+            raise BodyTooLate("the request did not arrive in time") from None
+        finally:
+            exchange.reading = None
 
     async def _answers(
         self, exchange: _Exchange, message: pb.ProcessingRequest
-    ) -> list[pb.ProcessingResponse]:
+    ) -> Iterable[pb.ProcessingResponse]:
         kind = message.WhichOneof("request")
         if (kind == "request_headers") != (exchange.asked is None):
             raise BadRequest("the request's headers must come first on a stream, and once")
@@ -124,6 +155,7 @@ class ExternalProcessor:
             exchange.request_mode = message.protocol_config.request_body_mode
             exchange.response_mode = message.protocol_config.response_body_mode
         exchange.asked, exchange.sets_id = _asked(message)
+        exchange.body_until = None
         has_body = not message.request_headers.end_of_stream
         if has_body and exchange.request_mode in _WITH_BODY:
             now = asyncio.get_running_loop().time()
@@ -134,7 +166,9 @@ class ExternalProcessor:
         exchange.is_through = not has_body or exchange.request_mode == pb.NONE
         return [await self._picked(exchange, "request_headers")]
 
-    async def _on_body(self, exchange: _Exchange, part: pb.HttpBody) -> list[pb.ProcessingResponse]:
+    async def _on_body(
+        self, exchange: _Exchange, part: pb.HttpBody
+    ) -> Iterable[pb.ProcessingResponse]:
         if exchange.request_mode not in _WITH_BODY:
             exchange.is_through = part.end_of_stream
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
@@ -169,12 +203,14 @@ class ExternalProcessor:
             raise BodyTooLarge(f"the body must have at most {self._config.body_bytes_max} bytes")
         exchange.chunks.append(chunk)
 
-    async def _whole(self, exchange: _Exchange, *, ends_here: bool) -> list[pb.ProcessingResponse]:
+    async def _whole(
+        self, exchange: _Exchange, *, ends_here: bool
+    ) -> Iterable[pb.ProcessingResponse]:
         """Returns the answers to the headers and to the body, which is all here."""
         picked = await self._picked(exchange, "request_headers")
         chunks, exchange.chunks = exchange.chunks, []
         bodies = _chunks(chunks, ends_here=ends_here)
-        return [picked, *(pb.ProcessingResponse(request_body=body) for body in bodies)]
+        return chain([picked], (pb.ProcessingResponse(request_body=body) for body in bodies))
 
     async def _picked(self, exchange: _Exchange, part: str) -> pb.ProcessingResponse:
         """Returns the answer that tells of the pick."""

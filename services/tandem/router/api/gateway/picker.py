@@ -73,7 +73,7 @@ class EndpointPicker:
         self._generator = generator
         self._dispatcher = dispatcher
         self.fronts = fronts
-        self._access = access
+        self.access = access
         self._metrics = metrics
         self._rng = random.Random()
         self._num_open = 0  # requests that are being placed
@@ -190,7 +190,7 @@ class EndpointPicker:
 
     def _of_caller(self, asked: Asked, request: ClientRequest) -> ClientRequest:
         """Returns the request with its tenant, whose blocks have hashes of their own."""
-        key = self._access.check("user", asked.values("authorization"), now=time.time())
+        key = self.access.check("user", asked.values("authorization"), now=time.time())
         named = asked.values(TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
         return replace(request, tenant=tenant)

@@ -100,6 +100,11 @@ def caller(context: grpc.aio.ServicerContext[Any, Any], key: KeyRecord | None) -
     return Caller(address, key.key_id, key.tenant) if key else Caller(address)
 
 
+def peer_address(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Returns the address of a connection's other end."""
+    return _peer(context).rpartition(":")[0]
+
+
 def _peer(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     # A peer is `ipv4:127.0.0.1:40312` or `ipv6:%5B::1%5D:40312`.
     return unquote(context.peer()).partition(":")[2]

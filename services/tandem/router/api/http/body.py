@@ -11,30 +11,43 @@ from starlette.requests import Request
 
 from tandem.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson
+from tandem.security.body_budget import Body
 
 # A too large body is read to its end and dropped, up to here: a client that still writes when the
 # connection closes sees a reset connection, and not the answer.
 DISCARD_BYTES_MAX = 64 << 20
+# A connection buffers about as much anyway, and its address has a bound on connections. So a short
+# request is read whatever unfinished bodies there are.
+_FREE_BYTES = 64 << 10
 
 
 async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
-    """Reads the body. Raises BadRequest, BodyTooLarge, BodyTooLate, NotJson; starlette
-    ClientDisconnect."""
+    """Reads the body. Raises BadRequest, NotJson, and what `read_body` raises."""
     _check_content_type(request)
     return parse_object(await read_body(request, config))
 
 
-async def read_body(request: Request, config: RouterConfig) -> bytes:
-    """Reads the body as bytes. Raises BodyTooLarge, BodyTooLate; starlette ClientDisconnect."""
-    try:
-        async with asyncio.timeout(config.body_deadline_s):
-            return await _read_bounded(request, config.body_bytes_max)
-    except TimeoutError:
-        late = f"the body did not arrive within {config.body_deadline_s:g} s"
-        raise BodyTooLate(late) from None
+async def read_body(request: Request, config: RouterConfig) -> bytearray:
+    """Reads the body as bytes. Raises BodyTooLarge, BodyTooLate, BodiesFull, TooManyRequests;
+    starlette ClientDisconnect."""
+    deadline = asyncio.timeout(config.body_deadline_s)
+
+    def revoke() -> None:
+        if not deadline.expired():
+            deadline.reschedule(0)
+
+    state = request.state
+    with state.bodies.body(state.address, revoke, free_bytes=_FREE_BYTES) as account:
+        try:
+            async with deadline:
+                return await _read_bounded(request, config.body_bytes_max, account)
+        except TimeoutError:
+            account.check()
+            late = f"the body did not arrive within {config.body_deadline_s:g} s"
+            raise BodyTooLate(late) from None
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Raises BadRequest when it is not a JSON object."""
     if not body:
         raise BadRequest("the body must be a JSON object; it is empty")
@@ -63,20 +76,22 @@ def _check_content_type(request: Request) -> None:
         raise NotJson(f"send the body as it is, without Content-Encoding, not as {coding[:100]!r}")
 
 
-async def _read_bounded(request: Request, bytes_max: int) -> bytes:
-    chunks = []
+async def _read_bounded(request: Request, bytes_max: int, account: Body) -> bytearray:
+    body = bytearray()
     num_bytes = 0
     async for chunk in request.stream():
         num_bytes += len(chunk)
         if num_bytes <= bytes_max:
-            chunks.append(chunk)
+            account.take(len(chunk))
+            body += chunk
         elif num_bytes > DISCARD_BYTES_MAX:
             break
         else:
-            chunks.clear()
+            body.clear()
+            account.release()
     if num_bytes > bytes_max:
         raise BodyTooLarge(f"the body must have at most {bytes_max} bytes")
-    return b"".join(chunks)
+    return body
 
 
 def _json_type(value: Any) -> str:

@@ -84,6 +84,7 @@ class RequestGuard(ABC):
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         address = self._address(scope)
+        scope.setdefault("state", {}).update(address=address, bodies=self._access.bodies)
         with contextlib.ExitStack() as place:
             try:
                 if scope["path"] not in PROBES:  # probes are answered in any case

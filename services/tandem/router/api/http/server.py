@@ -22,6 +22,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
@@ -79,7 +80,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=protocol,
-                ws="none",  # an upgrade would leave the bounds
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -198,6 +199,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingers = False
         self._answered: RequestResponseCycle | None = None  # not a pipelined one that waits
         self._refusal: tuple[int, str, str] | None = None  # raised in a callback of the parser
+        self._has_upgrade = False  # the parser stops behind this header
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -234,7 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
             room = self._limits.header_bytes_max - self._header_bytes
             part, data = data[:room], data[room:]
             self._header_bytes += len(part)
-            super().data_received(part)
+            self._parse(part)
             if self._header_bytes >= self._limits.header_bytes_max and not self._is_refused:
                 message = f"the header is larger than {self._limits.header_bytes_max} bytes"
                 self._refuse(431, "header_too_large", message)
@@ -247,6 +249,39 @@ class BoundedProtocol(HttpToolsProtocol):
                     # Not for bodies: closed with bytes unread, a connection loses its answer.
                     self.transport.pause_reading()
                     self._slow_reads.wait(self.client[0] if self.client else "", self._read_on)
+
+    def _parse(self, data: bytes) -> None:
+        """Gives bytes to the parser, as uvicorn's `data_received` does, and ignores `Upgrade`.
+
+        The parser takes all bytes behind a header with `Upgrade` for another protocol, the body
+        included. So a new parser gets the same header without the field, and then these bytes. A
+        server may ignore the field (RFC 9110 7.8).
+        """
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    (num_parsed,) = upgrade.args
+                    header = self._header_without_upgrade()
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                    self._has_upgrade = False
+                    self.parser.feed_data(header)
+                    data = data[num_parsed:]
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _header_without_upgrade(self) -> bytes:
+        line = b"%b %b HTTP/%b\r\n" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
+        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        return line + b"".join(fields) + b"\r\n"
 
     def _read_on(self) -> None:
         if not self.flow.read_paused:  # a refused connection is not read again
@@ -261,6 +296,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._enter(_Phase.HEADER)
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is not _Phase.BODY:  # fields behind a body are no part of the header
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         num, num_max = len(self.headers), self._limits.headers_max
         if num > num_max:
@@ -268,8 +307,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = (431, "too_many_headers", message)
         elif len(self.pipeline) >= _PIPELINED_MAX:
             self._refusal = (503, "too_many_requests", "too many requests wait for an answer")
+        elif self.parser.get_method() == b"CONNECT":
+            self._refusal = (400, "invalid_request", "CONNECT is for proxies; this is none")
         if self._refusal is not None:
             raise ValueError(self._refusal)  # ends the parser, which calls `send_400_response`
+        if self.parser.should_upgrade():
+            self._has_upgrade = True
+            return
         super().on_headers_complete()
         # uvicorn stops reading after a pipelined request, and would not see that the client is
         # gone; their number is bounded here, and their bodies pause the reading by themselves.
@@ -286,7 +330,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._has_upgrade:
+            return
         super().on_message_complete()
+        if not self.parser.should_keep_alive():  # a field behind the body may say so, too
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:
+                self.transport.close()
         self._header_bytes = 0
         self._enter(_Phase.IDLE)
 

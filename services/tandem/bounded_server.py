@@ -1,0 +1,280 @@
+"""A WSGI server for ports with few and short calls, which strangers cannot fill.
+
+    connected --handshake, header, body--> called --> answered --> closed
+        |            within a deadline                in another
+        `-- closed to make room: beyond its bounds, the connection without a call that is open
+            longest, of the address with the most connections
+
+One thread with an event loop reads every connection, and a few threads run the application. So a
+silent connection costs some kilobytes. Each connection has one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import socket
+import ssl
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import h11
+
+log = logging.getLogger(__name__)
+
+WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+CONNECTIONS_MAX = 256
+PER_ADDRESS_MAX = 64
+CALLS_AT_ONCE = 2
+DEADLINE_S = 10.0  # from its start to the end of its call; and again for the answer
+_MATURE_S = 0.25  # a younger connection does not make room: its call may be on its way
+_HEADER_BYTES_MAX = 16 << 10
+_BODY_BYTES_MAX = 64 << 10
+_READ_BYTES = 16 << 10
+_BACKLOG = 128
+_ACCEPT_PAUSE_S = 0.5  # while the system has no file for a new connection
+_CLOSE_MAX_S = 5.0
+_LINGER_S = 1.0  # a client that still writes would see a reset instead of the answer
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    address: str
+    opened_at: float
+    task: asyncio.Task[None] | None = None
+    has_call: bool = False
+
+
+class BoundedServer:
+    """Serves an application from threads of its own until `close`."""
+
+    def __init__(
+        self,
+        app: WsgiApp,
+        host: str,
+        port: int,
+        *,
+        name: str,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        """`name` is that of the thread; with a `context` the port speaks TLS. Raises OSError if the
+        port cannot be bound."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._app = app
+        self._context = context
+        self._open: dict[_Connection, None] = {}  # the oldest first
+        self._num_of: Counter[str] = Counter()
+        self._callers = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix=f"{name}-call")
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept())
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # its loop is closed
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
+        self._thread.join(_CLOSE_MAX_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepting)
+        tasks = [c.task for c in self._open if c.task is not None]
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._callers.shutdown(wait=False)
+        self._listener.close()
+        self._loop.close()
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = await self._loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                log.error("no connection can be accepted for now: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if not self._makes_room(str(peer[0])):
+                sock.close()
+                continue
+            connection = _Connection(str(peer[0]), self._loop.time())
+            self._open[connection] = None
+            self._num_of[connection.address] += 1
+            connection.task = self._loop.create_task(self._serve(connection, sock))
+            connection.task.add_done_callback(partial(self._forget, connection))
+
+    def _makes_room(self, address: str) -> bool:
+        """Returns whether a connection of this address may be taken; an older one ends for it."""
+        if self._num_of[address] >= PER_ADDRESS_MAX:
+            fullest = address
+        elif len(self._open) >= CONNECTIONS_MAX:
+            fullest = self._num_of.most_common(1)[0][0]
+        else:
+            return True
+        for connection in self._open:
+            if connection.address == fullest and not connection.has_call:
+                if self._loop.time() - connection.opened_at < _MATURE_S:
+                    return False
+                assert connection.task is not None
+                connection.task.cancel()
+                self._forget(connection)
+                return True
+        return False
+
+    def _forget(self, connection: _Connection, _: object = None) -> None:
+        if connection in self._open:
+            del self._open[connection]
+            self._num_of[connection.address] -= 1
+            if not self._num_of[connection.address]:
+                del self._num_of[connection.address]
+
+    async def _serve(self, connection: _Connection, sock: socket.socket) -> None:
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                reader, writer = await self._streams(sock)
+                http = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEADER_BYTES_MAX)
+                try:
+                    request, body = await _read_call(http, reader, writer)
+                except h11.RemoteProtocolError as error:
+                    request, answer = None, _plain(error.error_status_hint, f"{error}\n")
+                connection.has_call = True
+            if request is not None:
+                environ = _environ(request, body, connection.address)
+                answer = await self._loop.run_in_executor(self._callers, _call, self._app, environ)
+            async with asyncio.timeout(DEADLINE_S):
+                writer.transport.set_write_buffer_limits(0)  # `drain` waits for all bytes
+                is_head = request is not None and request.method == b"HEAD"
+                writer.write(_to_bytes(http, *answer, is_head=is_head))
+                await writer.drain()
+            connection.has_call = False
+            async with asyncio.timeout(_LINGER_S):
+                writer.write_eof() if writer.can_write_eof() else writer.close()
+                while await reader.read(_READ_BYTES):
+                    pass
+        except (OSError, TimeoutError, EOFError) as error:
+            log.debug("a connection of %s ended early: %r", connection.address, error)
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+            sock.close()
+
+    async def _streams(
+        self, sock: socket.socket
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader = asyncio.StreamReader(limit=_READ_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await self._loop.connect_accepted_socket(
+            lambda: protocol,
+            sock,
+            ssl=self._context,
+            ssl_handshake_timeout=DEADLINE_S if self._context else None,
+            ssl_shutdown_timeout=1.0 if self._context else None,
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
+
+
+_Answer = tuple[int, list[tuple[str, str]], bytes]
+
+
+async def _read_call(
+    http: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> tuple[h11.Request, bytes]:
+    """Reads one request. Raises RemoteProtocolError, OSError, and EOFError if none comes."""
+    request: h11.Request | None = None
+    body = b""
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            if http.they_are_waiting_for_100_continue:
+                go_on = h11.InformationalResponse(status_code=100, headers=[])
+                writer.write(http.send(go_on) or b"")
+            data = await reader.read(_READ_BYTES)
+            if not data and request is None and not http.trailing_data[0]:
+                raise EOFError("no request came")
+            http.receive_data(data)
+        elif isinstance(event, h11.Request):
+            request = event
+            lengths = [value for name, value in event.headers if name == b"content-length"]
+            _check_length(int(lengths[0]) if lengths else 0)
+        elif isinstance(event, h11.Data):
+            body += event.data
+            _check_length(len(body))
+        elif isinstance(event, h11.EndOfMessage):
+            assert request is not None
+            return request, body
+        else:
+            raise EOFError("the connection was closed")
+
+
+def _check_length(num_bytes: int) -> None:
+    if num_bytes > _BODY_BYTES_MAX:
+        raise h11.RemoteProtocolError(
+            f"the body must have at most {_BODY_BYTES_MAX} bytes", error_status_hint=413
+        )
+
+
+def _environ(request: h11.Request, body: bytes, address: str) -> dict[str, Any]:
+    """Returns the request as PEP 3333 has it, as far as our applications read it."""
+    path, _, query = request.target.decode("latin-1").partition("?")
+    environ: dict[str, Any] = {
+        "REQUEST_METHOD": request.method.decode("ascii"),
+        "PATH_INFO": path,
+        "QUERY_STRING": query,
+        "REMOTE_ADDR": address,
+        "CONTENT_LENGTH": str(len(body)),
+        "wsgi.input": io.BytesIO(body),
+        "wsgi.errors": sys.stderr,
+    }
+    for name, value in request.headers:
+        key = "HTTP_" + name.decode("ascii").upper().replace("-", "_")
+        environ.setdefault(key, value.decode("latin-1"))
+    return environ
+
+
+def _call(app: WsgiApp, environ: dict[str, Any]) -> _Answer:
+    begun: list[tuple[str, list[tuple[str, str]]]] = []
+
+    def start_response(status: str, headers: list[tuple[str, str]]) -> None:
+        begun.append((status, headers))
+
+    try:
+        body = b"".join(app(environ, start_response))
+        status, headers = begun[-1]
+        return int(status.split(" ")[0]), headers, body
+    except Exception:
+        log.exception("a call of %s failed", environ["PATH_INFO"][:200])
+        return _plain(500, "an internal error\n")
+
+
+def _plain(status: int, text: str) -> _Answer:
+    return status, [("Content-Type", "text/plain; charset=utf-8")], text.encode()
+
+
+def _to_bytes(
+    http: h11.Connection,
+    status: int,
+    fields: list[tuple[str, str]],
+    body: bytes,
+    *,
+    is_head: bool,
+) -> bytes:
+    kept = [(name, value) for name, value in fields if name.lower() != "content-length"]
+    headers = [*kept, ("Content-Length", str(len(body))), ("Connection", "close")]
+    head = http.send(h11.Response(status_code=status, headers=headers)) or b""
+    return head if is_head else head + body
