@@ -94,6 +94,8 @@ class Engine:
         self._tiers.turn()
         self.kept.turn()
         loaded = self._settle_loads()
+        for sequence, error in self._scheduler.find_late():
+            self._fail(sequence, error)
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
@@ -109,14 +111,16 @@ class Engine:
         return self._take_report(work, started)
 
     def add(self, spec: SequenceSpec) -> None:
-        """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits or QueueFull.
+        """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits, QueueFull or Overloaded.
 
         One that is over already (a moved one, whose last token ended it) is reported as such.
         """
         self._check_new(spec.sequence_id)
         self._new_sequences.check(spec)
         self._check_queue(len(self._scheduler.waiting))
-        self._enter(self._new_sequences.make(spec))
+        sequence = self._new_sequences.make(spec)
+        self._scheduler.check_deadline(sequence)
+        self._enter(sequence)
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""

@@ -127,7 +127,7 @@ async def test_a_request_that_a_load_cannot_show_yet_still_counts(router: Runnin
     await eventually(lambda: not view.roster().by_id[other.worker_id].usable)
     client = view.client(worker.worker_id)
     assert client is not None
-    already = client._num_reported + client.num_unreported
+    already = client._num_reported + len(client.unreported)
     body = {"prompt": [5] * 40, "max_tokens": 1}
     asked = [asyncio.create_task(router.http.post("/v1/completions", json=body)) for _ in range(2)]
     await eventually(lambda: len(router.submitted) == 2)

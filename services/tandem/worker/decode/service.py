@@ -108,7 +108,7 @@ class DecodeService:
     def on_report(self, report: Report, load: pb.WorkerLoad) -> None:
         """Hands on what a step brought; one message to each router concerned."""
         step = report.report
-        self.planner.load = load
+        self.planner.take_load(load, report.num_commands)
         for admitted in step.admitted:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
                 sequence.admitted_at = sequence.admitted_at or admitted.at
@@ -119,7 +119,8 @@ class DecodeService:
             self._on_new_tokens(new_tokens)
         for failed in step.failed:
             if (sequence := self._sequences.get(failed.sequence_id)) is not None:
-                self._sequences.abort(sequence, failed.code, failed.message)
+                after_s = failed.retry_after_s
+                self._sequences.abort(sequence, failed.code, failed.message, retry_after_s=after_s)
         for stream in self._streams:
             stream.push_load(load, report.num_commands)
 
@@ -151,6 +152,7 @@ class DecodeService:
             mode=Mode.WAITING_FOR_REMOTE_KV if candidates else Mode.LOCAL,
             remote_prefill_min_tokens=local_tokens_max + 1,
             fork_of=self._sequences.find(stream, submit.fork_of),
+            first_token_s=submit.first_token_s,
         )
         others = (h for h in submit.prefix_holders if h.worker_id != self._config.worker_id)
         holders = self.planner.alive(others)

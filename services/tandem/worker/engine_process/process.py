@@ -236,7 +236,8 @@ class EngineProcess:
             case messages.LoadBytes(request_id):
                 self._send(messages.BlockData(request_id, error.message))
             case _:
-                self._failed.append(Failed(sequence_id, error.code, error.message))
+                after_s = error.retry_after_s or 0.0
+                self._failed.append(Failed(sequence_id, error.code, error.message, after_s))
 
     def _give_up(self, sequence_id: str) -> list[int]:
         pull_ids, unsafe = self._ledger.give_up(sequence_id)
