@@ -31,7 +31,7 @@ from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.make_tiers import make_tiers
 from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
-from tandem.errors import BadRequest, InternalError, QueueFull, TandemError
+from tandem.errors import BadRequest, InternalError, QueueFull, Returned, TandemError
 from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.masks import GrammarMasks
 from tandem.perf_model.step_time import StepTimeModel, StepWork
@@ -235,6 +235,12 @@ class Engine:
         elif sequence_id in self._peer_blocks:
             self._peer_blocks.remove(sequence_id, unsafe_blocks)
         self._pending.forget(sequence_id)
+
+    def return_waiting(self, sequence_ids: Collection[str], count: int) -> None:
+        """Ends at most `count` of these sequences, the oldest first, of which nothing was begun and
+        which wait for a running slot, blocks or other prompts. Each is reported as failed."""
+        for sequence in self._scheduler.returnable(sequence_ids)[:count]:
+            self._fail(sequence, Returned("it would wait here for others"))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """Frees quarantined blocks that no read writes any more."""

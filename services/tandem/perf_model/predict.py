@@ -15,7 +15,9 @@ from tandem.perf_model.rates import PairRate, WorkerRates, token_contexts
 
 ASK_S = 2e-3  # a lease: opened, answered, released
 HERE_MARGIN = 0.95  # of the best peer's time
-RATES_OFF = 1.1  # times as long as predicted a queue may take less: what is refused early is late
+# A queue may take so many times less than predicted: what is refused early would surely be late.
+RATES_OFF = 1.1
+OWN_SPARE = 1.1  # times what a prompt is predicted to take that it must have left when it begins
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -102,9 +104,9 @@ def queued_seconds(rates: WorkerRates, prompts: Iterable[tuple[int, int]]) -> fl
     """Computing what is missing of several prompts takes so long. Each has so many missing tokens
     after so many others; prompts share the steps."""
     num_tokens = contexts = 0
-    for missing, context in prompts:
+    for missing, before in prompts:
         num_tokens += missing
-        contexts += token_contexts(missing, context)
+        contexts += token_contexts(missing, before)
     if not num_tokens:
         return 0.0
     # So many tokens in one piece would have the same sum of contexts behind so many others.

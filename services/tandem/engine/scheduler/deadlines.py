@@ -14,10 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
-from tandem.perf_model.predict import RATES_OFF, queued_seconds
+from tandem.perf_model.predict import OWN_SPARE, RATES_OFF, queued_seconds
 from tandem.perf_model.rates import WorkerRates
-
-OWN_SPARE = 1.1  # times what a prompt is predicted to take that it must have left
 
 
 class Deadlines:

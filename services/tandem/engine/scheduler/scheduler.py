@@ -144,6 +144,16 @@ class Scheduler:
         unbegun = [s for s in self.running if not s.is_begun]
         return list(self.deadlines.find_late([*self.waiting, *unbegun]))
 
+    def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
+        """Returns which of these wait and hold nothing, the oldest first. Those that wait for a
+        grammar, or for blocks that others bring, would wait elsewhere too, or compute more."""
+        return [
+            s
+            for s in self.waiting
+            if s.sequence_id in sequence_ids
+            and not (s.is_begun or s.num_preemptions or s.awaits_grammar or self._awaits_blocks(s))
+        ]
+
     def has_work(self) -> bool:
         if self.running or self.loads.has_work(self.loading) or self.find_late():
             return True

@@ -39,6 +39,7 @@ from tandem.router.request.migrations import (
 from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.returns import Returns
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.store.client import UNREACHABLE
 
@@ -74,6 +75,7 @@ class Dispatcher:
         self._pending = PendingQueue(config, view, metrics)
         self.admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
         self._migrations = Migrations(metrics, view.events)
+        self._returns = Returns(view)
 
     @property
     def num_pending(self) -> int:
@@ -357,7 +359,12 @@ class Dispatcher:
         refused = frozenset(routing.refused)
         near, first = job.wanted
         roster = self._view.roster()
-        placement = choose(
+        placement = None
+        if routing.returned_by:  # it goes elsewhere, if anybody is there
+            avoided = refused | {routing.returned_by}
+            placement = choose(work, roster, matches, self._rng, refused=avoided)
+            routing.returned_by = ""
+        placement = placement or choose(
             work, roster, matches, self._rng, refused=refused, near=near, first=first
         )
         if placement is None:

@@ -53,6 +53,9 @@ from tandem.store.registry import KvCompatibility
 FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late
 
 
+RETURNS_MAX = 4  # of one request by workers where it waited
+
+
 class JobState(Enum):
     PLACING = "placing"
     WAITING = "waiting"
@@ -176,6 +179,8 @@ class Routing:
     stays_until: float = -math.inf  # no worker was found for it to migrate to
     refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
     retry_after_s: float | None = None  # the shortest that a full worker named
+    num_returns: int = 0  # by workers where it would have waited
+    returned_by: str = ""  # epoch of the last of them, until it is placed again
     overloaded: Overloaded | None = None  # of a worker where its first token would be late
     # What a worker said that cannot take it, however long it waits.
     cannot_take: NeverFits | AdapterUnavailable | None = None
@@ -339,7 +344,13 @@ def submission(
         losses_max=max(1, LOSSES_MAX - progress.num_lost),
         fork_of=_fork_of(job, placement),
         first_token_s=_first_token_s(job),
+        may_return=_may_return(job),
     )
+
+
+def _may_return(job: Job) -> bool:
+    is_begun = bool(job.progress.output_token_ids) or job.routing.leaves
+    return job.parent is None and not is_begun and job.routing.num_returns < RETURNS_MAX
 
 
 def _first_token_s(job: Job) -> float:

@@ -16,6 +16,7 @@ from tandem.errors import (
     NoWorkers,
     Overloaded,
     QueueFull,
+    Returned,
     TandemError,
     WorkerLeft,
     WorkerLost,
@@ -50,6 +51,11 @@ class Migrations:
     def note_refusal(self, job: Job, error: TandemError) -> None:
         routing = job.routing
         assert routing.routed is not None
+        if isinstance(error, Returned):
+            routing.num_returns += 1
+            routing.returned_by = routing.routed.placement.decode.epoch
+            self._metrics.refusals.labels(code=error.code).inc()
+            return
         routing.refused.add(routing.routed.placement.decode.epoch)
         if isinstance(error, Overloaded):
             routing.overloaded = error

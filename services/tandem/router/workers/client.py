@@ -100,6 +100,13 @@ class WorkerClient:
         self._on_load()
         return attempt
 
+    def return_waiting(self, count: int) -> None:
+        """Has the worker hand back so many sequences of which nothing is begun: their attempts fail
+        with Returned."""
+        if self.is_up:
+            returned = pb.ReturnWaiting(count=count)
+            self._send(pb.DecodeCommand(return_waiting=returned))
+
     async def keep(self, message: pb.KeepRequest) -> pb.KeepResponse:
         """Has the worker pin a chain of blocks. Raises WorkerLost when the stream is down, and
         AioRpcError."""

@@ -19,7 +19,7 @@ from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.prompt_prefill import Producers, PromptPrefill
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState, Submission
-from tandem.worker.engine_process.messages import Add, Report
+from tandem.worker.engine_process.messages import Add, Report, ReturnWaiting
 from tandem.worker.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,20 @@ class DecodeService:
                     for sequence_id in list(stream.sequence_ids):
                         if sequence_id.rpartition("#")[0] == command.cancel.request_id:
                             self._sequences.remove(sequence_id)
+                case "return_waiting":
+                    self._return_waiting(stream, command.return_waiting.count)
+
+    def _return_waiting(self, stream: RouterStream, count: int) -> None:
+        """Has the engine end sequences of a router that it has not begun, so that the router can
+        place them elsewhere."""
+        found = [s for id_ in stream.sequence_ids if (s := self._sequences.get(id_)) is not None]
+        queued = [
+            s.sequence_id
+            for s in found
+            if s.submission.may_return and s.state is SequenceState.QUEUED and not s.admitted_at
+        ]
+        if queued:
+            self._link.send(ReturnWaiting(queued, count))
 
     def _submit(self, stream: RouterStream, submit: pb.SubmitSequence) -> None:
         sequence_id = f"{submit.request_id}#{submit.attempt}"
@@ -164,7 +178,12 @@ class DecodeService:
             }
             span = self._tracing.begin("decode_worker", trace_headers(submit.trace), attributes)
         asked = Submission(
-            submit.request_id, submit.attempt, candidates, holders, submit.losses_max
+            submit.request_id,
+            submit.attempt,
+            candidates,
+            holders,
+            submit.losses_max,
+            submit.may_return,
         )
         sequence = DecodeSequence(asked, spec, stream, span)
         if candidates:

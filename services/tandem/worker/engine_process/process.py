@@ -204,6 +204,8 @@ class EngineProcess:
                 self._send(messages.ChainKept(request_id, kept))
             case messages.Remove(sequence_id):
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
+            case messages.ReturnWaiting(sequence_ids, count):
+                self._engine.return_waiting(sequence_ids, count)
             case messages.StartPull(sequence_id, pull):
                 self._check_held(sequence_id, pull.local_block_ids)
                 self._transfer.submit(pull)
