@@ -17,7 +17,7 @@ ASK_S = 2e-3  # a lease: opened, answered, released
 HERE_MARGIN = 0.95  # of the best peer's time
 # A queue may take so many times less than predicted: what is refused early would surely be late.
 RATES_OFF = 1.1
-OWN_SPARE = 1.1  # times what a prompt is predicted to take that it must have left when it begins
+OWN_SPARE = 1.05  # times what a prompt is predicted to take that it must have left when it begins
 
 
 class Holder(msgspec.Struct, frozen=True):

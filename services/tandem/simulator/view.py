@@ -141,6 +141,7 @@ class View:
             num_running=load.num_running,
             num_waiting=load.num_waiting + (count if is_decode else 0),
             queued_tokens=load.queued_tokens + sent.num_tokens,
+            keeps_deadlines=True,
             queued_s=told_s * self._paces.of(worker.worker_id),
             num_leases=load.num_leases + (0 if is_decode else count),
             blocks_total=load.blocks_total,

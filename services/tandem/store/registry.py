@@ -179,6 +179,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     unreachable: dict[str, str] = {}  # peer worker id -> why no blocks can be read from it
     tiers: tuple[TierUse, ...] = ()  # below its KV pool, from the fastest on
     prefill_at: str = ""  # where it has prompts prefilled that it decodes; empty: it does not say
+    keeps_deadlines: bool = False  # it refuses what would come too late (SubmitSequence)
 
     @property
     def transports(self) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """Finds sequences whose first token would come too late, before anything of them is computed.
 
     add     refused if all that is queued before it, and its own prompt, take too long
-    waits   refused as soon as its own prompt alone takes too long, from now on
+    waits   refused as soon as its own prompt takes too long, even if it comes next
 
 The first check answers early, so it refuses only what is late even if the rates are off by
-`RATES_OFF`. The second one is exact: only one prompt's time is predicted. So requests that several
-routers admitted without knowledge of each other meet their limit here. A sequence that finds the
-engine idle is never refused: nothing would come sooner without it.
+`RATES_OFF`. The second one is exact: hardly more than its own prompt's time is predicted. So
+requests that several routers admitted without knowledge of each other meet their limit here. A
+sequence that finds the engine idle is never refused: nothing would come sooner without it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,14 +22,20 @@ class Deadlines:
     """The deadlines of an engine's sequences, `SequenceSpec.first_token_by`. `rates` are those of
     prefill now, beside what decodes; None: not measured."""
 
-    def __init__(self, rates: Callable[[], WorkerRates | None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rates: Callable[[], WorkerRates | None],
+        has_rates: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
         self._rates = rates
+        self._has_rates = has_rates  # the same, without the work to make them
         self.clock = clock
 
     def queued_s(self, sequences: Iterable[Sequence]) -> float | None:
         """Predicts the seconds until all missing prompt tokens are computed; None: no rates."""
         spans = [span for s in sequences if (span := s.missing_span)[0]]
-        if not spans:
+        if not spans and self._has_rates():
             return 0.0
         rates = self._rates()
         return None if rates is None else queued_seconds(rates, spans)
@@ -49,15 +55,17 @@ class Deadlines:
             raise _overloaded(late_s)
 
     def find_late(self, sequences: Collection[Sequence]) -> Iterator[tuple[Sequence, Overloaded]]:
-        """Yields those that have waited, and are late even if their prompt starts now."""
+        """Yields those that have waited, and are late even if their prompt comes next, after those
+        that are begun."""
         waiting = [s for s in sequences if s.spec.first_token_by and s.has_waited]
         waiting = [s for s in waiting if not s.is_begun]
         if not waiting:
             return
+        begun_s = self.queued_s(s for s in sequences if s.is_begun) or 0.0
         now, rates = self.clock(), self._rates()
         for sequence in waiting:
             own_s = 0.0 if rates is None else queued_seconds(rates, [sequence.missing_span])
-            late_s = now + OWN_SPARE * own_s - sequence.spec.first_token_by
+            late_s = now + begun_s + OWN_SPARE * own_s - sequence.spec.first_token_by
             if late_s > 0:
                 yield sequence, _overloaded(late_s)
 

@@ -80,7 +80,7 @@ class Scheduler:
         self._itl_limit_s = itl_limit_s
         self._adapters = adapters
         self._unmeasured = kv.rates(max_tokens_per_step)
-        self.deadlines = Deadlines(self._prefill_rates, time.monotonic)
+        self.deadlines = Deadlines(self._prefill_rates, self._has_rates, time.monotonic)
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -141,8 +141,7 @@ class Scheduler:
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
         """Returns sequences of which nothing is computed yet and whose first token would come too
         late."""
-        unbegun = [s for s in self.running if not s.is_begun]
-        return list(self.deadlines.find_late([*self.waiting, *unbegun]))
+        return list(self.deadlines.find_late([*self.running, *self.waiting]))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
         """Returns which of these wait and hold nothing, the oldest first. Those that wait for a
@@ -346,6 +345,9 @@ class Scheduler:
         rates = self._step_time.rates(self._unmeasured)
         num_decoding = sum(s.in_decode for s in self.running)
         return beside_decode(rates, self.chunk_tokens, num_decoding) if rates.measured else None
+
+    def _has_rates(self) -> bool:
+        return self._step_time.has_measured_prefill
 
     @property
     def chunk_tokens(self) -> int:

@@ -69,10 +69,8 @@ def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bo
 
 
 def keep_deadlines(placement: Placement) -> bool:
-    """Returns whether its workers refuse by themselves what would come too late: those that report
-    the seconds of their queues do."""
-    workers = (placement.decode, *placement.prefill_candidates)
-    return all(w.queued_s is not None for w in workers)
+    """Returns whether all its workers refuse by themselves what would come too late."""
+    return all(w.keeps_deadlines for w in (placement.decode, *placement.prefill_candidates))
 
 
 def allowed_s(

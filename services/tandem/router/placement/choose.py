@@ -186,8 +186,9 @@ def _hold_most(workers: list[WorkerSnapshot], depths: Mapping[str, int]) -> list
     most = max(held)
     if min(held) == most:
         return workers
-    limit = (1 + LOAD_EXCESS) * sum([w.num_requests for w in workers]) / len(workers) + 1
-    fit = [(h, w) for h, w in zip(held, workers, strict=True) if w.num_requests < limit]
+    loads = [w.num_requests for w in workers]
+    limit = (1 + LOAD_EXCESS) * (sum(loads) + 1) / len(workers)
+    fit = [(h, w) for h, load, w in zip(held, loads, workers, strict=True) if load <= limit]
     most = max(fit, key=itemgetter(0))[0]
     return [w for h, w in fit if h == most]
 

@@ -75,6 +75,7 @@ class WorkerSnapshot:
     adapters: frozenset[str] = frozenset()  # digests of those in its memory
     adapters_failed: frozenset[str] = frozenset()  # that it could not read of late
     lora_rank_max: int = 0  # of an adapter that it loads; 0: it loads none
+    keeps_deadlines: bool = False  # it refuses by itself what would come too late
     prefill_at: str = ""  # of a decode worker: "remote" or "local" if it has no choice
 
     @property
@@ -143,8 +144,9 @@ def decode_cost(
         + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
         + reused.load_s
         + _missing_s(work, worker, reused.num_tokens, producers)
-        + _adapter_s(work, worker)
     )
+    if work.adapter is not None:
+        cost_s += _adapter_s(work.adapter, worker)
     if 0 < worker.num_running_slots <= worker.num_running + worker.num_pulls + worker.num_waiting:
         cost_s += slot_wait_s(work, worker, work.completion_tokens)
     if worker.num_waiting:
@@ -198,16 +200,17 @@ def prefill_cost(
         holders=holders or (),
         block_size=work.block_size,
     )
-    cost_s = expected.total_s + reused.load_s + _adapter_s(work, worker)
+    cost_s = expected.total_s + reused.load_s
+    if work.adapter is not None:
+        cost_s += _adapter_s(work.adapter, worker)
     if num_leases := worker.num_leases:
         cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
     return cost_s
 
 
-def _adapter_s(work: Work, worker: WorkerSnapshot) -> float:
+def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
     """Seconds until the request's adapter is in the worker's memory."""
-    is_there = work.adapter is None or work.adapter.digest in worker.adapters
-    return 0.0 if is_there else ADAPTER_READ_S
+    return 0.0 if adapter.digest in worker.adapters else ADAPTER_READ_S
 
 
 @dataclass(frozen=True, slots=True)

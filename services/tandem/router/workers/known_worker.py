@@ -110,5 +110,6 @@ class KnownWorker:
             adapters=frozenset(self.record.adapters.loaded),
             adapters_failed=frozenset(self.record.adapters.failed),
             lora_rank_max=self.record.adapters.rank_max,
+            keeps_deadlines=self.record.keeps_deadlines,
             prefill_at=self.record.prefill_at,
         )
