@@ -103,11 +103,11 @@ def choose(
     candidates: list[WorkerSnapshot] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
-        candidates = _order_prefill(work, prefill, matches, reach, producers, roster, rng, first)
+        candidates = _order_prefill(work, prefill, matches, producers, roster, rng, first)
     else:
         decode = _within_share(work, decode, matches, roster)
     costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
-    chosen = _pick(_hold_most(near_best(decode, costs), reach), rng)
+    chosen = _pick(_hold_most(work, near_best(decode, costs), matches, roster), rng)
     prefills = candidates[0] if candidates else chosen
     cached, there = reuse(work, chosen, matches), reuse(work, prefills, matches)
     tokens_missing = work.num_tokens - max(cached.num_tokens, there.num_tokens)
@@ -176,13 +176,18 @@ def near_best(
     return [w for w in workers if costs[w.worker_id] <= limit]
 
 
-def _hold_most(workers: list[WorkerSnapshot], depths: Mapping[str, int]) -> list[WorkerSnapshot]:
+def _hold_most(
+    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
+) -> list[WorkerSnapshot]:
     """Returns those of some near-best workers that hold the most of the prompt. One that has many
     more requests than the mean is left out: several routers may see the same prefix there, and each
     of them only its own requests."""
-    if len(workers) == 1 or not depths:
+    if len(workers) == 1 or not matches:
         return workers
-    held = [depths.get(w.worker_id, 0) for w in workers]
+    if roster.num_with_tiers:  # a tier that is slower than computing is no help
+        held = [reuse(work, w, matches).num_tokens for w in workers]
+    else:
+        held = [matches.get(w.worker_id, 0) for w in workers]
     most = max(held)
     if min(held) == most:
         return workers
@@ -229,7 +234,6 @@ def _order_prefill(
     work: Work,
     workers: list[WorkerSnapshot],
     matches: Mapping[str, int],
-    reach: Mapping[str, int],
     holders: Sequence[WorkerSnapshot],
     roster: Roster,
     rng: Random,
@@ -242,7 +246,7 @@ def _order_prefill(
     first = next((w for w in workers if w.worker_id == wanted), None)
     if first is None:
         near = near_best(_within_share(work, workers, matches, roster), costs)
-        first = _pick(_hold_most(near, reach), rng)
+        first = _pick(_hold_most(work, near, matches, roster), rng)
     rest = [w for w in workers if w is not first]
     rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
     return [first, *rest[: PREFILL_CANDIDATES_MAX - 1]]
