@@ -61,6 +61,7 @@ def cluster_of(
     decode: int,
     router: tuple[str, ...] = (),
 ) -> Iterator[LocalCluster]:
+    folder.mkdir(exist_ok=True)
     cluster = LocalCluster(redis, folder, model)
     cluster.options = [*options]
     cluster.router_options = ["--lookup-deadline", "0.5", *router]
