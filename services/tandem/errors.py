@@ -23,6 +23,7 @@
       NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
       QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
+        Returned            429  RESOURCE_EXHAUSTED   handed back by its worker; no client gets it
       TooManyRequests       429  RESOURCE_EXHAUSTED   of one address, that have no answer yet
       RateLimited           429  RESOURCE_EXHAUSTED   a limit of its API key is reached
       BodiesFull            503  UNAVAILABLE          too many bytes of bodies that are not parsed
@@ -154,6 +155,9 @@ class QueueFull(TandemError, code="queue_full", http=429, grpc="RESOURCE_EXHAUST
 
 
 class Overloaded(QueueFull, code="overloaded"): ...
+
+
+class Returned(QueueFull, code="returned"): ...
 
 
 class TooManyRequests(

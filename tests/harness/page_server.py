@@ -42,8 +42,7 @@ _UP = SimpleNamespace(
     why_down="",
     load=None,
     num_inflight=0,
-    num_unreported=0,
-    tokens_unreported=0,
+    unreported=(),
     is_draining=False,
 )
 _STAGES: dict[Any, float] = {"tokenize": 1, "route": 2, "queue": 20, "prefill": 80, "wire": 3}

@@ -118,6 +118,10 @@ class RecordingLink:
     pulls: list[BlockPull] = field(default_factory=list)
     reservations: Reservations = field(default_factory=Reservations)
 
+    @property
+    def num_sent(self) -> int:
+        return len(self.sent)
+
     def send(self, command: Command, data: bytes | None = None) -> None:
         self.sent.append(command)
 

@@ -117,6 +117,7 @@ class ScriptedWorker(WorkerServicer):
         self.block_hashes: list[bytes] | None = None  # that it says it holds; None: cannot say
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
+        self.asked_back: list[int] = []  # waiting sequences that a router wanted back
         self.drains: list[float] = []  # deadlines that were asked for
         self.kept: list[pb.KeepRequest] = []
         self.keep_reason = ""  # that it gives for keeping nothing; empty: it keeps all
@@ -293,6 +294,8 @@ class ScriptedWorker(WorkerServicer):
                 task = asyncio.ensure_future(self.script(command.submit, say))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+            elif command.HasField("return_waiting"):
+                self.asked_back.append(command.return_waiting.count)
             else:
                 self.cancelled.append(command.cancel.request_id)
 

@@ -31,7 +31,7 @@ from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.make_tiers import make_tiers
 from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
-from tandem.errors import BadRequest, InternalError, QueueFull, TandemError
+from tandem.errors import BadRequest, InternalError, QueueFull, Returned, TandemError
 from tandem.grammars.compiler import GrammarCompiler
 from tandem.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
 from tandem.perf_model.step_time import StepTimeModel, StepWork
@@ -94,7 +94,9 @@ class Engine:
         self._tiers.turn()
         self.kept.turn()
         loaded = self._settle_loads()
-        late = self._settle_masks()
+        for sequence, error in self._scheduler.find_late():
+            self._fail(sequence, error)
+        late_masks = self._settle_masks()
         schedule = self._scheduler.schedule()
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
@@ -107,19 +109,21 @@ class Engine:
         if schedule.chunks and not self._pending.starts_a_transfer:
             self._run(schedule, on_final)
             work = schedule.work
-        elif late and not schedule.chunks:
-            self._grammars.wait_for_any(late)
+        elif late_masks and not schedule.chunks:
+            self._grammars.wait_for_any(late_masks)
         return self._take_report(work, started)
 
     def add(self, spec: SequenceSpec) -> None:
-        """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits or QueueFull.
+        """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits, QueueFull or Overloaded.
 
         One that is over already (a moved one, whose last token ended it) is reported as such.
         """
         self._check_new(spec.sequence_id)
         self._new_sequences.check(spec)
         self._check_queue(len(self._scheduler.waiting))
-        self._enter(self._new_sequences.make(spec))
+        sequence = self._new_sequences.make(spec)
+        self._scheduler.check_deadline(sequence)
+        self._enter(sequence)
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
@@ -234,6 +238,12 @@ class Engine:
         elif sequence_id in self._peer_blocks:
             self._peer_blocks.remove(sequence_id, unsafe_blocks)
         self._pending.forget(sequence_id)
+
+    def return_waiting(self, sequence_ids: Collection[str], count: int) -> None:
+        """Ends at most `count` of these sequences, the oldest first, of which nothing was begun and
+        which wait for a running slot, blocks or other prompts. Each is reported as failed."""
+        for sequence in self._scheduler.returnable(sequence_ids)[:count]:
+            self._fail(sequence, Returned("it would wait here for others"))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """Frees quarantined blocks that no read writes any more."""

@@ -147,7 +147,8 @@ class PendingReport:
 
     def failed(self, sequence: Sequence, error: TandemError) -> None:
         """Reports that the sequence ends without an answer."""
-        self._report.failed.append(Failed(sequence.sequence_id, error.code, error.message))
+        failed = Failed(sequence.sequence_id, error.code, error.message, error.retry_after_s or 0.0)
+        self._report.failed.append(failed)
 
     def forget(self, sequence_id: str) -> None:
         """Drops everything about the sequence that was not reported yet."""

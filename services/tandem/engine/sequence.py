@@ -84,6 +84,9 @@ class Sequence:
     cached: CachedTokens | None = None  # that the first admission reused; None before it
     loading: Loading = field(default_factory=Loading)  # from a tier below the pool
     num_known_blocks: int = 0  # others had these first ones, maybe without all that windows need
+    num_matched_blocks: int = 0  # WAITING: the pool had these first ones when it was enqueued
+    is_begun: bool = False  # some of it was computed here
+    has_waited: bool = False  # it did not begin in the step after it came
     may_load: bool = True  # from a tier below the pool: until such a load stood still
     num_preemptions: int = 0
     shared_since: float = 0.0  # WAITING for blocks that another computes (early_reuse.py); 0: not
@@ -230,18 +233,22 @@ class Sequence:
         return self.num_computed_tokens >= self.num_prefill_tokens
 
     @property
-    def num_queued_tokens(self) -> int:
-        """Prefill that this engine still has to do for it, as far as is known before admission."""
+    def missing_span(self) -> tuple[int, int]:
+        """Prefill that this engine still has to do for it, as far as is known before admission: so
+        many tokens, after so many others."""
         awaits_prefix = (
             self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
         )
         if self.status is Status.LOADING:
-            return self.num_tokens - self.loading.end * self.block_size
-        if self.status is Status.WAITING or awaits_prefix:
-            return self.num_tokens - self.num_prefix_blocks * self.block_size
-        if self.status is Status.RUNNING and not self.in_decode:
-            return self.num_missing_tokens
-        return 0
+            context = self.loading.end * self.block_size
+        elif self.status is Status.WAITING or awaits_prefix:
+            num_blocks = max(self.num_prefix_blocks, self.num_matched_blocks)
+            context = num_blocks * self.block_size
+        elif self.status is Status.RUNNING and not self.in_decode:
+            context = self.num_computed_tokens
+        else:
+            return 0, 0
+        return self.num_tokens - context, context
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

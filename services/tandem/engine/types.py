@@ -85,6 +85,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     retention: Retention = NO_RETENTION  # of its KV after its end
     # Its tokens see so much KV; it is shared with no other sequence. None: all KV.
     kv_budget: KvBudget | None = None
+    # Of time.monotonic(), the same clock in all processes of a machine: a first token that would
+    # come later is of no use, so the sequence is refused before anything is computed. 0: none is.
+    first_token_by: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -174,6 +177,7 @@ class Failed(msgspec.Struct, frozen=True):
     sequence_id: str
     code: str
     message: str
+    retry_after_s: float = 0.0
 
 
 class AdapterLoad(msgspec.Struct, frozen=True):
@@ -215,6 +219,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     num_running_slots: int = 0  # sequences that may run or await KV at once
     chunk_tokens: int = 0  # of prefill in a step, beside those who decode now
     queued_tokens: int = 0
+    queued_s: float | None = None  # until those are computed; None: no rate was measured
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_used: int = 0

@@ -7,13 +7,17 @@ prefill worker's choice between pulling and computing, and the simulator ask her
 """
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
-from tandem.perf_model.rates import PairRate, WorkerRates
+from tandem.perf_model.rates import PairRate, WorkerRates, token_contexts
 
 ASK_S = 2e-3  # a lease: opened, answered, released
 HERE_MARGIN = 0.95  # of the best peer's time
+# A queue may take so many times less than predicted: what is refused early would surely be late.
+RATES_OFF = 1.1
+OWN_SPARE = 1.05  # times what a prompt is predicted to take that it must have left when it begins
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -21,6 +25,25 @@ class Holder(msgspec.Struct, frozen=True):
 
     num_tokens: int
     rate: PairRate
+
+
+class Prefill(NamedTuple):
+    """Prefill that a worker is to do: so many tokens, in a predicted time."""
+
+    num_tokens: int
+    seconds: float
+
+
+NO_PREFILL = Prefill(0, 0.0)
+
+
+def summed(prefills: Iterable[Prefill]) -> Prefill:
+    """Returns all of this prefill as one."""
+    num_tokens, seconds = 0, 0.0
+    for prefill in prefills:
+        num_tokens += prefill.num_tokens
+        seconds += prefill.seconds
+    return Prefill(num_tokens, seconds)
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -42,17 +65,16 @@ def expect(
     num_tokens: int,
     cached_tokens: int,
     *,
-    queued_tokens: int = 0,
+    queue_s: float = 0.0,
     after_s: float = 0.0,
     holders: Iterable[Holder] = (),
     block_size: int = 16,
 ) -> Expected:
-    """Predicts a prompt's prefill, begun after `after_s` at the earliest.
+    """Predicts a prompt's prefill behind a queue, begun after `after_s` at the earliest.
 
     The prefix is pulled from the holder with which the prompt is there first, unless computing it
     is as fast.
     """
-    queue_s = queue_seconds(rates, queued_tokens) if queued_tokens else 0.0
     if queue_s < after_s:
         queue_s = after_s
     lowest_s = prefill_seconds(rates, num_tokens, cached_tokens)
@@ -78,8 +100,22 @@ def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> 
     return rates.prefill.seconds(num_tokens - cached, cached, rates.step_tokens)
 
 
+def queued_seconds(rates: WorkerRates, prompts: Iterable[tuple[int, int]]) -> float:
+    """Computing what is missing of several prompts takes so long. Each has so many missing tokens
+    after so many others; prompts share the steps."""
+    num_tokens = contexts = 0
+    for missing, before in prompts:
+        num_tokens += missing
+        contexts += token_contexts(missing, before)
+    if not num_tokens:
+        return 0.0
+    # So many tokens in one piece would have the same sum of contexts behind so many others.
+    context = contexts / num_tokens - (num_tokens - 1) / 2
+    return rates.prefill.seconds(num_tokens, context, rates.step_tokens)
+
+
 def queue_seconds(rates: WorkerRates, queued_tokens: int) -> float:
-    """Computing what is queued takes so long, as if nothing of it had any context."""
+    """Computing a queue takes so long of which only the tokens are known: as one prompt."""
     return rates.prefill.seconds(queued_tokens, 0, rates.step_tokens)
 
 

@@ -21,7 +21,7 @@ class PrefillRate(msgspec.Struct, frozen=True):
     token_s: float = 1e-3
     token_context_s: float = 1e-7
 
-    def seconds(self, num_tokens: int, context: int = 0, step_tokens: int = 512) -> float:
+    def seconds(self, num_tokens: int, context: float = 0, step_tokens: int = 512) -> float:
         """Seconds of `num_tokens` tokens that follow `context` others, `step_tokens` a step.
 
         The answer is never shorter for more tokens, a longer context or a smaller step.

@@ -101,6 +101,10 @@ class StepTimeModel:
         step_s, sequence_s, context_s = self._decode.coefficients
         return DecodeRate(step_s, sequence_s + context_s * self._mean_context)
 
+    @property
+    def has_measured_prefill(self) -> bool:
+        return self._told.num_observations > 0
+
     def rates(self, unmeasured: WorkerRates) -> WorkerRates:
         """The worker tells these rates; the decode rate is a guess until a step only decoded."""
         return msgspec.structs.replace(

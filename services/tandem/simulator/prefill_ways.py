@@ -37,14 +37,14 @@ def worth_asking(
     rates, size = scenario.rates, scenario.block_size
     load, cached = worker.load(), worker.cache.num_cached(task.hashes) * size
     prompt, work = Prompt(task.num_tokens, size), Work(task.num_tokens, size)
-    here = Here(rates, load.queued_tokens, cached, num_running=load.num_running)
+    here = Here(rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
     for peer in peers:
         reused = reuse(work, peer, matches) if rates.tiers else None
         candidates.append(
             Candidate(
                 rates,
-                peer.queued_tokens,
+                peer.queue_s,
                 reused.num_tokens if reused else matches.get(peer.worker_id, 0) * size,
                 worker_id=peer.worker_id,
                 pair=scenario.pair,

@@ -1,5 +1,6 @@
 """A simulated request and what became of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class Request:
     num_output_tokens_here: int = 0  # 1 from the first token on
     is_admitted: bool = False
     promise: Promise | None = None
+    first_token_by: float = math.inf  # seconds: a later first token is of no use
     num_submissions: int = 0
     sent: Sent | None = None  # until it is prefilled
     cached_tokens: int = 0  # where it was prefilled, also in tiers there
@@ -61,5 +63,11 @@ class Request:
 
     def make_task(self, output_tokens: int) -> Task:
         """Returns the task to make so many tokens of it on a worker; of none, it is a lease."""
-        returns = self.arrival.in_session
-        return Task(self, self.num_tokens, self.hashes, output_tokens, returns=returns)
+        return Task(
+            self,
+            self.num_tokens,
+            self.hashes,
+            output_tokens,
+            returns=self.arrival.in_session,
+            first_token_by=math.inf if self.first_token_s else self.first_token_by,
+        )

@@ -7,6 +7,7 @@ decode worker dies: moved with the tokens made so far (at most MIGRATIONS_MAX ti
 prefill worker dies: the next candidate, else prefilled on the decode worker
 """
 
+import math
 from collections.abc import Coroutine, Sequence
 from random import Random
 from typing import Any, TypeVar
@@ -106,6 +107,15 @@ class Simulation:
             )
             self.clock.after(exposed_s, self._finish_pull, request, task)
 
+    def refused(self, worker: Worker, task: Task) -> None:
+        request = _request(task)
+        if task is request.lease:
+            self._ask_candidate(request)
+            return
+        request.refused |= {f"{worker.worker_id}/{worker.epoch}"}
+        request.decode_task = None
+        self._place(request)
+
     def decoded(self, worker: Worker, task: Task) -> None:
         request = _request(task)
         self._end(request)
@@ -172,6 +182,7 @@ class Simulation:
                 now=self.clock.now_s,
             )
             request.promise = decision.promise
+            request.first_token_by = request.arrival.at_s + decision.within_s
             request.is_admitted = decision.is_admitted
         else:
             request.is_admitted = True
@@ -194,7 +205,7 @@ class Simulation:
         noted = request.candidates[0] if request.candidates else worker.worker_id
         if request.candidates:
             accepted = worker.reserve(task)
-            self.view.note_sent(worker.worker_id, 0)
+            self.view.note_sent(worker.worker_id)
         else:
             accepted = self._prefill(request, worker, task)
         if accepted:
@@ -327,6 +338,7 @@ class Simulation:
             request.failure = "lost"
             return
         request.num_migrations += 1
+        request.first_token_by = math.inf  # it was taken
         if task is not None and task.tokens_left is not None:  # it was in the batch
             request.num_output_tokens_here = task.output_tokens - task.tokens_left
         request.num_output_tokens += request.num_output_tokens_here

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem.perf_model.predict import beside_decode, prefill_seconds
+from tandem.perf_model.predict import NO_PREFILL, Prefill, beside_decode, prefill_seconds, summed
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
@@ -27,7 +27,7 @@ class _Known:
     load: Load
     rates: WorkerRates  # that it told, at the pace that was seen
     load_queue_s: float = 0.0  # of its tiers, when the load was taken
-    sent: deque[tuple[float, int]] = field(default_factory=deque)  # when, prompt tokens missing
+    sent: deque[tuple[float, Prefill]] = field(default_factory=deque)  # when, and for what
     reporting: bool = False
     changed: bool = False
 
@@ -62,12 +62,12 @@ class View:
         rates = beside_decode(told, 0, known.load.num_running)
         told_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
         sent = self._paces.sent(worker_id, told_s, self._clock.now_s, may_pull=may_pull)
-        self.note_sent(worker_id, missing)
+        self.note_sent(worker_id, Prefill(missing, told_s))
         return sent
 
-    def note_sent(self, worker_id: str, missing: int) -> None:
+    def note_sent(self, worker_id: str, prefill: Prefill = NO_PREFILL) -> None:
         known = self._known[worker_id]
-        known.sent.append((self._clock.now_s, missing))
+        known.sent.append((self._clock.now_s, prefill))
         self._refresh(known)
 
     def note_first_token(self, sent: Sent, worker_id: str) -> None:
@@ -126,6 +126,8 @@ class View:
 
     def _snapshot(self, known: _Known) -> WorkerSnapshot:
         worker, load, count = known.worker, known.load, len(known.sent)
+        sent = summed(prefill for _, prefill in known.sent)
+        told_s = load.queue_s(self._scenario.rates) + sent.seconds
         is_decode, rates = worker.role == "decode", known.rates
         if known.load_queue_s:
             rates = msgspec.structs.replace(rates, load_queue_s=known.load_queue_s)
@@ -138,7 +140,9 @@ class View:
             reachable=worker.is_up,
             num_running=load.num_running,
             num_waiting=load.num_waiting + (count if is_decode else 0),
-            queued_tokens=load.queued_tokens + sum(tokens for _, tokens in known.sent),
+            queued_tokens=load.queued_tokens + sent.num_tokens,
+            keeps_deadlines=True,
+            queued_s=told_s * self._paces.of(worker.worker_id),
             num_leases=load.num_leases + (0 if is_decode else count),
             blocks_total=load.blocks_total,
             blocks_used=load.blocks_used,

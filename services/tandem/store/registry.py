@@ -39,6 +39,7 @@ from tandem.config.cluster import ClusterConfig, Role
 from tandem.engine_counts import EngineCounts
 from tandem.errors import Incompatible
 from tandem.perf_model.kv_load import GroupLoad, TierUse
+from tandem.perf_model.predict import queue_seconds
 from tandem.perf_model.rates import PairRate, WorkerRates
 from tandem.store.client import UNREADABLE, Client
 from tandem.store.pair_rates import encode_bandwidths, pairs_key
@@ -111,6 +112,7 @@ class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"
     num_waiting: int = 0
     queue_max: int = 0
     queued_tokens: int = 0
+    queued_s: float | None = None  # until those are computed; None: an old or unmeasured worker
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
@@ -122,6 +124,10 @@ class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"
     num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
     chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
     groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
+
+    def queue_s(self, rates: WorkerRates) -> float:
+        """Returns the seconds until what is queued is computed; `rates` serve without a report."""
+        return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
 
 
 class AdapterState(msgspec.Struct, frozen=True):
@@ -172,6 +178,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     disk_total_bytes: int = 0  # 0: it does not say, or writes to no disk
     unreachable: dict[str, str] = {}  # peer worker id -> why no blocks can be read from it
     tiers: tuple[TierUse, ...] = ()  # below its KV pool, from the fastest on
+    prefill_at: str = ""  # where it has prompts prefilled that it decodes; empty: it does not say
+    keeps_deadlines: bool = False  # it refuses what would come too late (SubmitSequence)
 
     @property
     def transports(self) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Between the messages of proto/tandem/v1/worker.proto and the plain data of the parts."""
 
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,7 +38,9 @@ def sequence_spec(
     first_wanted_block: int = 0,
     consumer_rate: tuple[float, float] | None = None,
     fork_of: str = "",
+    first_token_s: float = 0.0,
 ) -> SequenceSpec:
+    """Returns the engine's form of a sequence that came now."""
     return SequenceSpec(
         sequence_id=sequence_id,
         token_ids=list(message.token_ids),
@@ -57,6 +60,7 @@ def sequence_spec(
         consumer_rate=consumer_rate,
         fork_of=fork_of,
         retention=retention_of(message),
+        first_token_by=time.monotonic() + first_token_s if first_token_s else 0.0,
     )
 
 

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from tandem.cluster.operate import show_status
 from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
@@ -16,7 +17,7 @@ from tandem.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.rpc.tandem.v1 import worker_pb2
 from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.store.registry import Load
-from tests.harness.scripted_worker import Say, saying, update
+from tests.harness.scripted_worker import Say, refusal, refusing, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
@@ -127,7 +128,7 @@ async def test_a_request_that_a_load_cannot_show_yet_still_counts(router: Runnin
     await eventually(lambda: not view.roster().by_id[other.worker_id].usable)
     client = view.client(worker.worker_id)
     assert client is not None
-    already = client._num_reported + client.num_unreported
+    already = client._num_reported + len(client.unreported)
     body = {"prompt": [5] * 40, "max_tokens": 1}
     asked = [asyncio.create_task(router.http.post("/v1/completions", json=body)) for _ in range(2)]
     await eventually(lambda: len(router.submitted) == 2)
@@ -147,3 +148,85 @@ async def test_a_request_that_a_load_cannot_show_yet_still_counts(router: Runnin
     other.state = "ready"
     await other.write_record()
     await eventually(lambda: view.roster().by_id[other.worker_id].usable)
+
+
+async def test_a_worker_that_expects_a_late_first_token_refuses_and_another_is_asked(
+    router: RunningRouter,
+) -> None:
+    """A worker knows its queue when requests of several routers meet there."""
+    await tell_load(router, 0)
+    answers = iter([refusing("overloaded", 7.0), saying([1000])])
+
+    async def first_refuses(submit: worker_pb2.SubmitSequence, say: Say) -> None:
+        await next(answers)(submit, say)
+
+    router.script(first_refuses)
+    body = {"prompt": "x", "max_tokens": 1, "return_token_ids": True}
+    answer = await router.http.post("/v1/completions", json=body)
+    assert answer.json()["choices"][0]["token_ids"] == [1000]
+    name = answer.headers["x-request-id"]
+    found = [submit for submit in router.submitted if submit.request_id == name]
+    first, second = sorted(found, key=lambda submit: submit.attempt)
+    assert 0 < second.first_token_s <= first.first_token_s <= 4.0
+    assert (first.attempt, second.attempt) == (0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_client_is_told_when_all_workers_expect_a_late_first_token(
+    router: RunningRouter, stream: bool
+) -> None:
+    await tell_load(router, 0)
+    router.script(refusing("overloaded", 7.0))
+    before = router.outcomes().get("overloaded", 0)
+    answer = await router.http.post("/v1/completions", json={"prompt": [5], "stream": stream})
+    assert answer.status_code == 429
+    assert answer.json()["error"]["code"] == "overloaded"
+    assert answer.headers["retry-after"] == "7"
+    assert router.outcomes()["overloaded"] == before + 1
+
+
+async def test_a_sequence_that_is_handed_back_goes_to_the_other_worker(
+    router: RunningRouter,
+) -> None:
+    """It has not begun: this is no migration and no loss."""
+    await tell_load(router, 0)
+    asked: list[str] = []
+
+    async def first_returns(submit: worker_pb2.SubmitSequence, say: Say) -> None:
+        asked.append(submit.request_id)
+        if len(asked) == 1:
+            assert submit.may_return
+            say(refusal(submit, "returned"))
+        else:
+            say(update(submit, [1000], "length"))
+
+    router.script(first_returns)
+    answer = await router.http.post(
+        "/v1/completions", json={"prompt": "x", "max_tokens": 1, "return_token_ids": True}
+    )
+    assert answer.json()["choices"][0]["token_ids"] == [1000]
+    took = [sum(s.request_id == asked[0] for s in w.submitted) for w in router.workers]
+    assert took == [1, 1]
+    found = (await router.http.get(f"/v1/requests/{asked[0]}")).json()
+    assert found["moves"] == 0
+
+
+async def test_a_queue_beside_a_worker_with_room_is_asked_back(router: RunningRouter) -> None:
+    for worker in router.workers:
+        worker.state = "ready"
+    await tell_load(router, 0, num_running_slots=8, step=10)
+    full, free = router.workers
+    full.load = replace(full.load, num_running=8, num_waiting=5, step=11)
+
+    def is_asked_back() -> bool:
+        for worker in router.workers:
+            client = router.router.view.client(worker.worker_id)
+            assert client is not None
+            worker.tell_load(client._num_reported + len(client.unreported))
+        return bool(full.asked_back)
+
+    await eventually(is_asked_back)
+    assert full.asked_back[0] == 5
+    assert not free.asked_back
+    full.load = replace(full.load, num_running=0, num_waiting=0, step=12)
+    is_asked_back()

@@ -130,9 +130,9 @@ def test_more_cached_or_one_more_holder_never_makes_a_prompt_slower(
 def test_a_prompt_begins_when_the_queue_is_done_and_whatever_else_it_waits_for() -> None:
     queue_s, own_s = queue_seconds(CORE, 1000), prefill_seconds(CORE, 300, 0)
     assert queue_s == CORE.prefill.seconds(1000, 0, 512)
-    assert expect(CORE, 300, 0, queued_tokens=1000).total_s == queue_s + own_s
-    assert expect(CORE, 300, 0, queued_tokens=1000, after_s=0.5).total_s == queue_s + own_s
-    assert expect(CORE, 300, 0, queued_tokens=1000, after_s=9.0).total_s == 9.0 + own_s
+    assert expect(CORE, 300, 0, queue_s=queue_s).total_s == queue_s + own_s
+    assert expect(CORE, 300, 0, queue_s=queue_s, after_s=0.5).total_s == queue_s + own_s
+    assert expect(CORE, 300, 0, queue_s=queue_s, after_s=9.0).total_s == 9.0 + own_s
 
 
 def test_beside_those_who_decode_chunks_are_smaller_and_each_step_is_longer() -> None:

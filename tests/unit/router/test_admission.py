@@ -110,7 +110,9 @@ def test_what_was_learned_and_the_wait_in_the_router_count() -> None:
     assert decide(work, placement, limit, calibration=slow).late_s == pytest.approx(
         3 * predicted_s - MARGIN * 2.0
     )
-    assert decide(work, placed(work), TtftLimit(100.0)) == Decision(0.0)  # it would teach nothing
+    assert decide(work, placed(work), TtftLimit(100.0)) == Decision(
+        0.0, None, 100.0
+    )  # as it teaches nothing
 
 
 def test_nobody_is_refused_for_a_guess() -> None:

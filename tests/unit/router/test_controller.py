@@ -24,7 +24,7 @@ def asked(
     worker = WorkerSnapshot("d", "d/1", "", "decode", "ready", rates=rates)
     placement = choose(Work(tokens), [worker], {}, Random(0))
     assert isinstance(placement, Placement)
-    return controller.admit(Work(tokens), placement, tenant="")
+    return controller.admit(Work(tokens), placement, tenant="").promise
 
 
 def gate_of(limit_s: float) -> AdmissionController:

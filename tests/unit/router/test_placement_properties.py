@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tandem.perf_model.predict import prefill_seconds
 from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.placement.choose import (
+    LOAD_EXCESS,
     NEAR_BEST_S,
     SHARE_EXCESS,
     Placement,
@@ -32,6 +33,9 @@ from tandem.router.placement.shares import HALF_LIFE_S, Shares
 
 RATES = WorkerRates(
     PrefillRate(5e-3, 1e-3, 2e-7), DecodeRate(1e-2, 1e-3), block_bytes=360 << 10, measured=True
+)
+TINY = WorkerRates(
+    PrefillRate(1e-6, 1e-9, 0.0), DecodeRate(1e-6, 1e-9), block_bytes=16, measured=True
 )
 PAIR = PairRate("nixl", 1e-3, 1e9)
 BLOCK = 16
@@ -238,3 +242,47 @@ def test_a_prefix_draws_no_more_sequences_than_it_saves(
         cluster.roster.put(replace(known, num_running=running[decode]))
         excess = running[decode] - 1 - min(running.values())
         assert excess * TOKENS_PER_RUNNING * RATES.decode.sequence_s <= saved_s + 1e-9
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_a_prompt_returns_to_who_holds_it_though_computing_it_costs_next_to_nothing(
+    num_prefill: int,
+) -> None:
+    """Its KV is worth less than the load that is one step old can tell."""
+    roles = {"d0": "decode", "d1": "decode"} | ({"p0": "prefill"} if num_prefill else {})
+    workers = [WorkerSnapshot(w, w, "", role, "ready", rates=TINY) for w, role in roles.items()]
+    chosen = [choose(Work(400, BLOCK), workers, {"d1": 25}, Random(n)) for n in range(50)]
+    assert {placement.decode.worker_id for placement in chosen if placement} == {"d1"}
+    chosen = [choose(Work(400, BLOCK), workers, {}, Random(n)) for n in range(50)]
+    assert {placement.decode.worker_id for placement in chosen if placement} == {"d0", "d1"}
+
+
+@given(
+    st.integers(2, 8),
+    st.integers(1, 4),
+    st.integers(1, 32),
+    st.sampled_from([0, 1]),
+    st.integers(0, 1000),
+)
+def test_a_burst_of_equal_prompts_at_several_routers_is_no_herd(
+    num_decode: int, num_routers: int, num_each: int, num_prefill: int, seed: int
+) -> None:
+    """No router sees what the others send. One worker holds the prompt, which costs next to nothing
+    to compute: it gets no more than its part, `LOAD_EXCESS` of that, and one from each router."""
+    given: Counter[str] = Counter()
+    for router in range(num_routers):
+        rng, roster = Random(seed + router), Roster()
+        for number in range(num_decode):
+            name = f"d{number}"
+            roster.put(WorkerSnapshot(name, name, "", "decode", "ready", rates=TINY))
+        for number in range(num_prefill):
+            name = f"p{number}"
+            roster.put(WorkerSnapshot(name, name, "", "prefill", "ready", rates=TINY))
+        for _ in range(num_each):
+            placement = choose(Work(400, BLOCK), roster, {"d0": 25}, rng)
+            assert placement is not None
+            worker = placement.decode
+            roster.put(replace(worker, num_waiting=worker.num_waiting + 1))
+            given[worker.worker_id] += 1
+    mean = num_routers * num_each / num_decode
+    assert max(given.values()) <= (1 + LOAD_EXCESS) * mean + num_routers

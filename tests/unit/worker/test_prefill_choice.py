@@ -54,7 +54,7 @@ heres = st.builds(
     st.integers(0, 30),
 )
 candidate_lists = st.lists(
-    st.builds(candidate, rates=rates, pair=pairs, queued_tokens=counts, wait_s=small),
+    st.builds(candidate, rates=rates, pair=pairs, queue_s=st.floats(0, 100), wait_s=small),
     min_size=1,
     max_size=4,
 ).map(lambda cs: [replace(c, worker_id=f"p{i}") for i, c in enumerate(cs)])
@@ -125,17 +125,17 @@ def test_those_who_decode_here_count() -> None:
 
 
 def test_the_wait_that_a_candidate_named_counts() -> None:
-    full, free = candidate("p0", wait_s=10.0), candidate("p1", queued_tokens=20)
+    full, free = candidate("p0", wait_s=10.0), candidate("p1", queue_s=0.02)
     assert plan_prefill(prompt(1000), Here(CORE), [full, free]).candidates == ("p1",)
     assert plan_prefill(prompt(1000), Here(CORE), [full]).candidates == ()
-    busy = Here(CORE, queued_tokens=50_000)
+    busy = Here(CORE, queue_s=100.0)
     assert plan_prefill(prompt(1000), busy, [full, free]).candidates == ("p1", "p0")
 
 
 def test_among_equals_the_routers_first_stays_first() -> None:
-    first, second = candidate("p1", queued_tokens=30), candidate("p0")
+    first, second = candidate("p1", queue_s=0.03), candidate("p0")
     assert plan_prefill(prompt(1000), Here(CORE), [first, second]).candidates == ("p1", "p0")
-    loaded = candidate("p1", queued_tokens=900)
+    loaded = candidate("p1", queue_s=0.9)
     assert plan_prefill(prompt(1000), Here(CORE), [loaded, second]).candidates[0] == "p0"
 
 

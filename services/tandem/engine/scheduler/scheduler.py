@@ -24,6 +24,7 @@ makes at least one token before it can need another block. The oldest of all the
 every admission. It waits only for blocks leased to peers or awaited; leases have deadlines.
 """
 
+import time
 from bisect import insort
 from collections.abc import Collection
 from operator import attrgetter
@@ -32,6 +33,7 @@ from tandem.engine.adapter_slots import AdapterSlots, Answer
 from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
+from tandem.engine.scheduler.deadlines import Deadlines
 from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
 from tandem.engine.scheduler.loads import Loads
 from tandem.engine.scheduler.running_slots import num_running_slots
@@ -39,6 +41,9 @@ from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
+from tandem.errors import Overloaded
+from tandem.perf_model.predict import beside_decode
+from tandem.perf_model.rates import WorkerRates
 from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 # Rows of logits in a step for log probabilities of prompts: each has 0.6 MB for 150,000 tokens.
@@ -74,9 +79,12 @@ class Scheduler:
         self._max_tokens = max_tokens_per_step
         self._itl_limit_s = itl_limit_s
         self._adapters = adapters
+        self._unmeasured = kv.rates(max_tokens_per_step)
+        self.deadlines = Deadlines(self._prefill_rates, self._has_rates, time.monotonic)
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
+        sequence.num_matched_blocks = self._kv.match(sequence.reusable_hashes)
         insort(self.waiting, sequence, key=_arrival)
 
     def start(self, sequence: Sequence) -> None:
@@ -124,8 +132,29 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
 
+    def check_deadline(self, sequence: Sequence) -> None:
+        """Raises Overloaded if the first token of a new sequence would come too late here."""
+        sequence.num_matched_blocks = self._kv.match(sequence.reusable_hashes)
+        before = (*self.running, *self.loading, *self.awaiting, *self.waiting)
+        self.deadlines.check(sequence, before)
+
+    def find_late(self) -> list[tuple[Sequence, Overloaded]]:
+        """Returns sequences of which nothing is computed yet and whose first token would come too
+        late."""
+        return list(self.deadlines.find_late([*self.running, *self.waiting]))
+
+    def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
+        """Returns which of these wait and hold nothing, the oldest first. Those that wait for a
+        grammar, or for blocks that others bring, would wait elsewhere too, or compute more."""
+        return [
+            s
+            for s in self.waiting
+            if s.sequence_id in sequence_ids
+            and not (s.is_begun or s.num_preemptions or s.awaits_grammar or self._awaits_blocks(s))
+        ]
+
     def has_work(self) -> bool:
-        if self.running or self.loads.has_work(self.loading):
+        if self.running or self.loads.has_work(self.loading) or self.find_late():
             return True
         oldest = self._next_waiting()
         return oldest is not None and self._admission(oldest, Schedule()) is not None
@@ -145,6 +174,10 @@ class Scheduler:
             self._compute_meanwhile(schedule, sequence)
         if not preempted:  # else blocks are short: an admitted sequence would be the next victim
             self._admit(schedule)
+        for chunk in schedule.chunks:
+            chunk.sequence.is_begun = True
+        for sequence in (*self.waiting, *self.running):
+            sequence.has_waited = True
         return schedule
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
@@ -306,6 +339,15 @@ class Scheduler:
             max_num_seqs=self._max_num_seqs,
             itl_limit_s=self._itl_limit_s,
         )
+
+    def _prefill_rates(self) -> WorkerRates | None:
+        """Returns the rates of prefill beside the sequences that decode; None: not measured."""
+        rates = self._step_time.rates(self._unmeasured)
+        num_decoding = sum(s.in_decode for s in self.running)
+        return beside_decode(rates, self.chunk_tokens, num_decoding) if rates.measured else None
+
+    def _has_rates(self) -> bool:
+        return self._step_time.has_measured_prefill
 
     @property
     def chunk_tokens(self) -> int:

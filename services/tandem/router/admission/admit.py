@@ -8,8 +8,9 @@ what came of earlier predictions (`calibration.py`), and compared with what is a
 import math
 from dataclasses import dataclass
 
+from tandem.perf_model.predict import RATES_OFF
 from tandem.router.admission.calibration import Calibration, Promise
-from tandem.router.admission.predict import TtftLimit, allowed_s, expected_ttft_s
+from tandem.router.admission.predict import TtftLimit, allowed_s, expected_ttft_s, keep_deadlines
 from tandem.router.placement.choose import Placement, Work
 
 
@@ -19,6 +20,7 @@ class Decision:
 
     late_s: float  # by which the first token would come too late; 0: the request is taken
     promise: Promise | None = None  # to be kept with a request that is taken, if it may teach
+    within_s: float = math.inf  # a first token that comes later is of no use
 
     @property
     def is_admitted(self) -> bool:
@@ -37,17 +39,22 @@ def admit(
     now: float,
 ) -> Decision:
     """Decides on a placed request. Nobody is refused for a guess: without measured rates all are
-    taken.
+    taken. Workers that keep deadlines decide narrow cases themselves, when a prompt is to begin.
 
     `ahead_s` is how long the request waits in the router first, `completion_tokens` is the mean
     of a request's output tokens (0: not known), and `now` is any clock in seconds.
     """
     factor, margin = calibration.factor, calibration.margin
-    most_s = allowed_s(work, placement, limit, slower=factor, margin=margin)
-    if most_s == math.inf:
+    within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
+    if within_s == math.inf:
         return Decision(0.0)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
-    late_s = factor * predicted_s - most_s
-    if late_s > 0:
-        return Decision(late_s)
-    return Decision(0.0, calibration.promise(predicted_s, limit.seconds(work.num_tokens), now))
+    if keep_deadlines(placement):
+        if factor * predicted_s > RATES_OFF * within_s:
+            return Decision(factor * predicted_s - within_s)
+    else:
+        most_s = allowed_s(work, placement, limit, slower=factor, margin=margin)
+        if (late_s := factor * predicted_s - most_s) > 0:
+            return Decision(late_s)
+    promise = calibration.promise(predicted_s, limit.seconds(work.num_tokens), now)
+    return Decision(0.0, promise, within_s)

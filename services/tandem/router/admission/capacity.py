@@ -6,7 +6,7 @@ queue is long enough that nobody falls idle before its next load is told and a r
 
 from collections.abc import Iterable
 
-from tandem.perf_model.predict import likely_rates, queue_seconds, token_seconds
+from tandem.perf_model.predict import likely_rates, token_seconds
 from tandem.perf_model.rates import WorkerRates
 from tandem.router.placement.costs import WorkerSnapshot
 
@@ -24,8 +24,7 @@ def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> b
     free = [w for w in decode if w.num_waiting < WAITING_MAX]
     if not decode:
         return True
-    queues_s = (queue_seconds(w.rates, w.queued_tokens) for w in prefill or free)
-    return bool(free) and any(queue_s <= queued_max_s for queue_s in queues_s)
+    return bool(free) and any(w.queue_s <= queued_max_s for w in prefill or free)
 
 
 def work_s(workers: Iterable[WorkerSnapshot], num_missing: int, completion_max: int) -> float:

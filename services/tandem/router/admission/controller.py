@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 
 from tandem.config.router import RouterConfig
 from tandem.errors import Overloaded
-from tandem.router.admission.admit import admit
+from tandem.router.admission.admit import Decision, admit
 from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.capacity import QUEUED_MAX_S, has_capacity, work_s
 from tandem.router.admission.predict import OWN_TIMES, TtftLimit
@@ -50,25 +50,31 @@ class AdmissionController:
         return self._have_tenants() and self._tenant_queues.must_wait()
 
     def admit(
-        self, work: Work, placement: Placement, *, tenant: str, is_urgent: bool = False
-    ) -> Promise | None:
-        """Admits a request, once. Raises Overloaded if its first token would come too late, unless
-        it is urgent."""
+        self,
+        work: Work,
+        placement: Placement,
+        *,
+        tenant: str,
+        is_urgent: bool = False,
+        waited_s: float = 0.0,
+    ) -> Decision:
+        """Admits a request that came `waited_s` ago, once. Raises Overloaded if its first token
+        would come too late, unless it is urgent."""
         demand = self._metrics.demand
         demand.asked(placement.prefill_s(work))
         if is_urgent or not self._limit.base_s or self._view.redis_state != "ok":
-            return None
+            return Decision(0.0)
         decision = admit(
             work,
             placement,
             self._limit,
             self._calibration,
-            ahead_s=self._ahead_s(tenant),
+            ahead_s=waited_s + self._ahead_s(tenant),
             completion_tokens=demand.output_tokens_mean,
             now=time.monotonic(),
         )
         if decision.is_admitted:
-            return decision.promise
+            return decision
         late_s, limit_s = decision.late_s, self._limit.seconds(work.num_tokens)
         log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
         raise Overloaded(

@@ -15,10 +15,9 @@ refused for a guess.
 import math
 from dataclasses import dataclass
 
-from tandem.perf_model.kv_load import lacking_blocks
-from tandem.perf_model.predict import beside_decode, expect, is_faster_here
+from tandem.perf_model.predict import beside_decode, expect, is_faster_here, queue_seconds
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
-from tandem.router.placement.costs import computing_s, with_likely_rates
+from tandem.router.placement.costs import computing_s, slot_wait_s, with_likely_rates
 
 OWN_TIMES = 2.0  # a prompt may wait as long as it takes itself, whatever the limit is
 MARGIN = 0.75  # of the limit: predictions are believed up to it, until their spread is known
@@ -42,33 +41,36 @@ def expected_ttft_s(work: Work, placement: Placement, *, completion_tokens: floa
     """Predicts the TTFT of a placed request from its workers' reports. `completion_tokens` is the
     mean number of tokens that a request makes here; 0 if unknown, and running slots are then
     assumed to come free."""
-    slot_s = slot_wait_s(work, placement.decode, completion_tokens)
-    missing = placement.tokens_missing
+    return _expect(work, placement, slot_wait_s(work, placement.decode, completion_tokens))[0]
+
+
+def computing_worker(work: Work, placement: Placement) -> WorkerSnapshot:
+    """Returns the worker that is expected to prefill the prompt: the first candidate, or the decode
+    worker, which decides it."""
+    _, is_here = _expect(work, placement, 0.0)
+    return placement.decode if is_here else placement.computes
+
+
+def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bool]:
+    """Returns the seconds until the prompt is computed, and whether the decode worker does it."""
+    missing, way = placement.tokens_missing, placement.decode.prefill_at
+    if not placement.prefill_candidates:
+        decode = with_likely_rates([placement.decode])[0]
+        return _prefilled_s(work, decode, missing, after_s=after_s), True
     decode, *peers = with_likely_rates([placement.decode, *placement.prefill_candidates])
-    here_s = _prefilled_s(work, decode, missing, after_s=slot_s)
-    if not peers:
-        return here_s
-    there_s = min(_prefilled_s(work, w, missing, after_s=slot_s) for w in peers)
+    there_s = min(_prefilled_s(work, w, missing, after_s=after_s) for w in peers)
+    if way == "remote":
+        return there_s, False
+    here_s = _prefilled_s(work, decode, missing, after_s=after_s)
     delay_s = computing_s(work, decode, missing) * decode.num_running
-    return here_s if is_faster_here(here_s + delay_s, there_s) else there_s
+    if way == "local" or is_faster_here(here_s + delay_s, there_s):
+        return here_s, True
+    return there_s, False
 
 
-def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
-    """Predicts the seconds until enough sequences have ended there. In a full worker, one ends
-    every `completion_tokens` steps for each running slot."""
-    num_there = decode.num_running + decode.num_pulls + decode.num_waiting
-    num_to_end = num_there + 1 - decode.num_running_slots if decode.num_running_slots else 0
-    # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued is
-    # of prompts that have all of theirs.
-    queued = decode.queued_tokens if decode.num_waiting else 0
-    num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
-    if lacking_blocks(decode, num_blocks, decode.num_waiting + 1) > 0:
-        num_to_end = max(num_to_end, decode.num_waiting + 1)
-    if num_to_end <= 0:
-        return 0.0
-    num_slots_taken = decode.num_running + decode.num_pulls
-    num_ending = max(1, min(num_slots_taken, decode.num_running_slots or num_slots_taken))
-    return num_to_end * completion_tokens * decode.rates.decode.seconds(num_ending) / num_ending
+def keep_deadlines(placement: Placement) -> bool:
+    """Returns whether all its workers refuse by themselves what would come too late."""
+    return all(w.keeps_deadlines for w in (placement.decode, *placement.prefill_candidates))
 
 
 def allowed_s(
@@ -94,5 +96,7 @@ def allowed_s(
 def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: float) -> float:
     """Predicts the seconds until that worker has computed the prompt, begun after `after_s`."""
     rates = beside_decode(worker.rates, worker.chunk_tokens, worker.num_running)
-    cached, queued = work.num_tokens - missing, worker.queued_tokens
-    return expect(rates, work.num_tokens, cached, queued_tokens=queued, after_s=after_s).total_s
+    queue_s, cached = worker.queued_s, work.num_tokens - missing
+    if queue_s is None:  # those that it reports are beside decode already
+        queue_s = queue_seconds(rates, worker.queued_tokens)
+    return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

@@ -4,7 +4,8 @@ Pure: plain data in, plain data out; no clock, no socket, and the random source 
 simulator runs this same code. The cost of a worker is the time that the request is predicted to
 lose there (`costs.py`).
 
-Routers see load that is stale by a step or a record, so the choice is random among the near-best.
+Routers see load that is stale by a step or a record, so the choice is random among the near-best:
+among those that hold the most of the prompt and have not much more requests than the others.
 Of a large pool only some, drawn at random, and those who hold the most of the prompt are weighed:
 a choice among a thousand takes little longer than one among thirty.
 """
@@ -12,6 +13,7 @@ a choice among a thousand takes little longer than one among thirty.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from operator import itemgetter
 from random import Random
 
 from tandem.prefix_index.holders import MARK, worker_of
@@ -44,6 +46,7 @@ PREFIX_HOLDERS_MAX = 3
 FEW = 32  # workers that are all weighed; of more, some are drawn
 DRAWN = 6  # of each pool
 DRAWS_MAX = 8 * DRAWN
+LOAD_EXCESS = 0.25  # of the near-best workers' mean requests: a prefix draws so many more, and one
 SHARE_EXCESS = 0.05  # of the mean: half of 10%, for what was predicted of a share is not exact
 
 
@@ -104,7 +107,7 @@ def choose(
     else:
         decode = _within_share(work, decode, matches, roster)
     costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
-    chosen = _pick(near_best(decode, costs), rng)
+    chosen = _pick(_hold_most(work, near_best(decode, costs), matches, roster), rng)
     prefills = candidates[0] if candidates else chosen
     cached, there = reuse(work, chosen, matches), reuse(work, prefills, matches)
     tokens_missing = work.num_tokens - max(cached.num_tokens, there.num_tokens)
@@ -173,6 +176,28 @@ def near_best(
     return [w for w in workers if costs[w.worker_id] <= limit]
 
 
+def _hold_most(
+    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
+) -> list[WorkerSnapshot]:
+    """Returns those of some near-best workers that hold the most of the prompt. One that has many
+    more requests than the mean is left out: several routers may see the same prefix there, and each
+    of them only its own requests."""
+    if len(workers) == 1 or not matches:
+        return workers
+    if roster.num_with_tiers:  # a tier that is slower than computing is no help
+        held = [reuse(work, w, matches).num_tokens for w in workers]
+    else:
+        held = [matches.get(w.worker_id, 0) for w in workers]
+    most = max(held)
+    if min(held) == most:
+        return workers
+    loads = [w.num_requests for w in workers]
+    limit = (1 + LOAD_EXCESS) * (sum(loads) + 1) / len(workers)
+    fit = [(h, w) for h, load, w in zip(held, loads, workers, strict=True) if load <= limit]
+    most = max(fit, key=itemgetter(0))[0]
+    return [w for h, w in fit if h == most]
+
+
 def _pick(workers: list[WorkerSnapshot], rng: Random) -> WorkerSnapshot:
     return workers[int(rng.random() * len(workers))]
 
@@ -220,7 +245,8 @@ def _order_prefill(
     costs = {w.worker_id: prefill_cost(work, w, matches, held=held) for w in workers}
     first = next((w for w in workers if w.worker_id == wanted), None)
     if first is None:
-        first = _pick(near_best(_within_share(work, workers, matches, roster), costs), rng)
+        near = near_best(_within_share(work, workers, matches, roster), costs)
+        first = _pick(_hold_most(work, near, matches, roster), rng)
     rest = [w for w in workers if w is not first]
     rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
     return [first, *rest[: PREFILL_CANDIDATES_MAX - 1]]

@@ -1,6 +1,7 @@
 """Prices of placement: the predicted seconds that a request loses on a worker. Pure.
 
     decode   the prompts queued there + a share for each sequence that runs or waits there
+             + the wait until a running slot is free, by the tokens that requests make
              + what it misses of the prompt: loaded from a tier, pulled, or computed there,
                whichever is soonest;
                computing counts again for each that it delays
@@ -57,6 +58,7 @@ class WorkerSnapshot:
     num_running: int = 0
     num_waiting: int = 0
     queued_tokens: int = 0
+    queued_s: float | None = None  # until those are computed; None: it does not say
     num_leases: int = 0
     num_pulls: int = 0
     num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
@@ -73,6 +75,8 @@ class WorkerSnapshot:
     adapters: frozenset[str] = frozenset()  # digests of those in its memory
     adapters_failed: frozenset[str] = frozenset()  # that it could not read of late
     lora_rank_max: int = 0  # of an adapter that it loads; 0: it loads none
+    keeps_deadlines: bool = False  # it refuses by itself what would come too late
+    prefill_at: str = ""  # of a decode worker: "remote" or "local" if it has no choice
 
     @property
     def usable(self) -> bool:
@@ -82,6 +86,18 @@ class WorkerSnapshot:
     def kv_use(self) -> float:
         """The share of the KV pool that live sequences reference, 0 to 1."""
         return kv_use(self)
+
+    @property
+    def num_requests(self) -> int:
+        """Sequences and leases there, whatever they do."""
+        return self.num_running + self.num_waiting + self.num_pulls + self.num_leases
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds until the prompts queued there are computed."""
+        if self.queued_s is not None:
+            return self.queued_s
+        return queue_seconds(self.rates, self.queued_tokens) if self.queued_tokens else 0.0
 
     def can_run(self, work: "Work") -> bool:
         """Returns whether it has the request's adapter, if any, or may be able to load it."""
@@ -99,6 +115,7 @@ class Work:
     block_size: int = 16
     adapter: Adapter | None = None  # that computes it
     budget_tokens: int | None = None  # whose KV a worker keeps of it at most; None: all
+    completion_tokens: float = 0.0  # that a request is likely to make; 0: not known
 
     def num_kept(self, num_tokens: int) -> int:
         """Returns of how many of its tokens a worker keeps the KV."""
@@ -119,19 +136,43 @@ def decode_cost(
     reused = reuse(work, worker, matches)
     missing = work.num_tokens - reused.num_tokens
     rates = worker.rates
+    queue_s = worker.queued_s
+    if queue_s is None:
+        queue_s = queue_seconds(rates, worker.queued_tokens)
     cost_s = (
-        queue_seconds(rates, worker.queued_tokens)
+        queue_s
         + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
         + reused.load_s
         + _missing_s(work, worker, reused.num_tokens, producers)
-        + _adapter_s(work, worker)
     )
+    if work.adapter is not None:
+        cost_s += _adapter_s(work.adapter, worker)
+    if 0 < worker.num_running_slots <= worker.num_running + worker.num_pulls + worker.num_waiting:
+        cost_s += slot_wait_s(work, worker, work.completion_tokens)
     if worker.num_waiting:
         cost_s += TOKENS_PER_WAITING * token_seconds(rates) * worker.num_waiting
     shortfall = work.block_size * lacking_blocks(worker, work.num_kept(missing) / work.block_size)
     if shortfall > 0:
         cost_s += SHORTFALL_PRICE * token_seconds(rates) * shortfall
     return cost_s
+
+
+def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
+    """Predicts the seconds until enough sequences have ended there. In a full worker, one ends
+    every `completion_tokens` steps for each running slot."""
+    num_there = decode.num_running + decode.num_pulls + decode.num_waiting
+    num_to_end = num_there + 1 - decode.num_running_slots if decode.num_running_slots else 0
+    # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued is
+    # of prompts that have all of theirs.
+    queued = decode.queued_tokens if decode.num_waiting else 0
+    num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
+    if lacking_blocks(decode, num_blocks, decode.num_waiting + 1) > 0:
+        num_to_end = max(num_to_end, decode.num_waiting + 1)
+    if num_to_end <= 0:
+        return 0.0
+    num_slots_taken = decode.num_running + decode.num_pulls
+    num_ending = max(1, min(num_slots_taken, decode.num_running_slots or num_slots_taken))
+    return num_to_end * completion_tokens * decode.rates.decode.seconds(num_ending) / num_ending
 
 
 def prefill_cost(
@@ -155,20 +196,21 @@ def prefill_cost(
         rates,
         work.num_tokens,
         reused.num_tokens,
-        queued_tokens=worker.queued_tokens,
+        queue_s=worker.queue_s,
         holders=holders or (),
         block_size=work.block_size,
     )
-    cost_s = expected.total_s + reused.load_s + _adapter_s(work, worker)
+    cost_s = expected.total_s + reused.load_s
+    if work.adapter is not None:
+        cost_s += _adapter_s(work.adapter, worker)
     if num_leases := worker.num_leases:
         cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
     return cost_s
 
 
-def _adapter_s(work: Work, worker: WorkerSnapshot) -> float:
+def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
     """Seconds until the request's adapter is in the worker's memory."""
-    is_there = work.adapter is None or work.adapter.digest in worker.adapters
-    return 0.0 if is_there else ADAPTER_READ_S
+    return 0.0 if adapter.digest in worker.adapters else ADAPTER_READ_S
 
 
 @dataclass(frozen=True, slots=True)

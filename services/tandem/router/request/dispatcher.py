@@ -21,7 +21,9 @@ from tandem.errors import (
     WorkerLost,
 )
 from tandem.perf_model.kv_load import longest_sequence
+from tandem.perf_model.predict import NO_PREFILL, Prefill
 from tandem.router.admission.controller import AdmissionController
+from tandem.router.admission.predict import computing_worker
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, choose
 from tandem.router.placement.reasons import reason_of
@@ -37,6 +39,7 @@ from tandem.router.request.migrations import (
 from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.returns import Returns
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.store.client import UNREACHABLE
 
@@ -72,6 +75,7 @@ class Dispatcher:
         self._pending = PendingQueue(config, view, metrics)
         self.admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
         self._migrations = Migrations(metrics, view.events)
+        self._returns = Returns(view)
 
     @property
     def num_pending(self) -> int:
@@ -176,7 +180,7 @@ class Dispatcher:
         """Returns what `take` makes of a placement; None while no decode worker is usable."""
         compatibility = self._view.compatibility()
         block_size = compatibility.block_size if compatibility else 16
-        work = work_of(job, block_size)
+        work = work_of(job, block_size, self._metrics.demand.output_tokens_mean)
         timeline = job.progress.timeline
         with timeline.stage("route"):
             block_hashes = job.hashes(compatibility)
@@ -253,8 +257,9 @@ class Dispatcher:
         leaves = self._view.roster().by_id.get(job.routing.leaves)
         message = submission(job, work, placement, matches, leaves)
         self._count_in(job, work, placement, matches)
-        missing = placement.tokens_missing if not placement.prefill_candidates else 0
-        return client.submit(message, tokens_to_prefill=missing)
+        is_here = job.routing.asked is None
+        prefill = _prefill_of(work, placement) if is_here else NO_PREFILL
+        return client.submit(message, prefill=prefill)
 
     def _count_in(
         self, job: Job, work: Work, placement: Placement, matches: dict[str, int]
@@ -268,11 +273,12 @@ class Dispatcher:
         self._metrics.placements.labels(reason=kind).inc()
         job.progress.timeline.submit()
         log.debug("request %s: %s", job.request_id, reason, extra={"request_id": job.request_id})
-        missing, prefills_id = placement.tokens_missing, placement.computes.worker_id
-        self._view.note_share(prefills_id, placement.prefill_s(work))
-        if placement.prefill_candidates:
-            sent_at = self._view.note_prefill(prefills_id, missing)
-            job.routing.asked = prefills_id, missing, sent_at
+        self._view.note_share(placement.computes.worker_id, placement.prefill_s(work))
+        computes_id = computing_worker(work, placement).worker_id
+        if computes_id != placement.decode.worker_id:
+            prefill = _prefill_of(work, placement)
+            sent_at = self._view.note_prefill(computes_id, prefill)
+            job.routing.asked = computes_id, prefill, sent_at
         return placement
 
     def _note_refusal(self, job: Job, error: TandemError) -> None:
@@ -285,9 +291,9 @@ class Dispatcher:
     def _note_prefilled(self, job: Job, by: str = "") -> None:
         """Notes that the worker that was asked to prefill has done so, or need not any more."""
         if job.routing.asked is not None:
-            worker_id, num_tokens, sent_at = job.routing.asked
+            worker_id, prefill, sent_at = job.routing.asked
             job.routing.asked = None
-            self._view.note_prefilled(worker_id, num_tokens, sent_at, by_it=by == worker_id)
+            self._view.note_prefilled(worker_id, prefill, sent_at, by_it=by == worker_id)
 
     async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
         progress, routing = job.progress, job.routing
@@ -326,6 +332,7 @@ class Dispatcher:
                     progress.timings = update.timings
             if token_ids or finish_reason:
                 routing.homeless_since = None
+                routing.first_token_by = math.inf
                 progress.output_token_ids.extend(token_ids)
                 if finish_reason:  # before the last step: who has it may not come back
                     if job.parent is None:  # the prefix tree promised nothing to the others
@@ -352,7 +359,12 @@ class Dispatcher:
         refused = frozenset(routing.refused)
         near, first = job.wanted
         roster = self._view.roster()
-        placement = choose(
+        placement = None
+        if routing.returned_by:  # it goes elsewhere, if anybody is there
+            avoided = refused | {routing.returned_by}
+            placement = choose(work, roster, matches, self._rng, refused=avoided)
+            routing.returned_by = ""
+        placement = placement or choose(
             work, roster, matches, self._rng, refused=refused, near=near, first=first
         )
         if placement is None:
@@ -379,9 +391,16 @@ class Dispatcher:
     def _admit(self, job: Job, work: Work, placement: Placement) -> None:
         """Admits a request, once. Raises Overloaded."""
         if not job.routing.is_admitted:
-            tenant, urgent = job.request.client.tenant, job.routing.is_urgent
-            promise = self.admission.admit(work, placement, tenant=tenant, is_urgent=urgent)
-            job.routing.promise = promise
+            began_s = job.progress.timeline.began_s
+            decision = self.admission.admit(
+                work,
+                placement,
+                tenant=job.request.client.tenant,
+                is_urgent=job.routing.is_urgent,
+                waited_s=time.monotonic() - began_s,
+            )
+            job.routing.promise = decision.promise
+            job.routing.first_token_by = began_s + decision.within_s
             job.routing.is_admitted = True
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
@@ -394,6 +413,10 @@ class Dispatcher:
             self._metrics.lookups_failed.inc()
             log.debug("placing without the prefix tree: %r", error)
             return {}
+
+
+def _prefill_of(work: Work, placement: Placement) -> Prefill:
+    return Prefill(placement.tokens_missing, placement.prefill_s(work))
 
 
 class _Migrate(Exception):

@@ -23,6 +23,7 @@ and sampling is seeded by position: so it makes the same tokens there.
 
 import asyncio
 import math
+import time
 from asyncio import Task
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -34,9 +35,11 @@ from msgspec.structs import asdict
 from tandem.adapter import Adapter, digest_of
 from tandem.block_hash import block_hash
 from tandem.cached_tokens import CachedTokens
-from tandem.errors import AdapterUnavailable, NeverFits
+from tandem.errors import AdapterUnavailable, NeverFits, Overloaded
+from tandem.perf_model.predict import Prefill
 from tandem.retention import Retention
 from tandem.router.admission.calibration import Promise
+from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
@@ -46,6 +49,12 @@ from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry, TokenRun
 from tandem.states import transition
 from tandem.store.registry import KvCompatibility
+
+WORKER_SHARE = 0.97  # of the time that is left: the first token has its way back to the router
+FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late
+
+
+RETURNS_MAX = 4  # of one request by workers where it waited
 
 
 class JobState(Enum):
@@ -160,23 +169,27 @@ class Routing:
     routed: Routed | None = None
     lookup: Task[dict[str, int]] | None = None  # in the prefix tree, begun before its first placing
     num_submissions: int = 0
-    asked: tuple[str, int, float] | None = None  # a prefill worker: who, for how many tokens, when
+    asked: tuple[str, Prefill, float] | None = None  # a prefill worker: who, for what, when
     is_admitted: bool = False
     is_urgent: bool = False  # it is counted, and admitted however late its first token may be
     has_turn: bool = False  # it waits for no turn of its tenant
     promise: Promise | None = None  # of its first token, while none came and it did not migrate
+    first_token_by: float = math.inf  # a later one is of no use, and workers may refuse it
     homeless_since: float | None = None  # no worker has it, and one had
     leaves: str = ""  # MIGRATING: id of the worker that it migrates off
     stays_until: float = -math.inf  # no worker was found for it to migrate to
     refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
     retry_after_s: float | None = None  # the shortest that a full worker named
+    num_returns: int = 0  # by workers where it would have waited
+    returned_by: str = ""  # epoch of the last of them, until it is placed again
+    overloaded: Overloaded | None = None  # of a worker where its first token would be late
     # What a worker said that cannot take it, however long it waits.
     cannot_take: NeverFits | AdapterUnavailable | None = None
 
     def ask_all_again(self) -> None:
         """Workers that refused it may be asked once more."""
         self.refused.clear()
-        self.retry_after_s = None
+        self.retry_after_s = self.overloaded = None
 
 
 @dataclass(slots=True)
@@ -276,11 +289,19 @@ class Step:
     logprobs: list[LogprobEntry] = field(default_factory=list)  # one each, if they were asked for
 
 
-def work_of(job: Job, block_size: int) -> Work:
-    """Returns what placement needs to know."""
+def work_of(job: Job, block_size: int, completion_tokens: float = 0.0) -> Work:
+    """Returns what placement needs to know. A request makes `completion_tokens` tokens here in the
+    mean; 0: not known."""
     budget = job.request.client.kv_budget
     budget_tokens = None if budget is None else budget.tokens
-    return Work(job.num_tokens, block_size, job.request.adapter, budget_tokens)
+    tokens_left = job.request.max_tokens - len(job.progress.output_token_ids)
+    return Work(
+        job.num_tokens,
+        block_size,
+        job.request.adapter,
+        budget_tokens,
+        min(tokens_left, completion_tokens or COMPLETION_TOKENS_LIKELY),
+    )
 
 
 def submission(
@@ -323,7 +344,20 @@ def submission(
         trace=pb.TraceContext(**trace) if trace else None,
         losses_max=max(1, LOSSES_MAX - progress.num_lost),
         fork_of=_fork_of(job, placement),
+        first_token_s=_first_token_s(job),
+        may_return=_may_return(job),
     )
+
+
+def _may_return(job: Job) -> bool:
+    is_begun = bool(job.progress.output_token_ids) or job.routing.leaves
+    return job.parent is None and not is_begun and job.routing.num_returns < RETURNS_MAX
+
+
+def _first_token_s(job: Job) -> float:
+    by = job.routing.first_token_by
+    left_s = WORKER_SHARE * (by - time.monotonic())
+    return 0.0 if by == math.inf else max(FIRST_TOKEN_MIN_S, left_s)
 
 
 def _candidate(

@@ -4,6 +4,7 @@ Raises what its client gets when it may not migrate any more; the bounds are in 
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,9 @@ from tandem.errors import (
     AdapterUnavailable,
     NeverFits,
     NoWorkers,
+    Overloaded,
     QueueFull,
+    Returned,
     TandemError,
     WorkerLeft,
     WorkerLost,
@@ -48,7 +51,14 @@ class Migrations:
     def note_refusal(self, job: Job, error: TandemError) -> None:
         routing = job.routing
         assert routing.routed is not None
+        if isinstance(error, Returned):
+            routing.num_returns += 1
+            routing.returned_by = routing.routed.placement.decode.epoch
+            self._metrics.refusals.labels(code=error.code).inc()
+            return
         routing.refused.add(routing.routed.placement.decode.epoch)
+        if isinstance(error, Overloaded):
+            routing.overloaded = error
         if isinstance(error, QueueFull):
             after_s = error.retry_after_s or RETRY_AFTER_DEFAULT_S
             routing.retry_after_s = min(after_s, routing.retry_after_s or after_s)
@@ -60,6 +70,7 @@ class Migrations:
 
     def note_loss(self, job: Job, error: WorkerLost) -> None:
         """Lets the request migrate, or raises WorkerLost."""
+        job.routing.first_token_by = math.inf  # it was taken: it is not refused for the loss
         is_crash = not isinstance(error, WorkerLeft)
         if is_crash and (why_not := self._count_loss(job)):
             raise lost_for_good(job, f"{error.message}; {why_not}") from error
@@ -123,6 +134,9 @@ def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[],
     one worker could take it, so another can.
     """
     routing = job.routing
+    if routing.overloaded is not None:
+        message = f"all workers are busy: {routing.overloaded.message}"
+        raise Overloaded(message, retry_after_s=routing.retry_after_s)
     if routing.retry_after_s is not None:
         raise QueueFull(
             "the queues of all decode workers are full; try again later",

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from statistics import median_high
 
 from tandem.autoscaler.demand import PoolSeen
-from tandem.perf_model.predict import likely_rates, queue_seconds
+from tandem.perf_model.predict import likely_rates
 from tandem.perf_model.rates import DecodeRate, WorkerRates
 from tandem.router.placement.costs import WorkerSnapshot
 
@@ -15,7 +15,7 @@ def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> Po
     return PoolSeen(
         wanted=wanted,
         num_ready=len(ready),
-        queued_s=sum(queue_seconds(w.rates, w.queued_tokens) for w in ready),
+        queued_s=sum(w.queue_s for w in ready),
         num_waiting=sum(w.num_waiting for w in ready),
         kv_use=median_high(w.kv_use for w in ready) if ready else 0.0,
         num_running=sum(w.num_running + w.num_leases + w.num_pulls for w in ready),

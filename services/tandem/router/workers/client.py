@@ -22,6 +22,7 @@ import grpc.aio
 from tandem.backoff import Backoff, doubling_at_random
 from tandem.errors import WorkerLeft, WorkerLost
 from tandem.perf_model.kv_load import GroupLoad
+from tandem.perf_model.predict import Prefill
 from tandem.router.workers.attempt import Attempt
 from tandem.rpc.peer_calls import PeerCalls
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -35,7 +36,7 @@ BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 2.0
 CLOSE_DEADLINE_S = 2.0
 KEEP_DEADLINE_S = 10.0
-_LOAD_FIELDS = tuple(name for name in Load.__struct_fields__ if name != "groups")
+_LOAD_FIELDS = tuple(n for n in Load.__struct_fields__ if n not in ("groups", "queued_s"))
 _GROUP_FIELDS = GroupLoad.__struct_fields__
 
 
@@ -58,10 +59,9 @@ class WorkerClient:
         self.is_draining = False
         self.why_down = ""  # what ended the stream, or the last attempt to open one
         self.load: Load | None = None
-        self.tokens_unreported = 0
-        # Tokens to prefill of each submission that the worker's load does not show yet. A load is
-        # told while submissions are on their way: the worker says how many it had seen.
-        self._unreported: deque[int] = deque()
+        # Prefill of each submission that the worker's load does not show yet. A load is told while
+        # submissions are on their way: the worker says how many it had seen.
+        self.unreported: deque[Prefill] = deque()
         self._num_reported = 0
         self._calls = calls
         self._on_change = on_change
@@ -77,12 +77,9 @@ class WorkerClient:
     def num_inflight(self) -> int:
         return len(self._attempts)
 
-    @property
-    def num_unreported(self) -> int:
-        return len(self._unreported)
-
-    def submit(self, message: pb.SubmitSequence, *, tokens_to_prefill: int) -> Attempt:
-        """Submits a sequence. Raises WorkerLost at once when the stream is down."""
+    def submit(self, message: pb.SubmitSequence, *, prefill: Prefill) -> Attempt:
+        """Submits a sequence, of which so much is prefilled there. Raises WorkerLost at once when
+        the stream is down."""
         if not self.is_up:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         num_output_tokens = len(message.input.token_ids) - message.input.num_prompt_tokens
@@ -98,11 +95,17 @@ class WorkerClient:
 
         attempt = Attempt(self.worker_id, message.attempt, tokens_max, on_close)
         self._attempts[request_id] = attempt
-        self._unreported.append(tokens_to_prefill)
-        self.tokens_unreported += tokens_to_prefill
+        self.unreported.append(prefill)
         self._send(pb.DecodeCommand(submit=message))
         self._on_load()
         return attempt
+
+    def return_waiting(self, count: int) -> None:
+        """Has the worker hand back so many sequences of which nothing is begun: their attempts fail
+        with Returned."""
+        if self.is_up:
+            returned = pb.ReturnWaiting(count=count)
+            self._send(pb.DecodeCommand(return_waiting=returned))
 
     async def keep(self, message: pb.KeepRequest) -> pb.KeepResponse:
         """Has the worker pin a chain of blocks. Raises WorkerLost when the stream is down, and
@@ -189,8 +192,8 @@ class WorkerClient:
         self._heard_at = time.monotonic()
         if update.HasField("load"):
             self.load = load_of(update.load)
-            while self._num_reported < update.num_submits and self._unreported:
-                self.tokens_unreported -= self._unreported.popleft()
+            while self._num_reported < update.num_submits and self.unreported:
+                self.unreported.popleft()
                 self._num_reported += 1
             self._on_load()
         for sequence in update.sequences:
@@ -206,8 +209,8 @@ class WorkerClient:
     def _go_down(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         was_up, self.is_up, self.is_draining = self.is_up, False, False
         self._stub = None
-        self._unreported.clear()
-        self._num_reported = self.tokens_unreported = 0
+        self.unreported.clear()
+        self._num_reported = 0
         for attempt in self._attempts.values():
             attempt.fail(kind(f"decode worker {self.worker_id} was lost: {reason}"))
         self._attempts.clear()
@@ -220,4 +223,6 @@ def load_of(message: pb.WorkerLoad) -> Load:
     groups = tuple(
         GroupLoad(*(getattr(group, name) for name in _GROUP_FIELDS)) for group in message.groups
     )
-    return Load(**{name: getattr(message, name) for name in _LOAD_FIELDS}, groups=groups)
+    queued_s = message.queued_s if message.HasField("queued_s") else None
+    same = {name: getattr(message, name) for name in _LOAD_FIELDS}
+    return Load(**same, groups=groups, queued_s=queued_s)

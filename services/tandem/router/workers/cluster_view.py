@@ -21,6 +21,7 @@ from tandem.adapter import Adapter
 from tandem.autoscaler.policy import Decision
 from tandem.config.cluster import ClusterConfig
 from tandem.perf_model.kv_load import longest_sequence
+from tandem.perf_model.predict import Prefill
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
@@ -183,20 +184,20 @@ class ClusterView:
         worker = self._workers.get(worker_id)
         return worker.client if worker else None
 
-    def note_prefill(self, worker_id: str, num_tokens: int) -> float:
+    def note_prefill(self, worker_id: str, prefill: Prefill) -> float:
         """Counts work sent to a prefill worker until its next record shows it; returns the time."""
         now = time.monotonic()
         if worker := self._workers.get(worker_id):
-            worker.note_prefill(num_tokens, now, forgotten_before=self._forgotten_before(now))
+            worker.note_prefill(prefill, now, forgotten_before=self._forgotten_before(now))
             self._stale.add(worker_id)
         return now
 
     def note_prefilled(
-        self, worker_id: str, num_tokens: int, sent_at: float, *, by_it: bool
+        self, worker_id: str, prefill: Prefill, sent_at: float, *, by_it: bool
     ) -> None:
         """Notes that work sent there at `sent_at` waits no more; `by_it`: that worker did it."""
         if worker := self._workers.get(worker_id):
-            worker.note_prefilled(num_tokens, sent_at, by_it=by_it)
+            worker.note_prefilled(prefill, sent_at, by_it=by_it)
             self._stale.add(worker_id)
             self._tell_news()
 

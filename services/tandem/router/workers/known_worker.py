@@ -8,6 +8,7 @@ prefill worker has done since is taken off: first tokens are seen long before it
 from collections import deque
 from dataclasses import dataclass, field
 
+from tandem.perf_model.predict import NO_PREFILL, Prefill, summed
 from tandem.router.placement.choose import WorkerSnapshot
 from tandem.router.workers.client import WorkerClient
 from tandem.store.registry import Load, WorkerRecord
@@ -21,9 +22,9 @@ class KnownWorker:
     client: WorkerClient | None = None
     # Its clock less this router's, at its last records: one of them may have been on its way long.
     clocks: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-    # Prompts sent to a prefill worker, not in its record yet: monotonic seconds, tokens to prefill.
-    _sent: deque[tuple[float, int]] = field(default_factory=deque)
-    _tokens_done: int = 0  # since its record, of prompts that its record counts in
+    # Prompts sent to a prefill worker, not in its record yet: monotonic seconds, and the prefill.
+    _sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
+    _done: Prefill = NO_PREFILL  # since its record, of prompts that its record counts in
 
     @property
     def load(self) -> Load:
@@ -45,16 +46,16 @@ class KnownWorker:
         """The reason for which it has no stream; empty too while it never had one."""
         return self.client.why_down if self.client is not None else ""
 
-    def note_prefill(self, num_tokens: int, now: float, *, forgotten_before: float) -> None:
+    def note_prefill(self, prefill: Prefill, now: float, *, forgotten_before: float) -> None:
         self._drop_sent(forgotten_before)
-        self._sent.append((now, num_tokens))
+        self._sent.append((now, prefill))
 
-    def note_prefilled(self, num_tokens: int, sent_at: float, *, by_it: bool) -> None:
+    def note_prefilled(self, prefill: Prefill, sent_at: float, *, by_it: bool) -> None:
         """Notes that a prompt sent then waits no more: it has its first token, or ended without."""
-        if (sent_at, num_tokens) in self._sent:
-            self._sent.remove((sent_at, num_tokens))
+        if (sent_at, prefill) in self._sent:
+            self._sent.remove((sent_at, prefill))
         elif by_it:
-            self._tokens_done += num_tokens
+            self._done = summed([self._done, prefill])
 
     def take_record(
         self, record: WorkerRecord, *, last_read_at: float, forgotten_before: float
@@ -67,7 +68,7 @@ class KnownWorker:
         num_sent = len(self._sent)
         self._drop_sent(forgotten_before)
         if record.load != self.record.load:
-            self._tokens_done = 0
+            self._done = NO_PREFILL
             self._drop_sent(last_read_at)
         changed = record != self.record or len(self._sent) != num_sent
         self.record = record
@@ -79,9 +80,11 @@ class KnownWorker:
 
     def snapshot(self, *, compatible: bool, placed: float = 0.0) -> WorkerSnapshot:
         load, client = self.load, self.client
-        waiting = client.num_unreported if client else 0
-        tokens = client.tokens_unreported if client else sum(tokens for _, tokens in self._sent)
-        queued = max(0, load.queued_tokens - self._tokens_done)
+        waiting = len(client.unreported) if client else 0
+        sent = summed(client.unreported if client else [prefill for _, prefill in self._sent])
+        queued_s = load.queued_s
+        if queued_s is not None:
+            queued_s = max(0.0, queued_s - self._done.seconds) + sent.seconds
         return WorkerSnapshot(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
@@ -91,7 +94,8 @@ class KnownWorker:
             reachable=compatible and (self.record.role != "decode" or self.is_up),
             num_running=load.num_running,
             num_waiting=load.num_waiting + waiting,
-            queued_tokens=queued + tokens,
+            queued_tokens=max(0, load.queued_tokens - self._done.num_tokens) + sent.num_tokens,
+            queued_s=queued_s,
             num_leases=load.num_leases + len(self._sent),
             num_pulls=load.num_pulls,
             num_running_slots=load.num_running_slots,
@@ -106,4 +110,6 @@ class KnownWorker:
             adapters=frozenset(self.record.adapters.loaded),
             adapters_failed=frozenset(self.record.adapters.failed),
             lora_rank_max=self.record.adapters.rank_max,
+            keeps_deadlines=self.record.keeps_deadlines,
+            prefill_at=self.record.prefill_at,
         )

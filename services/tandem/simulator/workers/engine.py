@@ -36,6 +36,7 @@ class Engine(Generic[Job]):
         self._prefill_end = 0.0
         self._prefill_steps = 1
         self._prefill_tokens = 0
+        self._prefill_context = 0
         self._chunk_s = 0.0
         self._step_s = rates.decode.step_s
 
@@ -51,7 +52,7 @@ class Engine(Generic[Job]):
         seconds = rates.prefill.seconds(num_tokens, context, rates.step_tokens)
         self._chunk_s = seconds / self._prefill_steps
         self._prefill_end = self._steps + self._prefill_steps
-        self._prefill_tokens = num_tokens
+        self._prefill_tokens, self._prefill_context = num_tokens, context
         self.prefilling = job
         self._set_step()
 
@@ -65,6 +66,10 @@ class Engine(Generic[Job]):
             return 0
         left = (self._prefill_end - self._steps) / self._prefill_steps
         return round(self._prefill_tokens * max(0.0, left))
+
+    def prefill_context(self) -> int:
+        """Returns the number of tokens before those that are left of the prompt."""
+        return self._prefill_context + self._prefill_tokens - self.prefill_tokens_left()
 
     def advance(self, now_s: float) -> None:
         """Advances to `now_s`, which is not later than `next_at`."""

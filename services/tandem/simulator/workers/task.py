@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +33,8 @@ class Task:
     load: Load | None = None  # from tiers, under way or done
     new_hashes: list[bytes] = field(default_factory=list)  # of blocks that are new in the pool
     loaded_blocks: dict[str, int] = field(default_factory=dict)  # by the tier's name
+    first_token_by: float = math.inf  # seconds of the clock: a later first token is of no use
+    has_waited: bool = False  # it did not begin when it came
 
     @property
     def num_there(self) -> int:
@@ -53,6 +56,7 @@ class Listener(Protocol):
 
     def reserved(self, worker: Worker, task: Task) -> None: ...
     def prefilled(self, worker: Worker, task: Task) -> None: ...
+    def refused(self, worker: Worker, task: Task) -> None: ...
     def decoded(self, worker: Worker, task: Task) -> None: ...
     def blocks_changed(
         self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""

@@ -14,8 +14,11 @@ blocks while the others are loaded has the engine twice: until `load.first`, and
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterator
 
+from tandem.perf_model.predict import OWN_SPARE, RATES_OFF, prefill_seconds, queued_seconds
 from tandem.perf_model.soonest import Choice, Offer, Producer, Prompt
 from tandem.simulator.clock import Clock
 from tandem.simulator.scenario import Scenario
@@ -65,8 +68,11 @@ class Worker:
             host.join(self)
 
     def submit(self, task: Task) -> bool:
-        """Queues a task for prefill. False if the queue is full, or memory could never hold it."""
+        """Queues a task for prefill. False if the queue is full, memory could never hold it, or its
+        first token would come too late."""
         if not self._fits(task) or len(self._queue) >= self._scenario.queue_max:
+            return False
+        if self._is_late_in_queue(task):
             return False
         cached = self.cache.num_cached(task.hashes)
         task.queued_tokens = task.num_tokens - max(cached, task.pulled_blocks) * self._block_size
@@ -154,10 +160,43 @@ class Worker:
             num_running=self.engine.num_decoding + prefills_for_itself,
             num_waiting=len(self._queue) + len(self._reserving) + self._num_loading(),
             queued_tokens=self._queued_tokens + self.engine.prefill_tokens_left(),
+            queued_s=queued_seconds(self._scenario.rates, self._missing_spans()),
             num_leases=self.num_leases,
             blocks_total=self.cache.num_blocks,
             blocks_used=self.cache.num_used,
         )
+
+    def _is_late_in_queue(self, task: Task) -> bool:
+        if task.first_token_by == math.inf:
+            return False
+        ahead_s = queued_seconds(self.rates, self._missing_spans())
+        expected_s = (ahead_s + self._own_s(task)) / RATES_OFF
+        return ahead_s > 0 and self._clock.now_s + expected_s > task.first_token_by
+
+    def _refuse_late(self) -> None:
+        """Refuses queued tasks whose first token would come too late if they began now."""
+        now_s = self._clock.now_s
+        waiting = [t for t in self._queue if t.has_waited and t.first_token_by < math.inf]
+        for task in waiting:
+            is_late = now_s + OWN_SPARE * self._own_s(task) > task.first_token_by
+            if is_late and task in self._queue:  # the listener may call back
+                self._drop_load(task)
+                self._queue.remove(task)
+                self._set_queued(task, 0)
+                self.num_leases -= task.output_tokens == 0
+                self._listener.refused(self, task)
+
+    def _own_s(self, task: Task) -> float:
+        cached = max(self.cache.num_cached(task.hashes), task.pulled_blocks) * self._block_size
+        return prefill_seconds(self.rates, task.num_tokens, cached)
+
+    def _missing_spans(self) -> Iterator[tuple[int, int]]:
+        """Yields the tokens of each prompt that are still to be computed, and those before them."""
+        for task in (*self._queue, *self._loads, *self._ready):
+            if (missing := task.queued_tokens) > 0:
+                yield missing, task.num_tokens - missing
+        if left := self.engine.prefill_tokens_left():
+            yield left, self.engine.prefill_context()
 
     @property
     def is_idle(self) -> bool:
@@ -232,8 +271,12 @@ class Worker:
         engine.advance(self._clock.now_s)
         while self._reserving and self._hold(self._reserving[0]):
             self._listener.reserved(self, self._reserving.popleft())
+        if engine.prefilling is None:
+            self._refuse_late()
         while self._start_next():
             pass
+        for task in self._queue:
+            task.has_waited = True
         self._plan()
         self._listener.load_changed(self)
 

@@ -78,7 +78,7 @@ class LiveSequences:
         self._send_tokens(sequence, update)
         # Whatever happens to the lease now, the client has this token: it is part of the input.
         sequence.spec = msgspec.structs.replace(
-            sequence.spec, token_ids=[*sequence.spec.token_ids, token_id]
+            sequence.spec, token_ids=[*sequence.spec.token_ids, token_id], first_token_by=0.0
         )
 
     def send_tokens(self, sequence: DecodeSequence, new: NewTokens) -> None:
@@ -147,18 +147,22 @@ class LiveSequences:
         self._forget(sequence, reason)
         sequence.stream.push(update)
 
-    def fail(self, sequence: DecodeSequence, code: str, message: str) -> None:
+    def fail(
+        self, sequence: DecodeSequence, code: str, message: str, *, retry_after_s: float = 0.0
+    ) -> None:
         """Ends with an error a sequence that the engine does not have."""
-        error = pb.WorkerError(code=code, message=message)
+        error = pb.WorkerError(code=code, message=message, retry_after_s=retry_after_s)
         if code == "queue_full":
             error.retry_after_s = self._rates.retry_after_s
         self._forget(sequence, code)
         sequence.stream.push(_update(sequence, finish_reason="error", error=error))
 
-    def abort(self, sequence: DecodeSequence, code: str, message: str) -> None:
+    def abort(
+        self, sequence: DecodeSequence, code: str, message: str, *, retry_after_s: float = 0.0
+    ) -> None:
         """Ends with an error a sequence that the engine may have."""
         self._link.send(Remove(sequence.sequence_id))
-        self.fail(sequence, code, message)
+        self.fail(sequence, code, message, retry_after_s=retry_after_s)
 
     def remove(self, sequence_id: str) -> None:
         """Ends a sequence that nobody waits for any more."""

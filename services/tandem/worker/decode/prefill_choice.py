@@ -36,7 +36,7 @@ class Place:
     """A worker that could prefill the prompt."""
 
     rates: WorkerRates
-    queued_tokens: int = 0
+    queue_s: float = 0.0  # until what is queued there is computed
     cached_tokens: int = 0  # of the prompt
     holders: tuple[Holder, ...] = ()
 
@@ -125,7 +125,7 @@ def _expect(prompt: Prompt, place: Place, *, after_s: float = 0.0) -> Expected:
         place.rates,
         prompt.num_tokens,
         place.cached_tokens,
-        queued_tokens=place.queued_tokens,
+        queue_s=place.queue_s,
         after_s=after_s,
         holders=place.holders,
         block_size=prompt.block_size,

@@ -5,12 +5,22 @@ itself has sent to a candidate since is counted in.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from tandem.config.worker import WorkerConfig
-from tandem.perf_model.predict import Holder, believed, beside_decode, likely_rates
+from tandem.engine.types import SequenceSpec
+from tandem.perf_model.predict import (
+    RATES_OFF,
+    Holder,
+    believed,
+    beside_decode,
+    likely_rates,
+    prefill_seconds,
+    queue_seconds,
+)
 from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.perf_model.soonest import Producer
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
@@ -28,12 +38,13 @@ from tandem.worker.peers.rates import Rates
 
 _FAILED_TOLD_S = 30.0
 _WHY_MAX = 300  # characters
+_SENT_MIN_S = 1e-9  # less than any prompt takes: what rounding leaves of sums
 _Asked = TypeVar("_Asked", pb.PrefillCandidate, pb.PrefixHolder)
 
 
 class PrefillPlanner:
-    """Plans where prompts are prefilled. The worker sets `load`, its own, and calls `update` with
-    the records of all workers."""
+    """Plans where prompts are prefilled. The worker tells its own load with `take_load`, and calls
+    `update` with the records of all workers."""
 
     def __init__(self, config: WorkerConfig, rates: Rates) -> None:
         self._config = config
@@ -41,7 +52,9 @@ class PrefillPlanner:
         self._block_size = config.engine.block_size
         self._records: dict[str, WorkerRecord] = {}
         self._silences = Silences(config.cluster)
-        self._tokens_sent: dict[str, int] = {}  # worker id -> tokens asked for and not there yet
+        self._sent_s: dict[str, float] = {}  # worker id -> prefill asked for and not there yet
+        # Prefill begun here that no load shows yet: the engine's commands by then, and seconds.
+        self._begun_here: deque[tuple[int, float]] = deque()
         self._failed: dict[str, tuple[str, str, float]] = {}  # epoch, why, and when
         self.load = pb.WorkerLoad()
 
@@ -81,16 +94,27 @@ class PrefillPlanner:
         now = time.monotonic()
         return [w for w in workers if not self._silences.is_lost(w.worker_id, now)]
 
+    def take_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
+        """Takes this worker's load after its engine applied so many commands."""
+        self.load = load
+        while self._begun_here and self._begun_here[0][0] <= num_commands:
+            self._begun_here.popleft()
+
+    def note_begun_here(self, num_commands: int, prefill_s: float) -> None:
+        """Notes a prompt that the engine computes once it applied so many commands."""
+        self._begun_here.append((num_commands, prefill_s))
+
     @contextmanager
-    def sent(self, worker_id: str, num_tokens: int) -> Iterator[None]:
-        """Counts the tokens of a candidate while it prefills them for a sequence here."""
-        self._tokens_sent[worker_id] = self._tokens_sent.get(worker_id, 0) + num_tokens
+    def sent(self, worker_id: str, num_tokens: int, cached_tokens: int) -> Iterator[None]:
+        """Counts a prompt while a candidate prefills it for a sequence here."""
+        seconds = prefill_seconds(self._rates_of(worker_id), num_tokens, cached_tokens)
+        self._sent_s[worker_id] = self._sent_s.get(worker_id, 0.0) + seconds
         try:
             yield
         finally:
-            self._tokens_sent[worker_id] -= num_tokens
-            if not self._tokens_sent[worker_id]:
-                del self._tokens_sent[worker_id]
+            self._sent_s[worker_id] -= seconds
+            if self._sent_s[worker_id] < _SENT_MIN_S:
+                del self._sent_s[worker_id]
 
     def plan(
         self,
@@ -106,14 +130,7 @@ class PrefillPlanner:
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
         prompt = Prompt(num_tokens, self._block_size)
-        here = Here(
-            # Its delay for those who decode here is counted by the choice.
-            rates=beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0),
-            queued_tokens=self.load.queued_tokens,
-            cached_tokens=cached_tokens,
-            holders=tuple(self._holders(holders, self._config.worker_id)),
-            num_running=self.load.num_running,
-        )
+        here = self._here(holders, cached_tokens)
         own_holder = pb.PrefixHolder(
             worker_id=self._config.worker_id, num_blocks=cached_tokens // self._block_size
         )
@@ -122,6 +139,35 @@ class PrefillPlanner:
             for c in candidates
         ]
         return plan_prefill(prompt, here, places)
+
+    def late_here_s(self, spec: SequenceSpec, cached_tokens: int) -> float:
+        """Predicts by how many seconds the first token of a prompt would come too late if it was
+        computed here. Not above 0: it is in time, or nothing was measured."""
+        here = self._here((), cached_tokens)
+        if not spec.first_token_by or not here.queue_s or not here.rates.measured:
+            return 0.0
+        own_s = prefill_seconds(here.rates, len(spec.token_ids), cached_tokens)
+        return (here.queue_s + own_s) / RATES_OFF - (spec.first_token_by - time.monotonic())
+
+    def here_seconds(self, num_tokens: int, cached_tokens: int) -> float:
+        """Predicts the seconds to compute a prompt here, with nothing queued."""
+        return prefill_seconds(self._here_rates(), num_tokens, cached_tokens)
+
+    def _here_rates(self) -> WorkerRates:
+        # Its delay for those who decode here is counted by the choice.
+        return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
+
+    def _here(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> Here:
+        rates, load = self._here_rates(), self.load
+        told_s = load.queued_s if load.HasField("queued_s") else None
+        queue_s = queue_seconds(rates, load.queued_tokens) if told_s is None else told_s
+        return Here(
+            rates=rates,
+            queue_s=queue_s + sum(seconds for _, seconds in self._begun_here),
+            cached_tokens=cached_tokens,
+            holders=tuple(self._holders(holders, self._config.worker_id)),
+            num_running=load.num_running,
+        )
 
     def producer(
         self,
@@ -140,12 +186,13 @@ class PrefillPlanner:
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float
     ) -> Candidate:
         name = candidate.worker_id
-        record = self._records.get(name)
-        queued = record.load.queued_tokens if record is not None else 0
-        told = self._rates.worker if record is None else record.rates
+        record, rates = self._records.get(name), self._rates_of(name)
+        queue_s = 0.0
+        if record is not None:
+            queue_s = record.load.queue_s(rates)
         return Candidate(
-            rates=self._believed(told),
-            queued_tokens=max(queued, self._tokens_sent.get(name, 0)),
+            rates=rates,
+            queue_s=max(queue_s, self._sent_s.get(name, 0.0)),
             cached_tokens=(candidate.cached_blocks + candidate.loaded_blocks) * self._block_size,
             holders=tuple(self._holders(holders, name)),
             worker_id=name,
@@ -169,6 +216,10 @@ class PrefillPlanner:
             record = self._records.get(consumer)
             rate = record.pairs.get(producer) if record is not None else None
         return rate or default_pair(self._config.transfer.transport)
+
+    def _rates_of(self, worker_id: str) -> WorkerRates:
+        record = self._records.get(worker_id)
+        return self._believed(self._rates.worker if record is None else record.rates)
 
     def _believed(self, told: WorkerRates) -> WorkerRates:
         """Returns the rates to count with: workers of one cluster are likely to be alike."""

@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from tandem.engine.types import Mode, Reserved, SequenceSpec
-from tandem.errors import LeaseLost, ProducerSilent, TandemError
+from tandem.errors import LeaseLost, Overloaded, ProducerSilent, TandemError
 from tandem.observability.logs import about
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.decode.live_sequences import LiveSequences
@@ -113,7 +113,8 @@ class PromptPrefill:
                 first_token_id = await self._run_lease(sequence, reserved, lease)
             except Exception as error:
                 # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
-                self._note_failure(sequence, lease, error)
+                if not isinstance(error, Overloaded):
+                    self._note_failure(sequence, lease, error)
                 if isinstance(error, LeaseLost) and not sequence.is_over:
                     self._planner.note_failed(name, candidate.epoch, str(error))
                 if isinstance(error, ProducerSilent):
@@ -126,7 +127,7 @@ class PromptPrefill:
                 if sequence.is_over:
                     return
                 wait_s = error.retry_after_s if isinstance(error, TandemError) else None
-                if wait_s and asked[name] < _ASKED_MAX:
+                if wait_s and asked[name] < _ASKED_MAX and not isinstance(error, Overloaded):
                     waits_s[name] = wait_s
                     left.append(candidate)
                 if not lease.pulled_anything:
@@ -150,6 +151,11 @@ class PromptPrefill:
             sums = lease.block_sums
             self._link.send(messages.Commit(sequence.sequence_id, first_token_id, sums))
             self._sequences.tell_committed(sequence)
+            return
+        late_s = self._planner.late_here_s(sequence.spec, reserved.num_cached_tokens)
+        if late_s > 0:
+            message = f"its first token would come {late_s:.1f} s too late"
+            self._sequences.abort(sequence, Overloaded.code, message, retry_after_s=late_s)
             return
         self._metrics.local_prefills.inc()
         self._prefill_here(sequence, reserved)
@@ -179,6 +185,8 @@ class PromptPrefill:
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
             self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
+            here_s = self._planner.here_seconds(len(here.token_ids), reserved.num_cached_tokens)
+            self._planner.note_begun_here(self._link.num_sent, here_s)
             return
         self._restart(sequence, sequence.prefix.spec)
 
@@ -210,11 +218,11 @@ class PromptPrefill:
             sequence.timings.prefill_worker_id = lease.peer.worker_id
             self._sequences.send_first_token(sequence, prefilled, stats)
 
-        missing = len(sequence.spec.token_ids) - reserved.num_cached_tokens
         first_missing = reserved.num_cached_tokens // self._block_size
         try:
             async with asyncio.timeout(None) as sequence.asks:
-                with self._planner.sent(lease.peer.worker_id, missing):
+                num_tokens, num_cached = len(sequence.spec.token_ids), reserved.num_cached_tokens
+                with self._planner.sent(lease.peer.worker_id, num_tokens, num_cached):
                     return await lease.run(
                         sequence.spec,
                         request_id=sequence.request_id,

@@ -66,6 +66,7 @@ class Submission:
     candidates: list[pb.PrefillCandidate] = field(default_factory=list)
     holders: list[pb.PrefixHolder] = field(default_factory=list)  # of the prompt's first blocks
     losses_max: int = 0  # prefill workers that may be lost under it; 0: as many as there are
+    may_return: bool = False  # to the router, while nothing of it is begun
 
 
 @dataclass(slots=True)

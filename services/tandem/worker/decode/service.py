@@ -19,7 +19,7 @@ from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.prompt_prefill import Producers, PromptPrefill
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState, Submission
-from tandem.worker.engine_process.messages import Add, Report
+from tandem.worker.engine_process.messages import Add, Report, ReturnWaiting
 from tandem.worker.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class DecodeService:
     def on_report(self, report: Report, load: pb.WorkerLoad) -> None:
         """Hands on what a step brought; one message to each router concerned."""
         step = report.report
-        self.planner.load = load
+        self.planner.take_load(load, report.num_commands)
         for admitted in step.admitted:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
                 sequence.admitted_at = sequence.admitted_at or admitted.at
@@ -119,7 +119,8 @@ class DecodeService:
             self._on_new_tokens(new_tokens)
         for failed in step.failed:
             if (sequence := self._sequences.get(failed.sequence_id)) is not None:
-                self._sequences.abort(sequence, failed.code, failed.message)
+                after_s = failed.retry_after_s
+                self._sequences.abort(sequence, failed.code, failed.message, retry_after_s=after_s)
         for stream in self._streams:
             stream.push_load(load, report.num_commands)
 
@@ -135,6 +136,20 @@ class DecodeService:
                     for sequence_id in list(stream.sequence_ids):
                         if sequence_id.rpartition("#")[0] == command.cancel.request_id:
                             self._sequences.remove(sequence_id)
+                case "return_waiting":
+                    self._return_waiting(stream, command.return_waiting.count)
+
+    def _return_waiting(self, stream: RouterStream, count: int) -> None:
+        """Has the engine end sequences of a router that it has not begun, so that the router can
+        place them elsewhere."""
+        found = [s for id_ in stream.sequence_ids if (s := self._sequences.get(id_)) is not None]
+        queued = [
+            s.sequence_id
+            for s in found
+            if s.submission.may_return and s.state is SequenceState.QUEUED and not s.admitted_at
+        ]
+        if queued:
+            self._link.send(ReturnWaiting(queued, count))
 
     def _submit(self, stream: RouterStream, submit: pb.SubmitSequence) -> None:
         sequence_id = f"{submit.request_id}#{submit.attempt}"
@@ -151,6 +166,7 @@ class DecodeService:
             mode=Mode.WAITING_FOR_REMOTE_KV if candidates else Mode.LOCAL,
             remote_prefill_min_tokens=local_tokens_max + 1,
             fork_of=self._sequences.find(stream, submit.fork_of),
+            first_token_s=submit.first_token_s,
         )
         others = (h for h in submit.prefix_holders if h.worker_id != self._config.worker_id)
         holders = self.planner.alive(others)
@@ -162,7 +178,12 @@ class DecodeService:
             }
             span = self._tracing.begin("decode_worker", trace_headers(submit.trace), attributes)
         asked = Submission(
-            submit.request_id, submit.attempt, candidates, holders, submit.losses_max
+            submit.request_id,
+            submit.attempt,
+            candidates,
+            holders,
+            submit.losses_max,
+            submit.may_return,
         )
         sequence = DecodeSequence(asked, spec, stream, span)
         if candidates:

@@ -121,6 +121,14 @@ class Remove(msgspec.Struct, frozen=True, tag=True):
     sequence_id: str
 
 
+class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
+    """End some of these sequences of which nothing was begun, the oldest first: each fails as
+    `returned`."""
+
+    sequence_ids: list[str]
+    count: int
+
+
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
     """Make a peer's pool readable over NIXL; answered by `PeerConnected`."""
 
@@ -169,7 +177,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-SequenceCommand = Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove
+SequenceCommand = (
+    Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove | ReturnWaiting
+)
 ChainCommand = PinPrefix | ImportBlocks | CommitImport
 TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
 Question = (

@@ -204,6 +204,8 @@ class EngineProcess:
                 self._send(messages.ChainKept(request_id, kept))
             case messages.Remove(sequence_id):
                 self._engine.remove(sequence_id, self._give_up(sequence_id))
+            case messages.ReturnWaiting(sequence_ids, count):
+                self._engine.return_waiting(sequence_ids, count)
             case messages.StartPull(sequence_id, pull):
                 self._check_held(sequence_id, pull.local_block_ids)
                 self._transfer.submit(pull)
@@ -236,7 +238,8 @@ class EngineProcess:
             case messages.LoadBytes(request_id):
                 self._send(messages.BlockData(request_id, error.message))
             case _:
-                self._failed.append(Failed(sequence_id, error.code, error.message))
+                after_s = error.retry_after_s or 0.0
+                self._failed.append(Failed(sequence_id, error.code, error.message, after_s))
 
     def _give_up(self, sequence_id: str) -> list[int]:
         pull_ids, unsafe = self._ledger.give_up(sequence_id)

@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from tandem.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.config.worker import WorkerConfig
 from tandem.engine.types import SequenceSpec
-from tandem.errors import LeaseLost, WorkerLost
+from tandem.errors import LeaseLost, Overloaded, WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.convert import cached_of, rate_message, sequence_input
 from tandem.worker.kv_pulls.lease_stream import LeaseStream, open_stream
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
+
+_FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late
 
 
 @dataclass(slots=True)
@@ -103,6 +105,8 @@ class ConsumerLease:
             verify_every=self._config.transfer.verify_every,
             trace=pb.TraceContext(**trace) if trace else None,
         )
+        if spec.first_token_by:
+            start.first_token_s = max(_FIRST_TOKEN_MIN_S, spec.first_token_by - time.monotonic())
         if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
             start.rate.CopyFrom(rate_message(rate))
         self._end_block = first_missing_block + len(targets)
@@ -185,7 +189,8 @@ class ConsumerLease:
                     case "accepted":
                         self._epoch = event.accepted.epoch
                     case "refused":
-                        raise WorkerLost(
+                        is_late = event.refused.code == Overloaded.code
+                        raise (Overloaded if is_late else WorkerLost)(
                             f"{self.peer.worker_id} refused: {event.refused.message}",
                             retry_after_s=event.refused.wait_estimate_s,
                         )

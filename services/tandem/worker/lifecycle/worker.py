@@ -346,6 +346,8 @@ class Worker:
             max_model_len=self._max_model_len,
             compatibility=self.compatibility,
             load=self._load,
+            keeps_deadlines=True,
+            prefill_at=self.config.transfer.prefill_at,
             counts=self._metrics.tally.counts,
             rates=self.rates.worker,
             pairs=self.rates.pairs,

@@ -195,6 +195,7 @@ class PrefillService:
             consumer_rate=(start.rate.latency_s, start.rate.bytes_per_s)
             if start.rate.bytes_per_s > 0  # also when the field is absent
             else None,
+            first_token_s=start.first_token_s,
         )
         if self._prefixes is not None:
             lease.plan = self._prefixes.plan(spec, start.prefix_holders)
@@ -246,10 +247,10 @@ class PrefillService:
                 case Held(_, num_blocks):
                     yield pb.PrefillEvent(held=pb.Held(num_blocks=num_blocks))
                     is_answered = True
-                case Failed(_, code, message):
-                    may_wait = code == QueueFull.code
-                    wait_s = self._rates.retry_after_s if may_wait else 0.0
-                    yield _refused(f"{code}: {message}", wait_estimate_s=wait_s)
+                case Failed(_, code, message, wait_s):
+                    if code == QueueFull.code:
+                        wait_s = self._rates.retry_after_s
+                    yield _refused(f"{code}: {message}", wait_estimate_s=wait_s, code=code)
                     return
                 case pb.ReleaseLease():
                     is_released = True
@@ -279,7 +280,7 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
     lease.events.put_nowait(Failed(lease.lease_id, InternalError.code, message))
 
 
-def _refused(message: str, *, wait_estimate_s: float = 0.0) -> pb.PrefillEvent:
+def _refused(message: str, *, wait_estimate_s: float = 0.0, code: str = "") -> pb.PrefillEvent:
     """Returns a refusal; without an estimate, waiting would not help."""
-    refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s)
+    refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s, code=code)
     return pb.PrefillEvent(refused=refused)

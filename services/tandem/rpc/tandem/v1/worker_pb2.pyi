@@ -150,7 +150,7 @@ class TraceContext(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class SubmitSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace", "losses_max", "fork_of")
+    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace", "losses_max", "fork_of", "first_token_s", "may_return")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,8 @@ class SubmitSequence(_message.Message):
     TRACE_FIELD_NUMBER: _ClassVar[int]
     LOSSES_MAX_FIELD_NUMBER: _ClassVar[int]
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    MAY_RETURN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input: SequenceInput
@@ -167,7 +169,9 @@ class SubmitSequence(_message.Message):
     trace: TraceContext
     losses_max: int
     fork_of: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., losses_max: _Optional[int] = ..., fork_of: _Optional[str] = ...) -> None: ...
+    first_token_s: float
+    may_return: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., losses_max: _Optional[int] = ..., fork_of: _Optional[str] = ..., first_token_s: _Optional[float] = ..., may_return: bool = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id",)
@@ -175,13 +179,21 @@ class CancelSequence(_message.Message):
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
+class ReturnWaiting(_message.Message):
+    __slots__ = ("count",)
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    def __init__(self, count: _Optional[int] = ...) -> None: ...
+
 class DecodeCommand(_message.Message):
-    __slots__ = ("submit", "cancel")
+    __slots__ = ("submit", "cancel", "return_waiting")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    RETURN_WAITING_FIELD_NUMBER: _ClassVar[int]
     submit: SubmitSequence
     cancel: CancelSequence
-    def __init__(self, submit: _Optional[_Union[SubmitSequence, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequence, _Mapping]] = ...) -> None: ...
+    return_waiting: ReturnWaiting
+    def __init__(self, submit: _Optional[_Union[SubmitSequence, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequence, _Mapping]] = ..., return_waiting: _Optional[_Union[ReturnWaiting, _Mapping]] = ...) -> None: ...
 
 class SequenceTimings(_message.Message):
     __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms")
@@ -288,7 +300,7 @@ class KvGroupLoad(_message.Message):
     def __init__(self, blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., sequence_blocks_max: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_running_slots", "chunk_tokens", "groups")
+    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_running_slots", "chunk_tokens", "groups", "queued_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +316,7 @@ class WorkerLoad(_message.Message):
     NUM_RUNNING_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queue_max: int
@@ -319,7 +332,8 @@ class WorkerLoad(_message.Message):
     num_running_slots: int
     chunk_tokens: int
     groups: _containers.RepeatedCompositeFieldContainer[KvGroupLoad]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_running_slots: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroupLoad, _Mapping]]] = ...) -> None: ...
+    queued_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_running_slots: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroupLoad, _Mapping]]] = ..., queued_s: _Optional[float] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
     __slots__ = ("sequences", "load", "num_submits", "draining")
@@ -334,7 +348,7 @@ class DecodeUpdate(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., num_submits: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "consumer_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace")
+    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "consumer_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace", "first_token_s")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +359,7 @@ class StartPrefill(_message.Message):
     PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_EVERY_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     request_id: str
     input: SequenceInput
@@ -355,7 +370,8 @@ class StartPrefill(_message.Message):
     prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
     verify_every: int
     trace: TraceContext
-    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
+    first_token_s: float
+    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., first_token_s: _Optional[float] = ...) -> None: ...
 
 class HoldBlocks(_message.Message):
     __slots__ = ("lease_id", "block_hashes", "first_missing_block", "consumer_worker_id", "transport", "verify_every")
@@ -402,12 +418,14 @@ class Accepted(_message.Message):
     def __init__(self, epoch: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("message", "wait_estimate_s")
+    __slots__ = ("message", "wait_estimate_s", "code")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     WAIT_ESTIMATE_S_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     message: str
     wait_estimate_s: float
-    def __init__(self, message: _Optional[str] = ..., wait_estimate_s: _Optional[float] = ...) -> None: ...
+    code: str
+    def __init__(self, message: _Optional[str] = ..., wait_estimate_s: _Optional[float] = ..., code: _Optional[str] = ...) -> None: ...
 
 class BlockRun(_message.Message):
     __slots__ = ("first_block", "block_ids", "checksums")

@@ -1,0 +1,76 @@
+"""Finds sequences whose first token would come too late, before anything of them is computed.
+
+    add     refused if all that is queued before it, and its own prompt, take too long
+    waits   refused as soon as its own prompt takes too long, even if it comes next
+
+The first check answers early, so it refuses only what is late even if the rates are off by
+`RATES_OFF`. The second one is exact: hardly more than its own prompt's time is predicted. So
+requests that several routers admitted without knowledge of each other meet their limit here. A
+sequence that finds the engine idle is never refused: nothing would come sooner without it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from tandem.engine.sequence import Sequence
+from tandem.engine.types import Mode
+from tandem.errors import Overloaded
+from tandem.perf_model.predict import OWN_SPARE, RATES_OFF, queued_seconds
+from tandem.perf_model.rates import WorkerRates
+
+
+class Deadlines:
+    """The deadlines of an engine's sequences, `SequenceSpec.first_token_by`. `rates` are those of
+    prefill now, beside what decodes; None: not measured."""
+
+    def __init__(
+        self,
+        rates: Callable[[], WorkerRates | None],
+        has_rates: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._rates = rates
+        self._has_rates = has_rates  # the same, without the work to make them
+        self.clock = clock
+
+    def queued_s(self, sequences: Iterable[Sequence]) -> float | None:
+        """Predicts the seconds until all missing prompt tokens are computed; None: no rates."""
+        spans = [span for s in sequences if (span := s.missing_span)[0]]
+        if not spans and self._has_rates():
+            return 0.0
+        rates = self._rates()
+        return None if rates is None else queued_seconds(rates, spans)
+
+    def check(self, new: Sequence, before: Iterable[Sequence]) -> None:
+        """Raises Overloaded if a new sequence would be late behind those `before` it."""
+        by = new.spec.first_token_by
+        if not by or new.mode is Mode.WAITING_FOR_REMOTE_KV:
+            return
+        ahead_s = self.queued_s(before)
+        rates = self._rates()
+        if not ahead_s or rates is None:
+            return
+        own_s = queued_seconds(rates, [new.missing_span])
+        late_s = (ahead_s + own_s) / RATES_OFF - (by - self.clock())
+        if late_s > 0:
+            raise _overloaded(late_s)
+
+    def find_late(self, sequences: Collection[Sequence]) -> Iterator[tuple[Sequence, Overloaded]]:
+        """Yields those that have waited, and are late even if their prompt comes next, after those
+        that are begun."""
+        waiting = [s for s in sequences if s.spec.first_token_by and s.has_waited]
+        waiting = [s for s in waiting if not s.is_begun]
+        if not waiting:
+            return
+        begun_s = self.queued_s(s for s in sequences if s.is_begun) or 0.0
+        now, rates = self.clock(), self._rates()
+        for sequence in waiting:
+            own_s = 0.0 if rates is None else queued_seconds(rates, [sequence.missing_span])
+            late_s = now + begun_s + OWN_SPARE * own_s - sequence.spec.first_token_by
+            if late_s > 0:
+                yield sequence, _overloaded(late_s)
+
+
+def _overloaded(late_s: float) -> Overloaded:
+    return Overloaded(
+        f"its first token would come {late_s:.1f} s too late here", retry_after_s=late_s
+    )
