@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from tandem.printable import printable
 from tandem.rpc.tandem.v1 import cluster_pb2 as pb
 from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.harness.scripted_worker import saying
@@ -156,7 +157,7 @@ async def test_a_name_of_loopback_is_taken(router: RunningRouter, host: str) -> 
 
 def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Lines about changes, without the port of who asked."""
-    lines = [r.getMessage() for r in caplog.records if "change by" in r.getMessage()]
+    lines = [printable(r.getMessage()) for r in caplog.records if "change by" in r.getMessage()]
     return [re.sub(r"127\.0\.0\.1:\d+", "PEER", line) for line in lines]
 
 
@@ -189,5 +190,5 @@ async def test_a_change_that_is_refused_has_one_line_and_no_second_by_its_client
         "change by PEER over HTTP: sizes, before unknown, after decode=\\nchange by me: refused: "
         "decode must be an integer from 0 to 64: the size wanted",
         "change by PEER over HTTP: role of a\\nb, before unknown, after the other: refused: "
-        "there is no worker 'a\\\\nb'; there are: decode-0, decode-1",
+        "there is no worker 'a\\nb'; there are: decode-0, decode-1",
     ]
