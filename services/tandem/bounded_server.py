@@ -127,7 +127,7 @@ class BoundedServer:
 
     async def _wait_for_room(self, address: str, sock: socket.socket) -> None:
         async with asyncio.timeout(_WAIT_S):
-            while not self._makes_room(address):
+            while not self._makes_room(address):  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
         self._take(address, sock)
 
