@@ -3,7 +3,8 @@
     connected --handshake, header, body--> called --> answered --> closed
         |            within a deadline                in another
         `-- closed to make room: beyond its bounds, the connection without a call that is open
-            longest, of the address with the most connections
+            longest, of the address with the most connections; while that is too young, the
+            newcomer waits
 
 One thread with an event loop reads every connection, and a few threads run the application. So a
 silent connection costs some kilobytes. Each connection has one call.
@@ -36,7 +37,10 @@ CONNECTIONS_MAX = 256
 PER_ADDRESS_MAX = 64
 CALLS_AT_ONCE = 2
 DEADLINE_S = 10.0  # from its start to the end of its call; and again for the answer
-_MATURE_S = 0.25  # a younger connection does not make room: its call may be on its way
+_MATURE_S = 0.25  # a younger one makes no room for its own address: its call may be on its way
+_WAITING_MAX = 256  # connections that wait for room, unread
+_WAIT_S = 3.0
+_LOOK_S = 0.05  # between two looks for room
 _HEADER_BYTES_MAX = 16 << 10
 _BODY_BYTES_MAX = 64 << 10
 _READ_BYTES = 16 << 10
@@ -76,6 +80,7 @@ class BoundedServer:
         self._context = context
         self._open: dict[_Connection, None] = {}  # the oldest first
         self._num_of: Counter[str] = Counter()
+        self._waiting: set[asyncio.Task[None]] = set()
         self._callers = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix=f"{name}-call")
         self._loop = asyncio.new_event_loop()
         self._accepting = self._loop.create_task(self._accept())
@@ -91,7 +96,7 @@ class BoundedServer:
         asyncio.set_event_loop(self._loop)
         with suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._accepting)
-        tasks = [c.task for c in self._open if c.task is not None]
+        tasks = [*self._waiting, *(c.task for c in self._open if c.task is not None)]
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -109,14 +114,29 @@ class BoundedServer:
                 log.error("no connection can be accepted for now: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if not self._makes_room(str(peer[0])):
+            address = str(peer[0])
+            if self._makes_room(address):
+                self._take(address, sock)
+            elif len(self._waiting) < _WAITING_MAX:
+                waiting = self._loop.create_task(self._wait_for_room(address, sock))
+                self._waiting.add(waiting)
+                waiting.add_done_callback(self._waiting.discard)
+                waiting.add_done_callback(partial(_close_untaken, sock))
+            else:
                 sock.close()
-                continue
-            connection = _Connection(str(peer[0]), self._loop.time())
-            self._open[connection] = None
-            self._num_of[connection.address] += 1
-            connection.task = self._loop.create_task(self._serve(connection, sock))
-            connection.task.add_done_callback(partial(self._forget, connection))
+
+    async def _wait_for_room(self, address: str, sock: socket.socket) -> None:
+        async with asyncio.timeout(_WAIT_S):
+            while not self._makes_room(address):  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+        self._take(address, sock)
+
+    def _take(self, address: str, sock: socket.socket) -> None:
+        connection = _Connection(address, self._loop.time())
+        self._open[connection] = None
+        self._num_of[address] += 1
+        connection.task = self._loop.create_task(self._serve(connection, sock))
+        connection.task.add_done_callback(partial(self._forget, connection))
 
     def _makes_room(self, address: str) -> bool:
         """Returns whether a connection of this address may be taken; an older one ends for it."""
@@ -128,7 +148,8 @@ class BoundedServer:
             return True
         for connection in self._open:
             if connection.address == fullest and not connection.has_call:
-                if self._loop.time() - connection.opened_at < _MATURE_S:
+                is_young = self._loop.time() - connection.opened_at < _MATURE_S
+                if is_young and self._num_of[fullest] <= self._num_of[address] + 1:
                     return False
                 assert connection.task is not None
                 connection.task.cancel()
@@ -187,6 +208,11 @@ class BoundedServer:
             ssl_shutdown_timeout=1.0 if self._context else None,
         )
         return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
+
+
+def _close_untaken(sock: socket.socket, waiting: asyncio.Task[None]) -> None:
+    if waiting.cancelled() or waiting.exception() is not None:
+        sock.close()
 
 
 _Answer = tuple[int, list[tuple[str, str]], bytes]

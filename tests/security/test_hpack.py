@@ -123,3 +123,21 @@ while True:
     assert done.returncode == 1
     assert done.stdout.count("--grpc-memory allows 32") == 1
     assert "this process ends at once" in done.stderr
+
+
+async def test_what_grows_while_the_model_is_loaded_counts() -> None:
+    """A flood in this time does not raise the bound of the process."""
+    program = """
+import os, threading
+from tandem.router.memory_watch import MemoryWatch
+watch = MemoryWatch(512 << 20, lambda why: os._exit(7))
+watch.start()
+held = b"x" * (480 << 20)
+watch.rebase()
+more = b"x" * (400 << 20)
+threading.Event().wait(5)
+"""
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", program], timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 7

@@ -39,9 +39,16 @@ def server() -> Iterator[BoundedServer]:
 
 
 def call(
-    server: BoundedServer, method: str = "GET", path: str = "/", body: bytes | None = None
+    server: BoundedServer,
+    method: str = "GET",
+    path: str = "/",
+    body: bytes | None = None,
+    *,
+    source: str = HERE,
 ) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(HERE, server.port, timeout=20)
+    connection = http.client.HTTPConnection(
+        HERE, server.port, timeout=20, source_address=(source, 0)
+    )
     with contextlib.closing(connection):
         connection.request(method, path, body)
         answer = connection.getresponse()
@@ -94,6 +101,65 @@ def test_silent_connections_cost_no_thread_and_make_room(
                 assert time.monotonic() < give_up_at
         assert num_threads() <= before + bounded_server.CALLS_AT_ONCE
         assert len(server._open) <= bounded_server.PER_ADDRESS_MAX
+
+
+def silent(server: BoundedServer, num: int, *, source: str = HERE) -> contextlib.ExitStack:
+    """So many silent connections of an address; the server has taken all when this returns."""
+    opened = contextlib.ExitStack()
+    before = len(server._open)
+    for _ in range(num):
+        address = (HERE, server.port)
+        opened.enter_context(socket.create_connection(address, 20, source_address=(source, 0)))
+    give_up_at = time.monotonic() + 20
+    while len(server._open) < before + num:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    return opened
+
+
+def test_a_call_waits_until_a_young_connection_of_its_address_makes_room(
+    server: BoundedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_server, "_MATURE_S", 60.0)
+    with silent(server, bounded_server.PER_ADDRESS_MAX):
+        answers: list[tuple[int, bytes]] = []
+        caller = threading.Thread(target=lambda: answers.append(call(server)))
+        caller.start()
+        give_up_at = time.monotonic() + 20
+        while not server._waiting:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        monkeypatch.setattr(bounded_server, "_MATURE_S", 0.0)
+        caller.join()
+    assert answers == [(200, b"GET / ")]
+
+
+def test_young_connections_of_full_addresses_make_room_for_another_address(
+    server: BoundedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_server, "_MATURE_S", 60.0)
+    num = bounded_server.CONNECTIONS_MAX // bounded_server.PER_ADDRESS_MAX
+    with contextlib.ExitStack() as opened:
+        for i in range(num):
+            address = f"127.0.0.{10 + i}"
+            opened.enter_context(silent(server, bounded_server.PER_ADDRESS_MAX, source=address))
+        assert call(server, source="127.0.0.99") == (200, b"GET / ")
+
+
+def test_close_ends_connections_that_wait_for_room(
+    server: BoundedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_server, "_MATURE_S", 60.0)
+    with (
+        silent(server, bounded_server.PER_ADDRESS_MAX),
+        socket.create_connection((HERE, server.port), timeout=20) as waits,
+    ):
+        give_up_at = time.monotonic() + 20
+        while not server._waiting:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        server.close()
+        assert waits.recv(1) == b""
 
 
 def test_a_slow_call_is_cut_off(server: BoundedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def _form_text(wanted: StructuredOutput) -> str:
                 return _checked_lark(llguidance.grammar_from("grammar", wanted.source))
             case "lark":
                 return _checked_lark(wanted.source)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, ArithmeticError, RecursionError) as error:
         raise refused(wanted.field, str(error)) from None
 
 
@@ -168,9 +168,16 @@ def _find(schema: dict[str, Any], reference: object) -> object:
 
 def _divisor(value: object) -> int:
     """Returns the digits of a `multipleOf` without zeros at their end; 1 if it is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
-    digits = Decimal(str(value)).normalize().as_tuple().digits
+    try:
+        # The compiler reads it as such, too; a larger integer is none.
+        number = float(value)
+    except OverflowError:
+        return 1
+    if not isfinite(number):
+        return 1
+    digits = Decimal(str(number)).normalize().as_tuple().digits
     return max(1, int("".join(map(str, digits))))
 
 

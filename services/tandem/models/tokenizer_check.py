@@ -28,6 +28,7 @@ _DEADLINE_S = 300.0
 _AROUND_MAX = 64  # tokens around a text
 _TOKENS_PER_BYTE_MAX = 16
 _CHARACTERS_PER_TOKEN_MAX = 4096  # of decoded text
+_GROWTH_MAX = 64  # of a text by all rules that replace parts of it
 _REPEATS = 40  # an expression of exponential time takes a day for so many letters
 _RUN = 2000  # one of cubic time takes minutes
 
@@ -54,6 +55,7 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     """Yields what it is about to try, and raises ConfigError for what takes too long or makes too
     much. The caller has the bounds."""
     began = time.monotonic()
+    _check_growth(tokenizer)
     around = len(tokenizer.encode("").ids)
     if around > _AROUND_MAX:
         raise ConfigError(f"it puts {around} tokens around each text; {_AROUND_MAX} are allowed")
@@ -74,10 +76,31 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
             raise ConfigError(f"its rules take over {TEXTS_S:g} s for a few short texts")
 
 
+def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises ConfigError if rules make the worst text too long: no other text may show it."""
+    for part in ("normalizer", "decoder"):
+        if (component := getattr(tokenizer, part)) is None:
+            continue
+        growth, rules = 1.0, [json.loads(component.__getstate__())]
+        while rules:
+            rule = rules.pop()
+            rules += rule.get(f"{part}s") or []
+            if rule["type"] == "Replace":
+                replaced = max(1, len(rule["pattern"].get("String", "")))
+                growth *= max(1.0, len(rule["content"]) / replaced)
+        if growth > _GROWTH_MAX:
+            raise ConfigError(
+                f"the rules of its {part} may make a text {growth:.3g} times as long; "
+                f"{_GROWTH_MAX} times are allowed"
+            )
+
+
 def _texts() -> Iterator[str]:
     letters = [*string.printable, "é", "ß", "Ж", "中", "あ", "🙂", "\u0301", "\u00a0"]
     yield from letters
-    for ending in ("!", "a", "1", " ", "\n", "\0"):
+    # An expression whose literal ending is nowhere in the text does not begin to match.
+    endings = "\0" + "".join(3 * mark for mark in string.punctuation) + string.printable
+    for ending in ("!", "a", "1", " ", "\n", "\0", endings):
         for letter in letters:
             yield letter * _REPEATS + ending
     for word in (

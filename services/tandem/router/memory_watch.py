@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 _INTERVAL_S = 0.1
 _ABOVE_BYTES_MIN = 256 << 20  # above the limit, in which a drain may cut those who fill the memory
 _BEHIND_BYTES = 1 << 30  # of address space above the limit: stacks of threads count there, too
+_LOADED_BYTES_MAX = 256 << 20  # a model's tokenizer takes less
 _PAGE_BYTES = resource.getpagesize()
 
 
 class MemoryWatch:
-    """Watches how much this process has grown since `start`, or since the last `rebase`."""
+    """Watches how much this process has grown since `start`, or since a `rebase`."""
 
     def __init__(self, growth_bytes_max: int, give_way: Callable[[str], object]) -> None:
         """`give_way` is called once, in the watch's thread, with a sentence that says why."""
@@ -34,15 +35,22 @@ class MemoryWatch:
         self._base_bytes = 0
 
     def start(self) -> None:
-        self.rebase()
+        self._base_bytes = resident_bytes()
+        self._bound_data()
         threading.Thread(target=self._run, name="memory-watch", daemon=True).start()
 
     def rebase(self) -> None:
-        """Counts from now on: what the process has loaded by now is no growth."""
-        self._base_bytes = resident_bytes()
+        """Counts from now on: what the process has loaded by now is no growth. The port is open
+        meanwhile, so not everything may be loaded."""
+        self._base_bytes = min(resident_bytes(), self._base_bytes + _LOADED_BYTES_MAX)
+        self._bound_data()
+
+    def _bound_data(self) -> None:
+        """Sets RLIMIT_DATA. What has grown since the base is no part of it."""
         data_bytes = _statm()[5] * _PAGE_BYTES  # private memory that can be written
+        grown_bytes = resident_bytes() - self._base_bytes
+        bound = data_bytes - grown_bytes + self._hard_bytes + _BEHIND_BYTES
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        bound = data_bytes + self._hard_bytes + _BEHIND_BYTES
         if most == resource.RLIM_INFINITY or bound < most:
             resource.setrlimit(resource.RLIMIT_DATA, (bound, most))
 

@@ -99,6 +99,8 @@ BAD: dict[str, tuple[Kind, str, str]] = {
     "references that are not followed": ("json_schema", references(1500, base=ABROAD), "stack"),
     "a prime": ("json_schema", '{"type": "integer", "multipleOf": 99999989}', "multipleOf"),
     "a power": ("json_schema", f'{{"multipleOf": {2**30}}}', "multipleOf"),
+    "a divisor beyond floats": ("json_schema", f'{{"multipleOf": {7 * 10**400}}}', "range"),
+    "one in a grammar": ("grammar", f'start: %json {{"multipleOf": {10**400}}}', "range"),
     "divided twice": (
         "json_schema",
         '{"allOf": [{"multipleOf": 991}, {"multipleOf": 997}]}',

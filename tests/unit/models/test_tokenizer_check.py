@@ -45,8 +45,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "looks ahead": (split_by("(?=(x+x+)+y)"), "fail or do not end on the text"),
     "words": (split_by(r"^(\w+\s?)*$"), "fail or do not end on the text"),
     "replaces": (replace({"Regex": "(a+)+c"}, "b"), "fail or do not end on the text"),
-    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "make .* tokens of the text"),
-    "doubles": (replace({"String": "a"}, "aa", 18), "make .* tokens of the text"),
+    "two marks": (split_by(r"(\w+\s?)+!!"), "fail or do not end on the text"),
+    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "1e.06 times as long"),
+    "doubles": (replace({"String": "a"}, "aa", 18), "2.62e.05 times as long"),
+    "doubles a word": (replace({"String": "word"}, "wordword", 30), "1.07e.09 times as long"),
+    "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times as long"),
     "prepends": (
         lambda file: file.update(normalizer={"type": "Prepend", "prepend": "b" * 100_000}),
         "make .* tokens of the text",
@@ -56,7 +59,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         lambda file: file.update(
             decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}
         ),
-        "decoder makes 1000000 characters of 1 tokens",
+        "rules of its decoder may make a text 1e.06 times as long",
     ),
     "no JSON": (lambda file: file.clear(), "cannot be loaded"),
 }
