@@ -32,8 +32,9 @@ class PendingReport:
     @property
     def has_news(self) -> bool:
         """True if something waits to be reported, also when the model has nothing to compute."""
-        told = self._report
-        return self.starts_a_transfer or bool(told.new_tokens or told.prefilled or told.held)
+        report = self._report
+        ended = bool(report.new_tokens or report.prefilled or report.held or report.failed)
+        return self.starts_a_transfer or ended
 
     @property
     def starts_a_transfer(self) -> bool:

@@ -96,6 +96,27 @@ def test_only_waiting_sequences_are_handed_back_oldest_first() -> None:
     engine.check_integrity()
 
 
+def test_a_sequence_that_is_handed_back_is_reported_by_an_idle_engine() -> None:
+    engine, _ = make_engine(num_blocks=400, max_num_seqs=1)
+    for name in ("a", "b"):
+        engine.add(make_spec(name, prompt(ord(name)), max_tokens=9))
+    engine.step()
+    engine.return_waiting(["b"], 1)
+    engine.remove("a")
+    assert engine.has_work()  # else nobody would hear of its end
+    assert [(f.sequence_id, f.code) for f in engine.step().failed] == [("b", "returned")]
+    assert not engine.has_work()
+
+
+def test_a_new_sequence_is_not_handed_back_before_it_could_start() -> None:
+    engine, _ = make_engine(num_blocks=400)
+    engine.add(make_spec("a", prompt(1), max_tokens=9))
+    engine.return_waiting(["a"], 1)
+    report = engine.step()
+    assert not report.failed
+    assert [a.sequence_id for a in report.admitted] == ["a"]
+
+
 def test_a_sequence_that_waits_for_blocks_of_another_is_not_handed_back() -> None:
     """It would compute them again elsewhere."""
     engine, _ = make_engine(num_blocks=400, max_tokens_per_step=8)

@@ -50,7 +50,12 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert [r.num_decode_context_tokens for r in outcome.reports] == [0, 6, 7, 8, 9]
     # 6 + 5 tokens, the last without KV: two full blocks stay as prefix, the third is free.
     assert engine.load() == EngineLoad(
-        num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_free=14, blocks_cached=2
+        num_running_slots=64,
+        chunk_tokens=512,
+        queued_s=0.0,
+        blocks_total=16,
+        blocks_free=14,
+        blocks_cached=2,
     )
 
 

@@ -115,7 +115,12 @@ class TestImport:
         engine.commit_import("c", 3)
         engine.check_integrity()
         assert engine.load() == EngineLoad(
-            num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_free=13, blocks_cached=3
+            num_running_slots=64,
+            chunk_tokens=512,
+            queued_s=0.0,
+            blocks_total=16,
+            blocks_free=13,
+            blocks_cached=3,
         )
 
     def test_given_up(self) -> None:

@@ -150,6 +150,7 @@ class Scheduler:
             s
             for s in self.waiting
             if s.sequence_id in sequence_ids
+            and s.has_waited  # else it may start in the next step
             and not (s.is_begun or s.num_preemptions or s.awaits_grammar or self._awaits_blocks(s))
         ]
 
