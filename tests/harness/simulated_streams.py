@@ -165,7 +165,8 @@ class Stream(Call):
         super().deliver_to_consumer()
 
     async def _serve(self) -> None:
-        async for event in self.producer.prefill.serve(self._read_commands(), None):
+        context = SimpleNamespace(abort=_abort, peer=lambda: self.consumer.peer_id)
+        async for event in self.producer.prefill.serve(self._read_commands(), context):
             if event.HasField("run"):
                 self.lent += event.run.block_ids
             self.to_consumer.append(event)

@@ -16,7 +16,7 @@ from tandem.perf_model.rates import PairRate, WorkerRates, token_contexts
 ASK_S = 2e-3  # a lease: opened, answered, released
 HERE_MARGIN = 0.95  # of the best peer's time
 # A queue may take so many times less than predicted: what is refused early would surely be late.
-RATES_OFF = 1.1
+RATES_OFF = 1.25
 OWN_SPARE = 1.05  # times what a prompt is predicted to take that it must have left when it begins
 
 
@@ -28,22 +28,35 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Prefill(NamedTuple):
-    """Prefill that a worker is to do: so many tokens, in a predicted time."""
+    """Prefill that a worker is to do, of one prompt or of several."""
 
     num_tokens: int
-    seconds: float
+    contexts: int  # the tokens before each of them, summed
+
+    @classmethod
+    def of(cls, missing: int, before: int) -> "Prefill":
+        """The last `missing` tokens of a prompt, which come after `before` others."""
+        return cls(missing, token_contexts(missing, before))
+
+    def seconds(self, rates: WorkerRates) -> float:
+        """Predicts how long computing all of it takes; prompts share the steps."""
+        if not self.num_tokens:
+            return 0.0
+        # So many tokens in one piece would have the same sum of contexts behind so many others.
+        context = self.contexts / self.num_tokens - (self.num_tokens - 1) / 2
+        return rates.prefill.seconds(self.num_tokens, context, rates.step_tokens)
 
 
-NO_PREFILL = Prefill(0, 0.0)
+NO_PREFILL = Prefill(0, 0)
 
 
 def summed(prefills: Iterable[Prefill]) -> Prefill:
     """Returns all of this prefill as one."""
-    num_tokens, seconds = 0, 0.0
+    num_tokens = contexts = 0
     for prefill in prefills:
         num_tokens += prefill.num_tokens
-        seconds += prefill.seconds
-    return Prefill(num_tokens, seconds)
+        contexts += prefill.contexts
+    return Prefill(num_tokens, contexts)
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -101,17 +114,9 @@ def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> 
 
 
 def queued_seconds(rates: WorkerRates, prompts: Iterable[tuple[int, int]]) -> float:
-    """Computing what is missing of several prompts takes so long. Each has so many missing tokens
-    after so many others; prompts share the steps."""
-    num_tokens = contexts = 0
-    for missing, before in prompts:
-        num_tokens += missing
-        contexts += token_contexts(missing, before)
-    if not num_tokens:
-        return 0.0
-    # So many tokens in one piece would have the same sum of contexts behind so many others.
-    context = contexts / num_tokens - (num_tokens - 1) / 2
-    return rates.prefill.seconds(num_tokens, context, rates.step_tokens)
+    """Computing what is missing of several prompts takes so long: each has so many missing tokens
+    after so many others."""
+    return summed(Prefill.of(*span) for span in prompts).seconds(rates)
 
 
 def queue_seconds(rates: WorkerRates, queued_tokens: int) -> float:

@@ -62,7 +62,7 @@ class View:
         rates = beside_decode(told, 0, known.load.num_running)
         told_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
         sent = self._paces.sent(worker_id, told_s, self._clock.now_s, may_pull=may_pull)
-        self.note_sent(worker_id, Prefill(missing, told_s))
+        self.note_sent(worker_id, Prefill.of(missing, num_tokens - missing))
         return sent
 
     def note_sent(self, worker_id: str, prefill: Prefill = NO_PREFILL) -> None:
@@ -127,7 +127,9 @@ class View:
     def _snapshot(self, known: _Known) -> WorkerSnapshot:
         worker, load, count = known.worker, known.load, len(known.sent)
         sent = summed(prefill for _, prefill in known.sent)
-        told_s = load.queue_s(self._scenario.rates) + sent.seconds
+        told = self._scenario.rates
+        sent_s = sent.seconds(beside_decode(told, 0, load.num_running))
+        told_s = load.queue_s(told) + sent_s
         is_decode, rates = worker.role == "decode", known.rates
         if known.load_queue_s:
             rates = msgspec.structs.replace(rates, load_queue_s=known.load_queue_s)

@@ -39,8 +39,10 @@ def sequence_spec(
     consumer_rate: tuple[float, float] | None = None,
     fork_of: str = "",
     first_token_s: float = 0.0,
+    late_s: float = 0.0,
 ) -> SequenceSpec:
-    """Returns the engine's form of a sequence that came now."""
+    """Returns the engine's form of a sequence that came now, `late_s` seconds later than it might
+    have."""
     return SequenceSpec(
         sequence_id=sequence_id,
         token_ids=list(message.token_ids),
@@ -60,7 +62,7 @@ def sequence_spec(
         consumer_rate=consumer_rate,
         fork_of=fork_of,
         retention=retention_of(message),
-        first_token_by=time.monotonic() + first_token_s if first_token_s else 0.0,
+        first_token_by=time.monotonic() + first_token_s - late_s if first_token_s else 0.0,
     )
 
 

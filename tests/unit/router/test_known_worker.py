@@ -34,8 +34,8 @@ def seen(worker: KnownWorker) -> tuple[int, int]:
 
 def test_what_a_record_cannot_show_yet_is_kept() -> None:
     worker = KnownWorker(record(queued_tokens=5))
-    worker.note_prefill(Prefill(100, 100e-3), 10.1, forgotten_before=8.0)
-    worker.note_prefill(Prefill(200, 200e-3), 10.4, forgotten_before=8.0)
+    worker.note_prefill(Prefill.of(100, 0), 10.1, forgotten_before=8.0)
+    worker.note_prefill(Prefill.of(200, 0), 10.4, forgotten_before=8.0)
     assert seen(worker) == (305, 2)
     # Read last at 10.2, now again: it was written in between, when the second was on its way maybe.
     told = record(queued_tokens=90, num_leases=1, step=1)
@@ -50,30 +50,30 @@ def test_what_a_record_cannot_show_yet_is_kept() -> None:
 
 def test_what_never_reached_the_worker_is_forgotten() -> None:
     worker = KnownWorker(record())
-    worker.note_prefill(Prefill(100, 100e-3), 10.1, forgotten_before=8.0)
+    worker.note_prefill(Prefill.of(100, 0), 10.1, forgotten_before=8.0)
     assert not worker.take_record(record(), last_read_at=10.6, forgotten_before=10.0)
     assert seen(worker) == (100, 1)
     assert worker.take_record(record(), last_read_at=11.6, forgotten_before=11.0)
     assert seen(worker) == (0, 0)
     # Without records, as when Redis is lost, the list of what was sent stays short too.
     for at in range(100):
-        worker.note_prefill(Prefill(1, 1e-3), at, forgotten_before=at - 2.0)
+        worker.note_prefill(Prefill.of(1, 0), at, forgotten_before=at - 2.0)
     assert seen(worker) == (3, 3)
 
 
 def test_what_is_done_counts_no_more() -> None:
     worker = KnownWorker(record(queued_tokens=500, step=1))
-    worker.note_prefill(Prefill(100, 100e-3), 10.1, forgotten_before=8.0)
-    worker.note_prefilled(Prefill(100, 100e-3), 10.1, by_it=True)  # before any record showed it
+    worker.note_prefill(Prefill.of(100, 0), 10.1, forgotten_before=8.0)
+    worker.note_prefilled(Prefill.of(100, 0), 10.1, by_it=True)  # before any record showed it
     assert seen(worker) == (500, 0)
-    worker.note_prefilled(Prefill(200, 200e-3), 9.0, by_it=True)  # the record shows it still
+    worker.note_prefilled(Prefill.of(200, 0), 9.0, by_it=True)  # the record shows it still
     worker.note_prefilled(
-        Prefill(70, 70e-3), 9.1, by_it=False
+        Prefill.of(70, 0), 9.1, by_it=False
     )  # its decode worker did it: who knows what it shows
     assert seen(worker) == (300, 0)
     assert worker.take_record(
         record(queued_tokens=280, step=2), last_read_at=10.2, forgotten_before=8.5
     )
     assert seen(worker) == (280, 0)
-    worker.note_prefilled(Prefill(900, 900e-3), 9.2, by_it=True)
+    worker.note_prefilled(Prefill.of(900, 0), 9.2, by_it=True)
     assert seen(worker) == (0, 0)

@@ -8,7 +8,6 @@ what came of earlier predictions (`calibration.py`), and compared with what is a
 import math
 from dataclasses import dataclass
 
-from tandem.perf_model.predict import RATES_OFF
 from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import TtftLimit, allowed_s, expected_ttft_s, keep_deadlines
 from tandem.router.placement.choose import Placement, Work
@@ -46,11 +45,12 @@ def admit(
     """
     factor, margin = calibration.factor, calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
-    if within_s == math.inf:
-        return Decision(0.0)
+    if within_s == math.inf:  # workers that keep deadlines measure before their records say so
+        limit_s = limit.seconds(work.num_tokens)
+        return Decision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
-    if keep_deadlines(placement):
-        if factor * predicted_s > RATES_OFF * within_s:
+    if keep_deadlines(placement):  # refused here is only what is late even if it is soon for once
+        if factor * margin * predicted_s > within_s:
             return Decision(factor * predicted_s - within_s)
     else:
         most_s = allowed_s(work, placement, limit, slower=factor, margin=margin)

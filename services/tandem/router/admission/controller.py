@@ -21,6 +21,8 @@ from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work
 from tandem.router.workers.cluster_view import ClusterView
 
+_WIRE_WEIGHT = 0.05  # of the newest, once there are enough
+
 log = logging.getLogger(__name__)
 
 
@@ -40,6 +42,8 @@ class AdmissionController:
         self._have_tenants = have_tenants
         self._metrics = metrics
         self._calibration = Calibration()
+        self.wire_s = 0.0  # the mean: networks, and the event loops of routers and workers
+        self._num_wires = 0
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
         waiting_max = config.hold_requests_max
         self._tenant_queues = TenantQueues(self.has_capacity, waiting_max=waiting_max)
@@ -82,6 +86,11 @@ class AdmissionController:
             f"try again in {math.ceil(late_s)} s",
             retry_after_s=late_s,
         )
+
+    def note_wire(self, seconds: float) -> None:
+        """Notes how long a first token took beyond what its worker knows of."""
+        self._num_wires += 1
+        self.wire_s += max(1 / self._num_wires, _WIRE_WEIGHT) * (seconds - self.wire_s)
 
     def note_first_token(self, promise: Promise) -> None:
         """Notes the first token of a request that was admitted with this promise."""

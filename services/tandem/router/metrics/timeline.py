@@ -82,6 +82,11 @@ class Timeline:
             self._tell_until(now, "wire")
             self.ttft_s = now - self.began_s
 
+    @property
+    def wire_s(self) -> float:
+        """Seconds since the last stage that is known, when a worker's first token has just come."""
+        return time.monotonic() - self._told_until_s
+
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
         """Takes in a decode worker's times, told with the first token that it made and the second.
 

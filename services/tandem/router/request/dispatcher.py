@@ -316,6 +316,8 @@ class Dispatcher:
                     if update.HasField("timings"):
                         num_output_tokens = len(progress.output_token_ids) + len(token_ids)
                         progress.timeline.take(update.timings, num_output_tokens)
+                        if num_output_tokens == 1:
+                            self.admission.note_wire(progress.timeline.wire_s)
                         if num_output_tokens == 2:  # its blocks are here now
                             pulled = update.timings
                             self._metrics.flows.note_pull(
@@ -400,7 +402,7 @@ class Dispatcher:
                 waited_s=time.monotonic() - began_s,
             )
             job.routing.promise = decision.promise
-            job.routing.first_token_by = began_s + decision.within_s
+            job.routing.first_token_by = began_s + decision.within_s - self.admission.wire_s
             job.routing.is_admitted = True
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
@@ -416,7 +418,8 @@ class Dispatcher:
 
 
 def _prefill_of(work: Work, placement: Placement) -> Prefill:
-    return Prefill(placement.tokens_missing, placement.prefill_s(work))
+    missing = placement.tokens_missing
+    return Prefill.of(missing, work.num_tokens - missing)
 
 
 class _Migrate(Exception):

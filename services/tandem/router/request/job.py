@@ -50,7 +50,7 @@ from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry, TokenRun
 from tandem.states import transition
 from tandem.store.registry import KvCompatibility
 
-WORKER_SHARE = 0.97  # of the time that is left: the first token has its way back to the router
+WORKER_SHARE = 0.98  # of the time that is left: the first token has its way back to the router
 FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late
 
 
@@ -346,6 +346,7 @@ def submission(
         fork_of=_fork_of(job, placement),
         first_token_s=_first_token_s(job),
         may_return=_may_return(job),
+        sent_at_s=time.monotonic(),
     )
 
 

@@ -8,7 +8,7 @@ prefill worker has done since is taken off: first tokens are seen long before it
 from collections import deque
 from dataclasses import dataclass, field
 
-from tandem.perf_model.predict import NO_PREFILL, Prefill, summed
+from tandem.perf_model.predict import NO_PREFILL, Prefill, beside_decode, summed
 from tandem.router.placement.choose import WorkerSnapshot
 from tandem.router.workers.client import WorkerClient
 from tandem.store.registry import Load, WorkerRecord
@@ -84,7 +84,8 @@ class KnownWorker:
         sent = summed(client.unreported if client else [prefill for _, prefill in self._sent])
         queued_s = load.queued_s
         if queued_s is not None:
-            queued_s = max(0.0, queued_s - self._done.seconds) + sent.seconds
+            rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_running)
+            queued_s = max(0.0, queued_s - self._done.seconds(rates)) + sent.seconds(rates)
         return WorkerSnapshot(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,

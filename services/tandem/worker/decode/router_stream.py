@@ -10,6 +10,7 @@ from collections import deque
 
 from tandem.errors import TandemError, WorkerLost
 from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.worker.transit import Transit
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ class RouterStream:
 
     def __init__(self, *, draining: bool = False) -> None:
         self.sequence_ids: set[str] = set()
+        self.transit = Transit()
         self._updates: list[pb.SequenceUpdate] = []
         self._load: pb.WorkerLoad | None = None
         self._submits: deque[int] = deque()  # the engine's commands that no load shows yet

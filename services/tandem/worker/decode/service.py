@@ -167,6 +167,7 @@ class DecodeService:
             remote_prefill_min_tokens=local_tokens_max + 1,
             fork_of=self._sequences.find(stream, submit.fork_of),
             first_token_s=submit.first_token_s,
+            late_s=stream.transit.late_s(submit.sent_at_s),
         )
         others = (h for h in submit.prefix_holders if h.worker_id != self._config.worker_id)
         holders = self.planner.alive(others)

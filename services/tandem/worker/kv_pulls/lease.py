@@ -106,6 +106,7 @@ class ConsumerLease:
             trace=pb.TraceContext(**trace) if trace else None,
         )
         if spec.first_token_by:
+            start.sent_at_s = time.monotonic()
             start.first_token_s = max(_FIRST_TOKEN_MIN_S, spec.first_token_by - time.monotonic())
         if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
             start.rate.CopyFrom(rate_message(rate))

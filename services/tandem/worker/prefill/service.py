@@ -33,10 +33,12 @@ from tandem.worker.parts import Parts
 from tandem.worker.prefill.leases import Lease, Leases
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
+from tandem.worker.transit import Transit
 
 log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 5.0
+_TRANSITS_MAX = 1000
 _DRAINS = "this worker is draining"
 
 
@@ -61,6 +63,7 @@ class PrefillService:
             parts.metrics.kv_bytes_served.inc,
             block_bytes=parts.rates.worker.block_bytes,
         )
+        self._transits: dict[str, Transit] = {}  # by the address of a connection
         self._tick = 0
         self._draining = False
         self._serves_holds: Callable[[], bool] = lambda: True
@@ -162,7 +165,7 @@ class PrefillService:
         reading = asyncio.create_task(self._read_commands(lease, commands))
         reading.add_done_callback(partial(_fail_if_broken, lease))
         try:
-            self._link.send(self._begin(lease, first))
+            self._link.send(self._begin(lease, first, self._transit(context.peer())))
             yield pb.PrefillEvent(accepted=pb.Accepted(epoch=self._epoch))
             async for event in self._events(lease):
                 yield event
@@ -179,7 +182,13 @@ class PrefillService:
             lease.end_span(now, outcome)
             log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
-    def _begin(self, lease: Lease, first: pb.PrefillCommand) -> messages.Command:
+    def _transit(self, connection: str) -> Transit:
+        """Returns that of a consumer's connection: a clock of another host is another one."""
+        if connection not in self._transits and len(self._transits) >= _TRANSITS_MAX:
+            self._transits.clear()
+        return self._transits.setdefault(connection, Transit())
+
+    def _begin(self, lease: Lease, first: pb.PrefillCommand, transit: Transit) -> messages.Command:
         """Returns the engine's command for a new lease."""
         if first.WhichOneof("command") == "hold":
             hold = first.hold
@@ -196,6 +205,7 @@ class PrefillService:
             if start.rate.bytes_per_s > 0  # also when the field is absent
             else None,
             first_token_s=start.first_token_s,
+            late_s=transit.late_s(start.sent_at_s),
         )
         if self._prefixes is not None:
             lease.plan = self._prefixes.plan(spec, start.prefix_holders)

@@ -150,7 +150,7 @@ class TraceContext(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class SubmitSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace", "losses_max", "fork_of", "first_token_s", "may_return")
+    __slots__ = ("request_id", "attempt", "input", "prefill_candidates", "prefix_holders", "trace", "losses_max", "fork_of", "first_token_s", "may_return", "sent_at_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class SubmitSequence(_message.Message):
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     MAY_RETURN_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input: SequenceInput
@@ -171,7 +172,8 @@ class SubmitSequence(_message.Message):
     fork_of: str
     first_token_s: float
     may_return: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., losses_max: _Optional[int] = ..., fork_of: _Optional[str] = ..., first_token_s: _Optional[float] = ..., may_return: bool = ...) -> None: ...
+    sent_at_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., losses_max: _Optional[int] = ..., fork_of: _Optional[str] = ..., first_token_s: _Optional[float] = ..., may_return: bool = ..., sent_at_s: _Optional[float] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id",)
@@ -348,7 +350,7 @@ class DecodeUpdate(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., num_submits: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "consumer_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace", "first_token_s")
+    __slots__ = ("lease_id", "request_id", "input", "first_missing_block", "consumer_worker_id", "transport", "rate", "prefix_holders", "verify_every", "trace", "first_token_s", "sent_at_s")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +362,7 @@ class StartPrefill(_message.Message):
     VERIFY_EVERY_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_S_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     request_id: str
     input: SequenceInput
@@ -371,7 +374,8 @@ class StartPrefill(_message.Message):
     verify_every: int
     trace: TraceContext
     first_token_s: float
-    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., first_token_s: _Optional[float] = ...) -> None: ...
+    sent_at_s: float
+    def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., first_token_s: _Optional[float] = ..., sent_at_s: _Optional[float] = ...) -> None: ...
 
 class HoldBlocks(_message.Message):
     __slots__ = ("lease_id", "block_hashes", "first_missing_block", "consumer_worker_id", "transport", "verify_every")
