@@ -23,7 +23,7 @@ INSTALL = $(PIP) install --require-hashes --no-deps -r deploy/locks/$(1).txt \
 TOOLS := .venv/tools/bin
 TOOL = (test -x $(TOOLS)/$(2) || ($(BIN)/python -m venv .venv/tools \
 	&& $(TOOLS)/python -m pip --disable-pip-version-check install --quiet $(1)))
-PROTOC = $(BIN)/python -m grpc_tools.protoc -Itandem/rpc=proto \
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Itandem/net/rpc=proto \
 	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) proto/tandem/v1/*.proto
 
 .PHONY: help
@@ -69,7 +69,7 @@ imports: $(DEV)
 	@$(BIN)/lint-imports
 
 .PHONY: proto
-proto: $(DEV) ## generate services/tandem/rpc/tandem from proto/
+proto: $(DEV) ## generate services/tandem/net/rpc/tandem from proto/
 	@$(call PROTOC,services)
 
 .PHONY: options

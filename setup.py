@@ -39,8 +39,8 @@ setup(
     cmdclass={"build_ext": BuildAtOnce},
     ext_modules=[
         Extension(
-            "tandem._block_hash",
-            ["services/tandem/_block_hash.c"],
+            "tandem.common._block_hash",
+            ["services/tandem/common/_block_hash.c"],
             extra_compile_args=["-O3"],
             optional=True,
         ),

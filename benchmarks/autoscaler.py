@@ -20,16 +20,16 @@ from typing import Any
 
 import msgspec
 
-from tandem.config.autoscale import AutoscaleConfig
-from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.common.config.autoscale import AutoscaleConfig
+from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.ops.simulator.autoscaled import reversals
+from tandem.ops.simulator.autoscaled import run_autoscaled as simulate
+from tandem.ops.simulator.output.report import is_good, summarize
+from tandem.ops.simulator.scenario import Scenario, Slo
+from tandem.ops.simulator.simulation import Simulation
+from tandem.ops.simulator.traces import BLOCK_SIZE, DAY_S, Arrival, lay_on_day, read_trace
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
-from tandem.simulator.autoscaled import reversals
-from tandem.simulator.autoscaled import run_autoscaled as simulate
-from tandem.simulator.output.report import is_good, summarize
-from tandem.simulator.scenario import Scenario, Slo
-from tandem.simulator.simulation import Simulation
-from tandem.simulator.traces import BLOCK_SIZE, DAY_S, Arrival, lay_on_day, read_trace
 
 RESULT = Path(__file__).parent / "results" / "autoscaler.json"
 GOAL = 0.99

@@ -32,15 +32,15 @@ from typing import Any
 from benchmarks.chat_load import WORDS, Chat, LoopLag, Seen, quantile
 from benchmarks.sleeping_engine import GPUS
 from benchmarks.step_cluster import SizeWatch, StepCluster, first_token_from_zero, replay, running
-from tandem.config.autoscale import AutoscaleConfig
-from tandem.perf_model.rates import PairRate
+from tandem.common.config.autoscale import AutoscaleConfig
+from tandem.common.perf_model.rates import PairRate
+from tandem.ops.simulator.autoscaled import run_autoscaled
+from tandem.ops.simulator.output.report import summarize
+from tandem.ops.simulator.scenario import Scenario, Slo
+from tandem.ops.simulator.simulation import Simulation
+from tandem.ops.simulator.traces import Arrival
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
-from tandem.simulator.autoscaled import run_autoscaled
-from tandem.simulator.output.report import summarize
-from tandem.simulator.scenario import Scenario, Slo
-from tandem.simulator.simulation import Simulation
-from tandem.simulator.traces import Arrival
 
 RESULT = Path(__file__).parent / "results" / "autoscaler_step.json"
 TTFT_S, TPOT_S = 2.0, 0.09

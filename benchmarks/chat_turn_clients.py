@@ -14,8 +14,8 @@ import grpc.aio
 import httpx
 
 from chat_load import SYSTEMS, WORDS
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 
 REQUEST_DEADLINE_S = 120.0
 TURNS_MAX = 6

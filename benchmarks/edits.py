@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from msgspec.structs import replace
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.sampler import StepSampler, next_draw
@@ -29,8 +29,8 @@ from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.schedule import Chunk
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.grammars.compiler import GrammarCompiler
-from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
 from tandem_kernels.sampling import Draw
 

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.peers.servers import close_on_sigterm
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.security import keys
-from tandem.security.limits import Limits
+from tandem.net.security import keys
+from tandem.net.security.limits import Limits
 from tests.harness.cluster import LocalCluster
 
 OPTIONS = ("--num-blocks", "2000", "--transport", "grpc", "--prefill-at", "remote")

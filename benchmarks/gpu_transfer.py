@@ -27,7 +27,7 @@ from queue import SimpleQueue
 import msgspec
 import torch
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.transfer.nixl.messages import (
     LocalPool,
     PeerConnected,

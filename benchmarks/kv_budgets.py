@@ -17,11 +17,11 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem_bench.perplexity import cut, losses

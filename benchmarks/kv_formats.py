@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import latent_model
 from benchmarks.peers.machine import conditions
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.kv_groups import model_layout
 from tandem.engine.cache.pool_memory import populate
 from tandem.engine.executor.runner import ModelRunner

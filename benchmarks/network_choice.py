@@ -44,8 +44,8 @@ import grpc
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.cluster import LocalCluster, WorkerProcess
 from tests.harness.network import GBIT_BYTES_PER_S, Network, Shape
 

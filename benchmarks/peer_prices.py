@@ -22,11 +22,11 @@ from unittest.mock import patch
 
 from benchmarks.slow_tier_engine import BYTES_PER_S
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig, Role
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.common.config.cluster import ClusterConfig, Role
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.lifecycle.worker import Worker
 from tandem.worker.prefill.prefix_choice import ConnectedHolder

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from random import Random
 
+from tandem.ops.simulator.scenario import DEFAULT_PAIR, DEFAULT_RATES
 from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose
-from tandem.simulator.scenario import DEFAULT_PAIR, DEFAULT_RATES
 
 GOALS_US = {8: 50.0, 1000: 250.0}
 ROUNDS = {8: 20_000, 1000: 2_000}

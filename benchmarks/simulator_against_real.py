@@ -42,16 +42,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.small_mix import BLOCK, make_mix, replay, send
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig
-from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.net.store.client import connect
+from tandem.net.store.registry import Registry, WorkerRecord
+from tandem.ops.simulator.output.report import summarize
+from tandem.ops.simulator.policies import make_policy
+from tandem.ops.simulator.scenario import Scenario, Slo, full_load_factor
+from tandem.ops.simulator.simulation import Simulation
+from tandem.ops.simulator.traces import Arrival, scale_load
 from tandem.router.admission.predict import TtftLimit
-from tandem.simulator.output.report import summarize
-from tandem.simulator.policies import make_policy
-from tandem.simulator.scenario import Scenario, Slo, full_load_factor
-from tandem.simulator.simulation import Simulation
-from tandem.simulator.traces import Arrival, scale_load
-from tandem.store.client import connect
-from tandem.store.registry import Registry, WorkerRecord
 from tests.harness.client import open_client
 from tests.harness.cluster import LocalCluster
 

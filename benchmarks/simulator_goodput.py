@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 
 from goodput_plot import plot
-from tandem.simulator.output.report import Report, summarize
-from tandem.simulator.policies import POLICIES, make_policy
-from tandem.simulator.scenario import Scenario, full_load_factor
-from tandem.simulator.simulation import Simulation
-from tandem.simulator.traces import (
+from tandem.ops.simulator.output.report import Report, summarize
+from tandem.ops.simulator.policies import POLICIES, make_policy
+from tandem.ops.simulator.scenario import Scenario, full_load_factor
+from tandem.ops.simulator.simulation import Simulation
+from tandem.ops.simulator.traces import (
     Arrival,
     read_trace,
     rename_prefixes,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 
 GPU, LOAD_S, AUTOSCALE = "SLEEPING_GPU", "SLEEPING_LOAD_S", "SLEEPING_AUTOSCALE"
 MODULE = "benchmarks.sleeping_engine"
@@ -149,8 +149,8 @@ def up_main() -> int:
 
     from tandem.cluster.launch import launcher, options
     from tandem.cluster.pools import ClusterSpec
-    from tandem.commands import up
-    from tandem.config.autoscale import AutoscaleConfig
+    from tandem.common.config.autoscale import AutoscaleConfig
+    from tandem.ops.commands import up
 
     make_spec = options.make_spec
 

@@ -13,7 +13,7 @@ from random import Random
 import httpx
 
 from benchmarks import load
-from tandem.simulator.traces import Arrival
+from tandem.ops.simulator.traces import Arrival
 from tests.harness.client import open_client
 from tests.harness.cluster import LocalCluster
 

@@ -45,8 +45,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from chat_load import quantile
 from chat_turn_clients import REQUEST_DEADLINE_S, Clients
 from process_growth import FLAT_COUNT, MIB, ClusterProcesses, Series
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.router.request.log import REQUESTS_MAX
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.cluster import free_port
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"

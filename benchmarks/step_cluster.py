@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.chat_load import Chat, Seen, ask
 from benchmarks.sleeping_engine import AUTOSCALE, GPU, GPUS, LOAD_S
-from tandem.config.autoscale import AutoscaleConfig
+from tandem.common.config.autoscale import AutoscaleConfig
 from tests.harness.cluster import free_port, wait_for
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ class StepCluster:
         return sizes_of(self.state())
 
     def tandem(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "tandem.cli", *arguments, "--url", self.admin_url]
+        command = [sys.executable, "-m", "tandem.ops.cli", *arguments, "--url", self.admin_url]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def split(self, prefill: int, decode: int) -> None:

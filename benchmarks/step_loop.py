@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.load import random_prompt
 from benchmarks.peers.machine import conditions
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.native_decoder import NativeDecoder

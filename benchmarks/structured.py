@@ -11,12 +11,12 @@ import json
 import time
 from itertools import count
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.grammars.compiler import GrammarCompiler
-from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
 
 SCHEMA = {

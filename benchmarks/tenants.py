@@ -70,7 +70,7 @@ def started_cluster() -> Iterator[tuple[str, str]]:
     """Runs `tandem up`; yields the router's public and admin URLs once it is ready."""
     port, admin = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tandem.cli", "up", "--prefill", "1", "--decode", "1"]
+    command = [sys.executable, "-m", "tandem.ops.cli", "up", "--prefill", "1", "--decode", "1"]
     command += ["--admin-port", str(admin), "--admin-grpc-port", str(free_port())]
     command += ["--die-with-parent", str(os.getpid())]
     command += ["--port", str(port), "--grpc-port", str(free_port()), "--num-blocks", "4000"]
@@ -96,7 +96,7 @@ def started_cluster() -> Iterator[tuple[str, str]]:
 
 def create_key(url: str, tenant: str) -> str:
     """Creates a key of a tenant, as an operator does."""
-    command = [sys.executable, "-m", "tandem.cli", "keys", "create", "--tenant", tenant]
+    command = [sys.executable, "-m", "tandem.ops.cli", "keys", "create", "--tenant", tenant]
     done = subprocess.run([*command, "--url", url], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

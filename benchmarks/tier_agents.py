@@ -34,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.agents_trace import BLOCK, Request, Trace
 from benchmarks.peers.machine import conditions
 from benchmarks.tier_policies import CHUNK, DEVICE, PIN_S, POLICIES, Policy
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.perf_model.soonest import Reach
+from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.keep_policy import LeastRecentlyUsed
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import ModelFolder
-from tandem.perf_model.soonest import Reach
-from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
 from tests.tiny_models import make_tiny_model
 
 RESULTS = Path(__file__).parent / "results" / "tier_agents.json"

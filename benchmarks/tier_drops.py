@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.agents_trace import BLOCK, Request, Trace
 from benchmarks.tier_policies import InCall
+from tandem.common.retention import PRIORITY_DEFAULT
 from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
@@ -42,7 +43,6 @@ from tandem.engine.tiers.io_thread import JobThread
 from tandem.engine.tiers.keep_policy import KeepPolicy, keep_policy
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
-from tandem.retention import PRIORITY_DEFAULT
 
 RESULTS = Path(__file__).parent / "results" / "tier_drops.json"
 STEP_BLOCKS = 32  # that a step computes

@@ -26,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.agents_trace import BLOCK, Request, Trace
+from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.kv_groups import KvLayout
@@ -35,7 +36,6 @@ from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.keep_policy import keep_policy
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
-from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX
 
 RESULTS = Path(__file__).parent / "results" / "tier_policies.json"
 DEVICE = 0.1  # of the working set

@@ -36,13 +36,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peer_prices import DecodeBench, PeerBench, peer_bench
 from benchmarks.peers.machine import conditions
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.perf_model.soonest import Choice, Prompt, Reach
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.storage import Bytes
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import resolve
-from tandem.perf_model.soonest import Choice, Prompt, Reach
 from tests.harness.object_store import BUCKET, ObjectStoreServer
 
 RESULTS = Path(__file__).parent / "results" / "tier_prices.json"

@@ -35,10 +35,10 @@ from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.seal import Plain
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier
+from tandem.net.store.client import connect
 from tandem.prefix_index.holders import holder_of
 from tandem.prefix_index.publisher import Publisher
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.client import connect
 
 RESULTS = Path(__file__).parent / "results" / "tier_restart.json"
 BLOCK_BYTES = 4096

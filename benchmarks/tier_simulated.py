@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.agents_trace import BLOCK, Request, Trace, mooncake_rows
 from benchmarks.tier_policies import DEVICE
-from tandem.perf_model.rates import TierRate
-from tandem.simulator.output.report import Report, summarize
-from tandem.simulator.policies import make_policy
-from tandem.simulator.scenario import DEFAULT_RATES, Scenario
-from tandem.simulator.simulation import Simulation
-from tandem.simulator.traces import Arrival
+from tandem.common.perf_model.rates import TierRate
+from tandem.ops.simulator.output.report import Report, summarize
+from tandem.ops.simulator.policies import make_policy
+from tandem.ops.simulator.scenario import DEFAULT_RATES, Scenario
+from tandem.ops.simulator.simulation import Simulation
+from tandem.ops.simulator.traces import Arrival
 
 RESULTS = Path(__file__).parent / "results" / "tier_simulated.json"
 REAL = Path(__file__).parent / "results" / "tier_agents.json"

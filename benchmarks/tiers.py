@@ -39,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
 from benchmarks.tier_time import TierTime, percentiles
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.retention import Retention
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import resolve
-from tandem.retention import Retention
 
 RESULTS = Path(__file__).parent / "results" / "tiers.json"
 BLOCK = 16

@@ -15,8 +15,8 @@ from hypothesis import settings
 from redis.asyncio import Redis
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig
-from tandem.store.client import connect
+from tandem.common.config.cluster import ClusterConfig
+from tandem.net.store.client import connect
 
 # What is imported and collected is a million objects and no garbage: the collector waits for the
 # tests, and leaves these alone then.

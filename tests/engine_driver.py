@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tandem.common.perf_model.soonest import Offer
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
 from tandem.errors import NeverFits, QueueFull
-from tandem.perf_model.soonest import Offer
 from tests.engine_driver import make_engine, make_spec
 from tests.kv_indexer import KvIndexer
 from tests.toy_runner import continuation, kv_of

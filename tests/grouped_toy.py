@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.kv_budget import KvBudget, VisibleKeys
 from tandem.engine.cache.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import SequenceSlice
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.kv_budget import KvBudget, VisibleKeys
 from tests.toy_runner import ToyRunner, attend, logits_of
 
 Windows = tuple[int | None, ...]

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import msgspec
 
-from tandem.block_hash import block_hash
+from tandem.common.block_hash import block_hash
 from tandem.engine.types import StepReport
 from tandem.worker.lifecycle.kv_events import ToldBlocks
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
 from tandem.models.config import ModelConfig
 from tandem.models.lora import open_lora
 from tandem.models.lora_targets import linear_shapes

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch

@@ -21,7 +21,7 @@ def main(
     answers = redirect()
     import torch
 
-    from tandem.config.engine import EngineConfig
+    from tandem.common.config.engine import EngineConfig
     from tandem.engine.cache.pool_memory import populate
     from tandem.engine.engine import Engine
     from tandem.engine.executor.runner import ModelRunner

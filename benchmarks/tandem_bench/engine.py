@@ -29,9 +29,9 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import TandemError
-from tandem.progress import Step, Waiting
 
 MODES: Mapping[str, dict[str, str]] = {
     "native bf16": {"dtype": "bfloat16", "kernels": "native"},

@@ -28,14 +28,14 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from tandem.config.engine import EngineConfig
-from tandem.dtypes import DTYPE_BYTES
+from tandem.common.config.engine import EngineConfig
+from tandem.common.dtypes import DTYPE_BYTES
+from tandem.common.process.progress import Step, Waiting
 from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError
 from tandem.models.config import ModelConfig
-from tandem.progress import Step, Waiting
 from tandem_bench.engine import MODES, idle_percent, limits
 from tandem_bench.engine_steps import (
     blocks_needed,

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
@@ -24,7 +25,6 @@ from tandem.engine.types import (
     StepReport,
 )
 from tandem.errors import InternalError
-from tandem.perf_model.rates import WorkerRates
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess, main
 from tandem_bench.pool import fill, pool_memory

@@ -30,14 +30,14 @@ import numpy as np
 import psutil
 
 from tandem.cluster.launch.certificates import Authority
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import InternalError
-from tandem.perf_model.rates import WorkerRates
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.options import CHANNEL_OPTIONS
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.options import CHANNEL_OPTIONS
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.worker.engine_process.messages import Add, Remove
 from tandem.worker.kv_pulls.lease import ConsumerLease

@@ -17,13 +17,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.rpc.auth import TokenInterceptor
-from tandem.rpc.block_bytes import EncodedByHandler
-from tandem.rpc.certificates import CertificateFiles
-from tandem.rpc.options import SERVER_OPTIONS
-from tandem.rpc.peer_calls import add_port
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.net.rpc.auth import TokenInterceptor
+from tandem.net.rpc.block_bytes import EncodedByHandler
+from tandem.net.rpc.certificates import CertificateFiles
+from tandem.net.rpc.options import SERVER_OPTIONS
+from tandem.net.rpc.peer_calls import add_port
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.worker.engine_process.messages import Event, Report
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.parts import Parts

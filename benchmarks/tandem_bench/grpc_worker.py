@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Event
 

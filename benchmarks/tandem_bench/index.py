@@ -35,11 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import ConfigError
+from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.redis import RedisIndex
-from tandem.progress import Step, Waiting
-from tandem.store.client import connect
 from tandem_bench.index_publisher import BATCH_BLOCKS, READY, SILENT_S, random_chain
 from tandem_bench.index_trees import Trees, exists, fill, fill_others, hold
 from tandem_bench.radix_tree import RadixTree

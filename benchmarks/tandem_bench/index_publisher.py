@@ -13,9 +13,9 @@ import sys
 import time
 from collections import deque
 
+from tandem.net.store.client import connect
 from tandem.prefix_index.publisher import PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.client import connect
 
 BATCH_BLOCKS = PublisherConfig().batch_blocks
 READY = "ready"

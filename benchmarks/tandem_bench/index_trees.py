@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tandem.errors import ConfigError
+from tandem.net.store.client import Client
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.client import Client
 from tandem_bench.index_publisher import BATCH_BLOCKS, random_chain
 from tandem_bench.radix_tree import RadixTree
 

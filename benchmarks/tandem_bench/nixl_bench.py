@@ -25,7 +25,7 @@ from queue import SimpleQueue
 import msgspec
 import numpy as np
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.errors import InternalError
 from tandem.transfer.nixl.agent import NixlAgent, ReadState
 from tandem.transfer.nixl.messages import (

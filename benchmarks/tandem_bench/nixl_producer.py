@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.transfer.nixl.messages import LocalPool, ProducerReady, TransferEvent
 from tandem.transfer.nixl.thread import TransferThread
 from tandem_bench.pool import fill, pool_memory

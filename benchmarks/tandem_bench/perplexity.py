@@ -20,15 +20,15 @@ from typing import Annotated
 from cyclopts import Parameter, run
 from cyclopts.validators import Number
 
-from tandem.config.engine import Dtype, EngineConfig
+from tandem.common.config.engine import Dtype, EngineConfig
+from tandem.common.kv_budget import KvBudget
+from tandem.common.process.progress import Step, Waiting
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import ConfigError, InternalError, TandemError
-from tandem.kv_budget import KvBudget
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
-from tandem.progress import Step, Waiting
 from tandem_bench.prose import english_prose
 
 _Positive = Number(gte=1)

@@ -20,8 +20,8 @@ from cyclopts import Parameter, run
 from cyclopts.validators import Number
 from rich.console import Console
 
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import TandemError
-from tandem.progress import Step, Waiting
 from tandem_bench.serve_report import plot, show
 from tandem_bench.serve_tools import Api, Measured, Tool, ToolError, Work, find_tool
 

@@ -20,8 +20,8 @@ from cyclopts import Parameter, run
 from cyclopts.validators import Number
 from rich.console import Console
 
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import Incompatible, TandemError
-from tandem.progress import Step, Waiting
 from tandem.transfer.nixl.agent import load_nixl
 from tandem_bench import table
 from tandem_bench.sizes import BLOCKS, MODELS, POOL_BYTES_MAX, Plan, plan

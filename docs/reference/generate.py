@@ -1,7 +1,8 @@
 """Writes what follows from the options: options.md here, and parts of the chart (defaults, schema,
 Redis users).
 
-`make options` runs it; a test compares. `services/tandem/options.py` says how options are defined.
+`make options` runs it; a test compares. `services/tandem/common/options.py` says how options are
+defined.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from cyclopts import Argument, Group
 from tandem.cluster.launch.controller import ControllerOptions
 from tandem.cluster.launch.joined_host import JoinOptions
 from tandem.cluster.launch.options import LaunchOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.groups import MEASUREMENT, PROCESS
-from tandem.config.redis_front import RedisFrontOptions
-from tandem.config.router import RouterOptions
-from tandem.config.tls import Kind
-from tandem.config.worker import WorkerOptions
-from tandem.kv_size.options import KvSizeOptions
-from tandem.options import bounds, choices, make_app, to_text
-from tandem.simulator.options import SimulateOptions
-from tandem.store.roles import rules
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.groups import MEASUREMENT, PROCESS
+from tandem.common.config.redis_front import RedisFrontOptions
+from tandem.common.config.router import RouterOptions
+from tandem.common.config.tls import Kind
+from tandem.common.config.worker import WorkerOptions
+from tandem.common.options import bounds, choices, make_app, to_text
+from tandem.net.store.roles import rules
+from tandem.ops.kv_size.options import KvSizeOptions
+from tandem.ops.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/reference/options.md"
@@ -42,8 +43,8 @@ PROGRAMS = {
     "tandem kv-size": KvSizeOptions,
 }
 _INTRODUCTION = """
-`make options` writes this page from the settings in `services/tandem/config/`. Durations are in
-seconds. The chart has the options of routers as `router.options` and those of workers as
+`make options` writes this page from the settings in `services/tandem/common/config/`. Durations
+are in seconds. The chart has the options of routers as `router.options` and those of workers as
 `worker.options`, in camel case: `--kv-memory` is `kvMemory`. It has no options of the groups
 Process, and Tests and measurements.
 """

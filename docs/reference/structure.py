@@ -2,7 +2,8 @@
 
 `make structure` runs it for every package of `tandem`. An arrow is at least one import of a module
 below one child by a module below another child; imports inside functions and under TYPE_CHECKING
-count. The first layer imports nothing from its siblings. A class name that is public in several
+count. A `__main__` module counts as no part of its package: a program stands above it. The first
+layer imports nothing from its siblings. A class name that is public in several
 modules is listed: a reader decides whether it has one meaning.
 """
 
@@ -19,7 +20,7 @@ import grimp
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "services" / "tandem"
-GENERATED = "tandem.rpc.tandem"
+GENERATED = "tandem.net.rpc.tandem"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ def read_packages(graph: grimp.ImportGraph, root: str) -> list[Package]:
         for child in children:
             short = child.rpartition(".")[2]
             for module in {child, *graph.find_descendants(child)}:
+                if module.endswith(".__main__"):
+                    continue
                 for imported in graph.find_modules_directly_imported_by(module):
                     if imported.startswith(name + "."):
                         other = imported[len(name) + 1 :].partition(".")[0]

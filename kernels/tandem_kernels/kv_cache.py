@@ -37,7 +37,7 @@ _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
 
 
 class RotatedKey(Protocol):
-    """This is what a pool needs of tandem.dtypes.RotatedKey."""
+    """This is what a pool needs of tandem.common.dtypes.RotatedKey."""
 
     @property
     def dim(self) -> int: ...

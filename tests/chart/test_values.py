@@ -10,8 +10,8 @@ import pytest
 import yaml
 from helm_python import HelmError
 
-from tandem.config import cluster, engine, transfer
-from tandem.options import to_text
+from tandem.common.config import cluster, engine, transfer
+from tandem.common.options import to_text
 from tests.harness.chart import (
     EXAMPLES,
     chart,

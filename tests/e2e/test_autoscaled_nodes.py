@@ -22,7 +22,7 @@ import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.operate import ask
-from tandem.config.cluster import (
+from tandem.common.config.cluster import (
     CLUSTER_ID_VARIABLE,
     REDIS_URL_OF_KIND,
     REDIS_URL_VARIABLE,
@@ -161,7 +161,7 @@ def command(role: str) -> list[str]:
 
 
 def start_controller(ray: AutoscalingRay, pools: Path) -> subprocess.Popen[bytes]:
-    own = [sys.executable, "-m", "tandem.cli", "controller", "--pools", str(pools)]
+    own = [sys.executable, "-m", "tandem.ops.cli", "controller", "--pools", str(pools)]
     own += ["--ray-address", ray.address, "--request-nodes"]
     with pools.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(own, env={**os.environ, **ray.environment}, stdout=log, stderr=log)

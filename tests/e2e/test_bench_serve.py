@@ -21,7 +21,7 @@ def test_the_real_programs_measure_a_cluster(
 ) -> None:
     kept = Path(tempfile.gettempdir()) / "tandem-clients"
     environment = install(CLIENTS / f"use_{tool}.py", kept).parent.parent
-    command = [sys.executable, "-m", "tandem.cli", "bench", "serve", "--url", cluster.url]
+    command = [sys.executable, "-m", "tandem.ops.cli", "bench", "serve", "--url", cluster.url]
     command += ["--tool", tool, "--tool-path", str(environment), "--api", api]
     command += ["--requests", "6", "--concurrency", "2"]
     command += ["--input-tokens", "60", "--output-tokens", "12"]

@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete, golden, open_client, stream_completion, tokens_of
 from tests.harness.cluster import LocalCluster, wait_for

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.cluster import LocalCluster
 from tests.harness.models import HERMES_TEMPLATE, with_template
 

@@ -31,8 +31,8 @@ import msgspec
 import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.store.client import connect_blocking
-from tandem.store.control_state import HEAD_KEY, Head, control_key
+from tandem.net.store.client import connect_blocking
+from tandem.net.store.control_state import HEAD_KEY, Head, control_key
 from tests.harness.host_chats import PROMPTS
 from tests.harness.hosts import Machine, why_not
 from tests.harness.network import Network
@@ -55,7 +55,7 @@ LEADS_S = 60.0  # until another machine is the head
 PAIRS_S = 60.0
 KINDS = ("kill", "cut", "stop")
 SPREAD_S = 180.0  # until a machine that came back has workers, and no process starts or ends
-TANDEM = [sys.executable, "-m", "tandem.cli"]
+TANDEM = [sys.executable, "-m", "tandem.ops.cli"]
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:

@@ -100,7 +100,7 @@ def router_metric(cluster: LocalCluster, name: str, **labels: str) -> float:
 
 
 def verify(cluster: LocalCluster) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tandem.cli", "index", "verify", "--all"]
+    command = [sys.executable, "-m", "tandem.ops.cli", "index", "verify", "--all"]
     command += ["--url", cluster.admin_url]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 

@@ -15,9 +15,9 @@ import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.models.source import read_folder
-from tandem.rpc.tandem.v1 import cluster_pb2, inference_pb2
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import cluster_pb2, inference_pb2
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.client import metric
 from tests.harness.cluster import LocalCluster, free_port
 from tests.lora_adapters import write_adapter

@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden, metric
 from tests.harness.cluster import LocalCluster, wait_for

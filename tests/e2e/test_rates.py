@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from tandem.config.cluster import ClusterConfig
-from tandem.store.registry import Registry, WorkerRecord
+from tandem.common.config.cluster import ClusterConfig
+from tandem.net.store.registry import Registry, WorkerRecord
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden, metric
 from tests.harness.cluster import LocalCluster

@@ -94,7 +94,7 @@ async def test_the_command_resets_one_worker(cluster: LocalCluster) -> None:
         await complete(client, PROMPTS[2], max_tokens=2)
     held = cached(cluster, "prefill-0")
     assert held
-    command = [sys.executable, "-m", "tandem.cli", "reset-prefix-cache", "prefill-0"]
+    command = [sys.executable, "-m", "tandem.ops.cli", "reset-prefix-cache", "prefill-0"]
     command += ["--url", cluster.admin_url]
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=60

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem.store.client import connect_blocking
+from tandem.net.store.client import connect_blocking
 from tests.chaos.asking import asking
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import metric
@@ -150,7 +150,7 @@ class LaunchedCluster:
         return {w["worker_id"]: w for w in state["workers"]}
 
     def tandem(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "tandem.cli", *arguments, "--url", self.admin_url]
+        command = [sys.executable, "-m", "tandem.ops.cli", *arguments, "--url", self.admin_url]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ def launched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launche
     ports = free_port(), free_port(), free_port()
     options = ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--numerics", "invariant"]
     options += ["--admin-port", str(ports[2]), "--admin-grpc-port", str(free_port())]
-    command = [sys.executable, "-m", "tandem.cli", "up", *options, "--num-blocks", "600"]
+    command = [sys.executable, "-m", "tandem.ops.cli", "up", *options, "--num-blocks", "600"]
     command += getattr(request, "param", [])
     with (tmp_path / "up.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])

@@ -24,7 +24,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 from ray.cluster_utils import AutoscalingCluster
 
 from tandem.cluster.processes import guardian
-from tandem.config.cluster import CLUSTER_ID_VARIABLE
+from tandem.common.config.cluster import CLUSTER_ID_VARIABLE
 from tests.harness.cluster import free_port
 
 _OBJECT_STORE_BYTES = 80 << 20

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import grpc
 
-from tandem.config.tls import certificate_name
+from tandem.common.config.tls import certificate_name
 
 
 def worker_channel(address: str, cluster_id: str, tls_dir: Path | None) -> grpc.Channel:

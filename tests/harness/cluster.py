@@ -23,11 +23,11 @@ import psutil
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes import guardian
-from tandem.config.cluster import REDIS_URL_VARIABLE
-from tandem.observability.logs import STACKS_SIGNAL
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.common.config.cluster import REDIS_URL_VARIABLE
+from tandem.net.observability.logs import STACKS_SIGNAL
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tests.harness.certificates import worker_channel
 from tests.harness.network import Place
 

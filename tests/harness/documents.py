@@ -200,7 +200,7 @@ def options_of(*subcommand: str) -> set[str]:
 @cache
 def _help(*subcommand: str) -> str:
     shown = subprocess.run(
-        [sys.executable, "-m", "tandem.cli", *subcommand, "--help"],
+        [sys.executable, "-m", "tandem.ops.cli", *subcommand, "--help"],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "300"},
         capture_output=True,

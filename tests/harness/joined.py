@@ -24,7 +24,7 @@ from tests.harness.network import Network
 from tests.tiny_models import make_random_speaker
 
 TOKEN = "a token of this test alone"
-TANDEM = [sys.executable, "-m", "tandem.cli"]
+TANDEM = [sys.executable, "-m", "tandem.ops.cli"]
 JOIN_PORT = 8100
 DEADLINE_S = 120.0
 

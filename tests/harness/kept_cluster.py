@@ -27,17 +27,17 @@ from tandem.cluster.operate import differences
 from tandem.cluster.pools import PoolCommand
 from tandem.cluster.processes import guardian
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import (
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.cluster import (
     CLUSTER_ID_VARIABLE,
     REDIS_URL_VARIABLE,
     ROUTER_POOLS,
     TOKEN_VARIABLE,
 )
 from tandem.models.source import resolve
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tests.harness import placing
 from tests.harness.certificates import worker_channel
 from tests.harness.cluster import free_port, process_named, wait_for

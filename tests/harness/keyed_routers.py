@@ -16,14 +16,14 @@ from pathlib import Path
 import httpx
 import pytest_asyncio
 
+from tandem.api.server import Router
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
-from tandem.router.server import Router
-from tandem.rpc.tandem.v1 import worker_pb2
-from tandem.store.client import connect
+from tandem.net.rpc.tandem.v1 import worker_pb2
+from tandem.net.store.client import connect
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 
 TOKEN = "a-token-for-tests"
@@ -130,7 +130,7 @@ async def tandem(url: str, *words: str, key: str = "") -> subprocess.CompletedPr
     """Runs `tandem keys` as an operator does."""
     return await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "tandem.cli", "keys", *words, "--url", url],
+        [sys.executable, "-m", "tandem.ops.cli", "keys", *words, "--url", url],
         env={**os.environ, "TANDEM_API_KEY": key},
         capture_output=True,
         text=True,

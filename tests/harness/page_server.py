@@ -15,13 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
-from tandem.perf_model.kv_load import TierUse
-from tandem.router.api.admin.app import make_admin_app
-from tandem.router.api.admin.page_feed import PageFeed
-from tandem.router.api.http.server import HttpServer, bind
+from tandem.api.admin.app import make_admin_app
+from tandem.api.admin.page_feed import PageFeed
+from tandem.api.http.server import HttpServer, bind
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.common.perf_model.kv_load import TierUse
+from tandem.net.security.access import Access
+from tandem.net.security.audit_trail import AuditTrail
+from tandem.net.security.key_ring import KeyRing
+from tandem.net.store.client import connect
+from tandem.net.store.registry import KvCompatibility, Load, WorkerRecord
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.dispatcher import Dispatcher
@@ -30,11 +35,6 @@ from tandem.router.request.log import RequestRecord
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.security.access import Access
-from tandem.security.audit_trail import AuditTrail
-from tandem.security.key_ring import KeyRing
-from tandem.store.client import connect
-from tandem.store.registry import KvCompatibility, Load, WorkerRecord
 
 _KV = KvCompatibility("m", "float32", "invariant", 16, "float32", "l", 1)
 _UP = SimpleNamespace(

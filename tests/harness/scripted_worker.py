@@ -14,17 +14,17 @@ import grpc
 import grpc.aio
 from redis.asyncio import Redis
 
-from tandem.cancellation import cancel
-from tandem.config.cluster import ClusterConfig
-from tandem.observability.log_file import NO_FILE, Place, read_piece
-from tandem.perf_model.rates import PairRate, WorkerRates
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.perf_model.rates import PairRate, WorkerRates
+from tandem.common.process.cancellation import cancel
+from tandem.net.observability.log_file import NO_FILE, Place, read_piece
+from tandem.net.rpc.auth import TokenInterceptor
+from tandem.net.rpc.options import SERVER_OPTIONS
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.net.store.client import UNREACHABLE
+from tandem.net.store.registry import KvCompatibility, Load, Registry, State, WorkerRecord
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
-from tandem.rpc.auth import TokenInterceptor
-from tandem.rpc.options import SERVER_OPTIONS
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from tandem.store.client import UNREACHABLE
-from tandem.store.registry import KvCompatibility, Load, Registry, State, WorkerRecord
 
 RECORD_INTERVAL_S = 0.3
 Say = Callable[[pb.SequenceUpdate], None]

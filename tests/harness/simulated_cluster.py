@@ -19,14 +19,14 @@ from typing import Any
 
 import zmq
 
-from tandem.block_hash import HASH_VERSION
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.block_hash import HASH_VERSION
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.engine.cache.pool_bytes import pool_bytes
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import KvCompatibility
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.grpc.reservations import Reservations
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.thread import TransferThread

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.errors import WorkerLost
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport

@@ -20,16 +20,16 @@ from typing import Any
 
 import httpx
 
+from tandem.api.server import Router
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
+from tandem.net.rpc.tandem.v1 import worker_pb2
+from tandem.net.store.client import connect
 from tandem.router.limits.counts import Asked
 from tandem.router.limits.limiter import Limiter, Reservation
-from tandem.router.server import Router
-from tandem.rpc.tandem.v1 import worker_pb2
-from tandem.store.client import connect
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 
 MINUTE_S = 60.0

@@ -10,7 +10,7 @@ from typing import Self
 
 import pytest
 
-from tandem import progress
+from tandem.common.process import progress
 
 
 class Terminal:

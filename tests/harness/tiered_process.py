@@ -6,10 +6,10 @@ import asyncio
 import resource
 from pathlib import Path
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.engine.types import EngineLoad, NewTokens, TierLoad
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Add, Event, Report

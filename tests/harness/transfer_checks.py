@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tandem.block_hash import hash_blocks
+from tandem.common.block_hash import hash_blocks
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.sequence import Sequence, Status
 from tandem.worker.engine_process import messages

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.prefill.prefix_choice import ConnectedHolder
 from tests.grouped_toy import GroupedToyRunner, Windows
 from tests.harness.simulated_cluster import Node

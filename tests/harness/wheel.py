@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 COMPILED = (
-    "tandem._block_hash",
+    "tandem.common._block_hash",
     "tandem.engine.tiers._sketch_cells",
     "tandem_kernels.native._decoder",
 )

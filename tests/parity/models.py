@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.source import resolve

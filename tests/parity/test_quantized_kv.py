@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.engine import KvDtype
+from tandem.common.config.engine import KvDtype
 from tests.parity.models import engine_tokens, make_random_model
 from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways
 

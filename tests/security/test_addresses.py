@@ -13,9 +13,9 @@ import grpc.aio
 import httpx
 import pytest
 
-from tandem.config.addresses import AddressConfig
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.common.config.addresses import AddressConfig
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import silent
 from tests.harness.slow_clients import KINDS
 from tests.service.router.conftest import RunningRouter, eventually

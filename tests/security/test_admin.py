@@ -23,20 +23,20 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from tandem.api.server import Router
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.errors import Unauthenticated
 from tandem.models.source import resolve
-from tandem.router.server import Router
-from tandem.rpc.tandem.v1 import cluster_pb2, inference_pb2
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.security import keys
-from tandem.security.access import FailureThrottle
-from tandem.security.audit_trail import Caller
-from tandem.store.client import connect
+from tandem.net.rpc.tandem.v1 import cluster_pb2, inference_pb2
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.security import keys
+from tandem.net.security.access import FailureThrottle
+from tandem.net.security.audit_trail import Caller
+from tandem.net.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, saying
 from tests.service.router.conftest import eventually
 
@@ -326,7 +326,7 @@ async def tandem(door: Door, *words: str) -> str:
     """Runs a command as an operator does, who is told the router's address by a variable."""
     done = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "tandem.cli", *words],
+        [sys.executable, "-m", "tandem.ops.cli", *words],
         env={
             **os.environ,
             "TANDEM_API_KEY": door.keys["operator"],

@@ -8,8 +8,8 @@ import contextlib
 import pytest
 
 from tandem.errors import BodiesFull, TooManyRequests
-from tandem.security import body_budget
-from tandem.security.body_budget import BodyBudget
+from tandem.net.security import body_budget
+from tandem.net.security.body_budget import BodyBudget
 from tests.harness.scripted_worker import saying
 from tests.security.test_slow_bodies import changing_paths
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually

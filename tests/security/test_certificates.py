@@ -14,11 +14,11 @@ import pytest
 
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.tls import Kind
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
-from tandem.store.client import connect_blocking
+from tandem.common.config.tls import Kind
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.store.client import connect_blocking
 from tests.harness.certificates import worker_channel
 from tests.harness.client import complete, metric, open_client
 from tests.harness.cluster import LocalCluster

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tests.security.fuzz.examples import SUBMIT, WORKER_CALLS
 from tests.security.fuzz.run import PARSERS, SOCKETS, Run, fuzz_parsers, fuzz_sockets
 from tests.security.fuzz.served import DEADLINE_S, Served, serving

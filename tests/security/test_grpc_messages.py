@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from tandem.rpc.tandem.v1 import cluster_pb2 as pb
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]

@@ -12,8 +12,8 @@ import grpc.aio
 import httpx
 import pytest
 
-from tandem.rpc.tandem.v1 import inference_pb2, worker_pb2
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2, worker_pb2
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.cluster import free_port
 from tests.harness.hpack import hpack_attack
 from tests.harness.router_process import RouterProcess, started_router

@@ -19,14 +19,14 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.net.rpc.tandem.v1 import inference_pb2
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.security import keys
+from tandem.net.security.key_ring import KeyRing
+from tandem.net.security.key_service import KeyService
+from tandem.net.store.client import connect, connect_blocking
 from tandem.router.admission.tenants import cache_salt
-from tandem.rpc.tandem.v1 import inference_pb2
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.security import keys
-from tandem.security.key_ring import KeyRing
-from tandem.security.key_service import KeyService
-from tandem.store.client import connect, connect_blocking
 from tests.harness.cluster import free_port
 from tests.harness.keyed_routers import (
     TOKEN,
@@ -292,7 +292,7 @@ async def test_keys_of_a_file_need_no_redis(routers: Routers, tmp_path: Path) ->
     file = tmp_path / "keys.json"
     made = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "tandem.cli", "keys", "create", "--tenant", "a", "--file", file],
+        [sys.executable, "-m", "tandem.ops.cli", "keys", "create", "--tenant", "a", "--file", file],
         capture_output=True,
         text=True,
     )
@@ -317,7 +317,7 @@ async def test_an_outer_address_without_keys_is_refused(
     }
     done = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "tandem.cli", *program, option, "0.0.0.0", *PORTS],
+        [sys.executable, "-m", "tandem.ops.cli", *program, option, "0.0.0.0", *PORTS],
         env=environment,
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tandem.router.api.admin import page_files
+from tandem.api.admin import page_files
 from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]

@@ -17,13 +17,13 @@ import grpc.aio
 import pytest
 
 from tandem.cluster.launch.certificates import Authority
-from tandem.rpc.auth import KindInterceptor, TokenInterceptor
-from tandem.rpc.certificates import CertificateFiles
-from tandem.rpc.failures import FailureInterceptor
-from tandem.rpc.options import SERVER_OPTIONS
-from tandem.rpc.peer_calls import PeerCalls, add_port
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.net.rpc.auth import KindInterceptor, TokenInterceptor
+from tandem.net.rpc.certificates import CertificateFiles
+from tandem.net.rpc.failures import FailureInterceptor
+from tandem.net.rpc.options import SERVER_OPTIONS
+from tandem.net.rpc.peer_calls import PeerCalls, add_port
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,

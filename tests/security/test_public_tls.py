@@ -17,17 +17,17 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from tandem.api.server import Router
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.addresses import AddressConfig
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
-from tandem.config.tls import PublicTls
-from tandem.router.server import Router
-from tandem.rpc.tandem.v1.inference_pb2 import ListModelsRequest
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.security import keys
-from tandem.store.client import connect_blocking
+from tandem.common.config.addresses import AddressConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.common.config.tls import PublicTls
+from tandem.net.rpc.tandem.v1.inference_pb2 import ListModelsRequest
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.security import keys
+from tandem.net.store.client import connect_blocking
 from tests.service.router.conftest import ANY_ADMIN_PORTS, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]

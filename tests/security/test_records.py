@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.security import keys
-from tandem.security.key_store import KeyStore
-from tandem.store.registry import Registry
+from tandem.net.security import keys
+from tandem.net.security.key_store import KeyStore
+from tandem.net.store.registry import Registry
 from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]

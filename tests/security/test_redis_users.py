@@ -9,10 +9,10 @@ import pytest
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig
-from tandem.config.tls import Kind
-from tandem.store.client import connect, connect_blocking
-from tandem.store.registry import Registry
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.tls import Kind
+from tandem.net.store.client import connect, connect_blocking
+from tandem.net.store.registry import Registry
 
 pytestmark = pytest.mark.service
 

@@ -14,13 +14,15 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tandem.observability.logs import _formatter
+from tandem.net.observability.logs import _formatter
 from tests.harness.keyed_routers import Routers, call, create, ready, routers, until
 
 __all__ = ["routers"]
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-FORGED = "2026-11-28 04:00:00,000 INFO router-0 tandem.security: change by operator: key created"
+FORGED = (
+    "2026-11-28 04:00:00,000 INFO router-0 tandem.net.security: change by operator: key created"
+)
 ENDS = ("\n", "\r", "\x1b]0;PWNED\x07", "\x1b[2J", "\x9b31m", "\u2028", "\u2029", "\u202e", "\x85")
 MARKUP = "[bold red]markup[/][link=https://evil.example]x[/link] :warning:"
 
@@ -61,7 +63,7 @@ async def run(*words: str, key: str) -> str:
     """Returns what a command prints on a terminal-like output."""
     done = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "tandem.cli", *words],
+        [sys.executable, "-m", "tandem.ops.cli", *words],
         env={**os.environ, "TANDEM_API_KEY": key, "COLUMNS": "200"},
         capture_output=True,
         timeout=60,

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tandem.rpc.tandem.v1 import worker_pb2
+from tandem.net.rpc.tandem.v1 import worker_pb2
 from tests.harness.good_clients import GoodClients
 from tests.harness.scripted_worker import Say, saying
 from tests.harness.slow_clients import KINDS, slow_clients

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
 from tandem.transfer.nixl.thread import TransferThread

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.cluster.processes import guardian
-from tandem.observability.log_file import FILE_VARIABLE
-from tandem.rpc.tandem.v1 import inference_pb2
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.observability.log_file import FILE_VARIABLE
+from tandem.net.rpc.tandem.v1 import inference_pb2
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.cluster import free_port
 from tests.harness.explained import KILLED, OTHER_MODEL, STOPPED, WRONG_TOKEN, Faulty, look
 from tests.harness.hpack import hpack_attack
@@ -65,7 +65,16 @@ def free_ports() -> dict[str, int]:
 
 def command(ports: dict[str, int], *options: str) -> list[str]:
     words = [word for option, port in ports.items() for word in (option, str(port))]
-    return [sys.executable, "-m", "tandem.cli", "up", *words, "--kv-memory", "67108864", *options]
+    return [
+        sys.executable,
+        "-m",
+        "tandem.ops.cli",
+        "up",
+        *words,
+        "--kv-memory",
+        "67108864",
+        *options,
+    ]
 
 
 @dataclass(slots=True)
@@ -272,7 +281,7 @@ def test_a_second_one_on_a_taken_port_says_which_and_what_to_do(up: Up) -> None:
 def test_scale_and_status_talk_to_it(up: Up) -> None:
     def tandem(*arguments: str) -> str:
         return subprocess.run(
-            [sys.executable, "-m", "tandem.cli", *arguments, "--url", up.admin_url],
+            [sys.executable, "-m", "tandem.ops.cli", *arguments, "--url", up.admin_url],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -26,7 +26,7 @@ from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.cluster.processes import guardian, owned, process
 from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
+from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
 
 pytestmark = pytest.mark.service
 

@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.errors import ConfigError
-from tandem.store.client import wait_until_answers
+from tandem.net.store.client import wait_until_answers
 
 pytestmark = pytest.mark.service
 NO_RETRY = Retry(NoBackoff(), 0)

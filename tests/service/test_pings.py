@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import grpc.aio
 import pytest
 
-from tandem.rpc.options import CHANNEL_OPTIONS
+from tandem.net.rpc.options import CHANNEL_OPTIONS
 
 ENDS_WITHIN_S = 25.0  # a ping after 10 s, and 10 s for its answer
 
 SERVER = """
 import asyncio, grpc.aio
-from tandem.rpc.options import SERVER_OPTIONS
+from tandem.net.rpc.options import SERVER_OPTIONS
 
 async def stream(request, context):
     while True:

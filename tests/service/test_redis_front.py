@@ -11,11 +11,11 @@ import pytest
 from redis.exceptions import RedisError
 
 from tandem.cluster.launch.certificates import Authority
-from tandem.config.redis_front import RedisFrontOptions
-from tandem.config.tls import Kind
+from tandem.common.config.redis_front import RedisFrontOptions
+from tandem.common.config.tls import Kind
 from tandem.errors import ConfigError
-from tandem.security.redis_front import RedisFront
-from tandem.store.client import UNREACHABLE, Client, connect
+from tandem.net.security.redis_front import RedisFront
+from tandem.net.store.client import UNREACHABLE, Client, connect
 from tests.harness.redis_kinds import HOST, Server
 from tests.service.router.conftest import eventually
 
@@ -100,7 +100,7 @@ async def test_a_stranger_does_not_reach_the_server(fronted: Fronted, stranger: 
 async def test_a_tcp_probe_leaves_no_line_in_the_log(
     fronted: Fronted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "tandem.security.redis_front")
+    caplog.set_level("INFO", "tandem.net.security.redis_front")
     for _ in range(3):
         _, probe = await asyncio.open_connection(HOST, fronted.front.port)
         probe.close()

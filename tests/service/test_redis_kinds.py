@@ -11,13 +11,13 @@ import pytest
 from redis.exceptions import RedisError
 
 from tandem.cluster.ray.scale_channel import ScaleChannel
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.net.store.client import UNREACHABLE, Client, connect, wait_until_answers, warm
+from tandem.net.store.registry import Registry
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.workers.pools import ask_sizes, read_pools
-from tandem.store.client import UNREACHABLE, Client, connect, wait_until_answers, warm
-from tandem.store.registry import Registry
 from tests.harness.redis_kinds import (
     HOST,
     QUOTED,

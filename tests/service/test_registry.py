@@ -14,12 +14,12 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.perf_model.rates import PairRate, default_pair
 from tandem.errors import Incompatible
-from tandem.perf_model.rates import PairRate, default_pair
-from tandem.store.client import connect, connect_blocking
-from tandem.store.pair_rates import read_pair_bandwidths
-from tandem.store.registry import LOAN_TTL_S, KvCompatibility, Load, Registry, WorkerRecord
+from tandem.net.store.client import connect, connect_blocking
+from tandem.net.store.pair_rates import read_pair_bandwidths
+from tandem.net.store.registry import LOAN_TTL_S, KvCompatibility, Load, Registry, WorkerRecord
 
 pytestmark = pytest.mark.service
 

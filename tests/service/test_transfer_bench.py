@@ -18,7 +18,7 @@ pytestmark = pytest.mark.service
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tandem.cli", "bench", "transfer", *options],
+        [sys.executable, "-m", "tandem.ops.cli", "bench", "transfer", *options],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -86,9 +86,10 @@ def test_the_wheel_holds_all_that_it_needs_and_nothing_else(wheel: Path) -> None
 
 def test_only_the_wheel_is_imported(python: Path) -> None:
     program = (
-        "import tandem._block_hash, tandem_bench.transfer, tandem_kernels.native.library as native;"
+        "import tandem.common._block_hash, tandem_bench.transfer;"
+        "import tandem_kernels.native.library as native;"
         "assert native.load() is not None;"
-        "print(tandem._block_hash.__file__, tandem_bench.__file__, native.__file__)"
+        "print(tandem.common._block_hash.__file__, tandem_bench.__file__, native.__file__)"
     )
     for file in harness.run([str(python), "-c", program]).split():
         assert Path(file).is_relative_to(python.parents[1])

@@ -13,16 +13,16 @@ import grpc.aio
 import msgspec
 import numpy as np
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
-from tandem.perf_model.rates import WorkerRates
-from tandem.rpc.options import CHANNEL_OPTIONS
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.rpc.options import CHANNEL_OPTIONS
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport

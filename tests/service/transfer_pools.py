@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.dtypes import RotatedKey
+from tandem.common.dtypes import RotatedKey
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.cache.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.layout import BlockLayout

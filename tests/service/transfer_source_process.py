@@ -22,12 +22,12 @@ from typing import Any
 import grpc.aio
 import msgspec
 
-from tandem.config.transfer import TransferConfig
-from tandem.rpc.auth import TokenInterceptor
-from tandem.rpc.block_bytes import EncodedByHandler
-from tandem.rpc.options import SERVER_OPTIONS
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.common.config.transfer import TransferConfig
+from tandem.net.rpc.auth import TokenInterceptor
+from tandem.net.rpc.block_bytes import EncodedByHandler
+from tandem.net.rpc.options import SERVER_OPTIONS
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.transfer.grpc.producer import BlockServer
 from tandem.transfer.nixl.messages import ProducerReady, TransferEvent
 from tandem.transfer.nixl.thread import TransferThread

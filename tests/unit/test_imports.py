@@ -33,25 +33,25 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["tandem.router.server", "tandem.cli", "tandem.cluster.launch.launcher"]
+    "module", ["tandem.api.server", "tandem.ops.cli", "tandem.cluster.launch.launcher"]
 )
 def test_the_router_and_the_launcher_load_no_engine(module: str) -> None:
     assert loaded_by(module).isdisjoint(HEAVY)
 
 
 def test_the_cli_loads_what_a_command_needs_only_when_it_runs() -> None:
-    loaded = loaded_by("tandem.cli")
+    loaded = loaded_by("tandem.ops.cli")
     assert loaded.isdisjoint(("ray", "redis", "grpc", "fastapi", "numpy", "tandem.cluster"))
 
 
 def test_the_simulator_is_light_too() -> None:
     heavy = set(HEAVY) - {"tandem.worker", "tandem.engine"}  # it takes pure parts from there
-    loaded = loaded_by("tandem.simulator.command")
+    loaded = loaded_by("tandem.ops.simulator.command")
     assert loaded.isdisjoint((*heavy, "ray", "grpc", "fastapi", "matplotlib"))
     parts = {name for name in loaded if name.count(".") > 1 and name.startswith("tandem.engine.")}
     assert {name.split(".")[2] for name in parts} <= {"cache", "tiers", "types"}
 
 
 def test_only_the_cluster_knows_ray() -> None:
-    assert "ray" not in loaded_by("tandem.router.server")
+    assert "ray" not in loaded_by("tandem.api.server")
     assert "ray" not in loaded_by("tandem.cluster.launch.launcher")

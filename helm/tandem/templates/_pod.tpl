@@ -64,7 +64,7 @@ timeoutSeconds: 5
 failureThreshold: 3
 {{- end -}}
 
-{{/* The variables that services/tandem/config/cluster.py names, for routers and workers. */}}
+{{/* The variables that services/tandem/common/config/cluster.py names, for routers and workers. */}}
 {{- define "tandem.env" -}}
 {{- $kind := .kind -}}
 {{- with .root -}}
@@ -140,7 +140,7 @@ secretKeyRef:
 {{- end -}}
 {{- end -}}
 
-{{/* The rules of a Redis user, which services/tandem/store/roles.py writes: root, kind. */}}
+{{/* The rules of a Redis user, which services/tandem/net/store/roles.py writes: root, kind. */}}
 {{- define "tandem.redisRules" -}}
 {{- $tag := printf "tandem:%s.%s" .root.Release.Namespace (include "tandem.fullname" .root) -}}
 {{- $rules := .root.Files.Get (printf "redis/%s.acl" .kind) | trim -}}
@@ -256,7 +256,7 @@ initContainers:
 {{- end -}}
 
 {{/* Options of a command line: kvMemory is --kv-memory; a switch is given when it is true. */}}
-{{- define "tandem.options" -}}
+{{- define "tandem.common.options" -}}
 {{- range $name, $value := . }}
 {{- if not (kindIs "bool" $value) }}
 - --{{ kebabcase $name }}

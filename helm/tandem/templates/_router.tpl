@@ -28,7 +28,7 @@
 # Only while there is no key: the first one that `tandem keys create` makes ends it.
 - --allow-anonymous
 {{- end }}
-{{- include "tandem.options" .options | trim | nindent 0 }}
+{{- include "tandem.common.options" .options | trim | nindent 0 }}
 {{- end -}}
 
 {{/* The volume with the records of API keys. */}}

@@ -1,5 +1,5 @@
 {{/* Certificates of routers, workers and the chart's Redis, by kind. Names as in
-services/tandem/config/tls.py. */}}
+services/tandem/common/config/tls.py. */}}
 
 {{/* The DNS name in the certificates of one kind: root, kind. */}}
 {{- define "tandem.certificateName" -}}

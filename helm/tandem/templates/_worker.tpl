@@ -81,7 +81,7 @@ volumes:
 - "7001"
 - --start-deadline
 - {{ include "tandem.number" .values.startDeadline | quote }}
-{{- include "tandem.options" .values.options | trim | nindent 0 }}
+{{- include "tandem.common.options" .values.options | trim | nindent 0 }}
 {{- end -}}
 
 {{- define "tandem.workerContainer" -}}

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from tandem.cluster.operate import ask_once, console
 from tandem.errors import OperateError
-from tandem.security.keys import KeyRecord, Role, create
-from tandem.security.limits import NO_LIMITS, changed
+from tandem.net.security.keys import KeyRecord, Role, create
+from tandem.net.security.limits import NO_LIMITS, changed
 
 _PATH = "/v1/keys"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

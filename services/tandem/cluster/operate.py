@@ -24,11 +24,11 @@ from tandem.cluster.tables import (
     waiting_pools,
     worker_tables,
 )
-from tandem.config.cluster import API_KEY_VARIABLE
+from tandem.common.config.cluster import API_KEY_VARIABLE
+from tandem.common.pool_sizes import POOL_SIZE_MAX
+from tandem.common.printable import printable, printable_json
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import OperateError
-from tandem.pool_sizes import POOL_SIZE_MAX
-from tandem.printable import printable, printable_json
-from tandem.progress import Step, Waiting
 
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from tandem.cluster.pools import ClusterSpec, Host, Leave, Member, router_hosts, with_free_gpu
-from tandem.config.cluster import SIZED_POOLS, Pool
+from tandem.common.config.cluster import SIZED_POOLS, Pool
 
 
 def describe(

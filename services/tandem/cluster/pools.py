@@ -32,7 +32,7 @@ from tandem.cluster.nearness import (
     host_bandwidths,
     told_far,
 )
-from tandem.config.cluster import Pool
+from tandem.common.config.cluster import Pool
 
 Leave = Literal["leaves", "drains"]  # a host's members are replaced; they are also drained
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tandem.config.cluster import ROUTER_POOLS
+from tandem.common.config.cluster import ROUTER_POOLS
 
 _LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
 _TIERS = "KV in tiers"

@@ -20,9 +20,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
+from tandem.common.hang_limit import hang_limit
 from tandem.errors import AdapterUnavailable, TandemError
-from tandem.hang_limit import hang_limit
 
 log = logging.getLogger(__name__)
 

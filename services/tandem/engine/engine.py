@@ -11,7 +11,8 @@ from itertools import count
 
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
@@ -32,9 +33,8 @@ from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.make_tiers import make_tiers
 from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
 from tandem.errors import BadRequest, InternalError, QueueFull, Returned, TandemError
-from tandem.grammars.compiler import GrammarCompiler
-from tandem.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
-from tandem.perf_model.step_time import StepTimeModel, StepWork
+from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
 
 
 class Engine:

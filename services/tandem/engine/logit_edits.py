@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tandem.engine.types import SamplingParams, SequenceSpec
-from tandem.grammars.masks import GrammarMatcher, Mask
+from tandem.models.grammars.masks import GrammarMatcher, Mask
 from tandem_kernels.edits import Edit
 
 _CAPACITY_MIN = 64

@@ -4,8 +4,8 @@ logit edits."""
 from functools import partial
 from itertools import count
 
-from tandem.adapter import digest_of
-from tandem.block_hash import chain_root
+from tandem.common.adapter import digest_of
+from tandem.common.block_hash import chain_root
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.logit_edits import logit_edits
@@ -13,7 +13,7 @@ from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import SequenceSpec
-from tandem.grammars.masks import GrammarMasks
+from tandem.models.grammars.masks import GrammarMasks
 
 
 class NewSequences:

@@ -2,7 +2,8 @@
 
 import time
 
-from tandem.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.perf_model.step_time import StepWork
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.transfer_order import transfer_order
@@ -21,7 +22,6 @@ from tandem.engine.types import (
     TokenLogprobs,
 )
 from tandem.errors import TandemError
-from tandem.perf_model.step_time import StepWork
 
 
 class PendingReport:

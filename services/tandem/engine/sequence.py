@@ -41,8 +41,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.block_hash import block_hash, hash_blocks
-from tandem.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.block_hash import block_hash, hash_blocks
+from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.engine.admission import Admission
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
@@ -50,7 +50,7 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.loading import Loading
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
-from tandem.grammars.masks import GrammarMatcher
+from tandem.models.grammars.masks import GrammarMatcher
 
 
 class Status(Enum):

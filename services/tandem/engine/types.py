@@ -20,13 +20,13 @@ from enum import Enum
 
 import msgspec
 
-from tandem.adapter import Adapter
-from tandem.cached_tokens import NONE_CACHED, CachedTokens
-from tandem.kv_budget import KvBudget
-from tandem.perf_model.kv_load import GroupLoad
-from tandem.perf_model.rates import WorkerRates
-from tandem.perf_model.soonest import Offer, Producer
-from tandem.retention import NO_RETENTION, Retention
+from tandem.common.adapter import Adapter
+from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.kv_budget import KvBudget
+from tandem.common.perf_model.kv_load import GroupLoad
+from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.perf_model.soonest import Offer, Producer
+from tandem.common.retention import NO_RETENTION, Retention
 
 
 class Mode(Enum):

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandem.common.printable import printable
 from tandem.errors import ConfigError, TandemError
-from tandem.printable import printable
 
 _LINE_MAX = 500  # characters of a message, which may quote the file
 _NAMES_SHOWN_MAX = 3

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.dtypes import RotatedKey, is_quantized
+from tandem.common.dtypes import RotatedKey, is_quantized
 from tandem.errors import UnsupportedModel
 from tandem.models.families import Family
 from tandem.models.fields import flag, number, size

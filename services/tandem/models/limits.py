@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tandem.dtypes import DTYPE_BYTES, is_quantized
+from tandem.common.dtypes import DTYPE_BYTES, is_quantized
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from tandem.config.engine import EngineOptions
+    from tandem.common.config.engine import EngineOptions
 
 _LATENT_MULTIPLE = 16  # of a latent's numbers, if quantized: kernels take so many at once
 

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tandem.dtypes import DTYPE_BYTES
+from tandem.common.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
 from tandem.models.broken_files import first_line, naming
 from tandem.models.checkpoint.headers import read_header

@@ -18,9 +18,9 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from tandem.net.store.client import Client
 from tandem.prefix_index.entries import NUM_BUCKETS, split_entries
 from tandem.prefix_index.redis import RedisIndex, lua_script
-from tandem.store.client import Client
 
 CALL_ENTRIES = 2048  # looked at in one call, about 1 ms of Redis's time
 _RANGE_ENTRIES = 32_768  # of one comparison

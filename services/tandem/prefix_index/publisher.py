@@ -25,11 +25,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from tandem.backoff import Backoff, doubling_at_random
-from tandem.cancellation import cancel
+from tandem.common.backoff import Backoff, doubling_at_random
+from tandem.common.process.cancellation import cancel
 from tandem.errors import TandemError
+from tandem.net.store.client import UNREACHABLE
 from tandem.prefix_index.protocol import PrefixIndex
-from tandem.store.client import UNREACHABLE
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.store.client import Client, warm
-from tandem.store.script import Script
+from tandem.net.store.client import Client, warm
+from tandem.net.store.script import Script
 
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64

@@ -2,24 +2,24 @@
 
 import sys
 
-from tandem.early_end import end_on_sigterm, quietly
+from tandem.common.process.early_end import end_on_sigterm, quietly
 
 
 def main() -> int:
     """Exit status 2 for wrong settings, 1 for a taken port or a model that cannot be loaded; one
     line says why."""
     # Tokenizer processes import this module again: all that is heavy is imported inside.
-    from tandem.config.cluster import ClusterConfig
-    from tandem.config.router import RouterConfig, RouterOptions
+    from tandem.common.config.cluster import ClusterConfig
+    from tandem.common.config.router import RouterConfig, RouterOptions
+    from tandem.common.options import extended, read
     from tandem.errors import TandemError
-    from tandem.observability.logs import configure_logging
-    from tandem.options import extended, read
+    from tandem.net.observability.logs import configure_logging
 
     options = read(RouterOptions, "tandem router")
     try:
         configure_logging(options.router_id)
         config = extended(options, RouterConfig, cluster=ClusterConfig.from_environment())
-        from tandem.router.server import serve
+        from tandem.api.server import serve
 
         failure = serve(config)
     except TandemError as error:

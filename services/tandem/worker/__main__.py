@@ -3,10 +3,10 @@
 import signal
 from typing import TYPE_CHECKING
 
-from tandem.early_end import end_on_sigterm, quietly
+from tandem.common.process.early_end import end_on_sigterm, quietly
 
 if TYPE_CHECKING:
-    from tandem.config.worker import WorkerConfig
+    from tandem.common.config.worker import WorkerConfig
 
 _CLOSE_MAX_S = 12.0  # after the drain's deadline; the chart's grace period is 15 s longer than that
 
@@ -17,11 +17,11 @@ def main() -> None:
     import logging
     import uuid
 
-    from tandem.config.cluster import ClusterConfig
-    from tandem.config.worker import WorkerConfig, WorkerOptions
+    from tandem.common.config.cluster import ClusterConfig
+    from tandem.common.config.worker import WorkerConfig, WorkerOptions
+    from tandem.common.options import extended, read
     from tandem.errors import ConfigError, Incompatible, TandemError
-    from tandem.observability.logs import configure_logging
-    from tandem.options import extended, read
+    from tandem.net.observability.logs import configure_logging
 
     options = read(WorkerOptions, "tandem worker")
     worker_id = options.worker_id or f"{options.role}-{uuid.uuid4().hex[:8]}"

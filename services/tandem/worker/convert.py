@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import asdict
 
-from tandem.adapter import Adapter
-from tandem.cached_tokens import CachedTokens
+from tandem.common.adapter import Adapter
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.kv_budget import KvBudget
+from tandem.common.perf_model.rates import PairRate
+from tandem.common.retention import NO_RETENTION, PRIORITY_DEFAULT, Retention
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
-from tandem.kv_budget import KvBudget
-from tandem.perf_model.rates import PairRate
-from tandem.retention import NO_RETENTION, PRIORITY_DEFAULT, Retention
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import Load
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.registry import Load
 
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
 

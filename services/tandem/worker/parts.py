@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tandem.config.worker import WorkerConfig
-from tandem.observability.traces import NO_TRACING, Tracing
+from tandem.common.config.worker import WorkerConfig
+from tandem.net.observability.traces import NO_TRACING, Tracing
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.rates import Rates

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
+from tandem.api.openai.requests import ChatBody, CompletionBody
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.router.api.openai.requests import ChatBody, CompletionBody
-from tandem.rpc.tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
-from tandem.security import keys
-from tandem.security.audit_trail import AuditEntry, Caller
-from tandem.store.registry import WorkerRecord
+from tandem.net.rpc.tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
+from tandem.net.security import keys
+from tandem.net.security.audit_trail import AuditEntry, Caller
+from tandem.net.store.registry import WorkerRecord
 from tandem.worker.engine_process import messages
 from tests.harness.scripted_worker import compatibility
 

@@ -8,15 +8,9 @@ from typing import Any, Protocol
 import msgspec
 from google.protobuf.message import DecodeError
 
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.scheduler.check_spec import check_spec
-from tandem.engine.types import Mode
-from tandem.errors import TandemError
-from tandem.prefix_index.entries import split_entries
-from tandem.router.api.grpc.inference import parse_request
-from tandem.router.api.http.body import parse_object
-from tandem.router.api.openai.requests import (
+from tandem.api.grpc.inference import parse_request
+from tandem.api.http.body import parse_object
+from tandem.api.openai.requests import (
     ChatBody,
     CompletionBody,
     drop_unknown_fields,
@@ -24,13 +18,19 @@ from tandem.router.api.openai.requests import (
     parse_completion,
     validate,
 )
-from tandem.router.api.openai.tokens import DetokenizeBody, kind_of, parse_tokenize
+from tandem.api.openai.tokens import DetokenizeBody, kind_of, parse_tokenize
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.scheduler.check_spec import check_spec
+from tandem.engine.types import Mode
+from tandem.errors import TandemError
+from tandem.net.rpc.tandem.v1 import worker_pb2
+from tandem.net.security.audit_trail import AuditEntry
+from tandem.net.security.keys import KeyRecord
+from tandem.net.store.client import UNREADABLE
+from tandem.net.store.registry import KvCompatibility, WorkerRecord
+from tandem.prefix_index.entries import split_entries
 from tandem.router.request.request import ClientRequest
-from tandem.rpc.tandem.v1 import worker_pb2
-from tandem.security.audit_trail import AuditEntry
-from tandem.security.keys import KeyRecord
-from tandem.store.client import UNREADABLE
-from tandem.store.registry import KvCompatibility, WorkerRecord
 from tandem.worker.convert import sequence_spec
 from tandem.worker.engine_process import messages
 from tests.security.fuzz.examples import (

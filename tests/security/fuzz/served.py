@@ -10,7 +10,7 @@ import httpx
 import psutil
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
 from tests.harness.cluster import LocalCluster, WorkerProcess, free_port
 from tests.security.fuzz.file_targets import write_tiny_model
 

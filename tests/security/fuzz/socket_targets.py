@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import httpx
 
-from tandem.rpc.auth import token_metadata
-from tandem.store.client import connect_blocking
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.store.client import connect_blocking
 from tests.security.fuzz.examples import BODIES, ROUTER_CALLS, WORKER_CALLS
 from tests.security.fuzz.inputs import Bytes, OneOf, Source
 from tests.security.fuzz.parser_targets import Records, body_source

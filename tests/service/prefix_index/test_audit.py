@@ -10,7 +10,7 @@ from hashlib import blake2b
 import pytest
 from redis.asyncio import Redis
 
-from tandem.cancellation import cancel
+from tandem.common.process.cancellation import cancel
 from tandem.prefix_index.audit import Differences, Held, TreeInspector
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 from tandem.prefix_index.publisher import Publisher, PublisherConfig

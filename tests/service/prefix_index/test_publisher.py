@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.net.store.client import connect
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.client import connect
 
 pytestmark = pytest.mark.service
 

@@ -9,8 +9,8 @@ from hashlib import blake2b
 import pytest
 from redis.asyncio import Redis
 
+from tandem.net.store.client import connect
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.client import connect
 
 pytestmark = pytest.mark.service
 

@@ -13,14 +13,14 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from tandem.api.server import Router
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
-from tandem.router.server import Router
-from tandem.store.client import connect
+from tandem.net.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, silent
 
 MODEL = "smollm2"

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from tandem.config.autoscale import AutoscaleConfig
+from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.router.scaling.autoscale import AutoscaleLoop
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter, eventually

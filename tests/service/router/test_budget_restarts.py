@@ -7,8 +7,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tandem.rpc.tandem.v1.inference_pb2 import GetRequestRequest
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1.inference_pb2 import GetRequestRequest
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.service.router.conftest import RunningRouter, eventually
 from tests.service.router.test_migrations import Reading, answer, going_on, split
 

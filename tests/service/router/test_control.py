@@ -11,9 +11,9 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from tandem.rpc.tandem.v1 import cluster_pb2 as pb
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
-from tandem.rpc.tandem.v1.worker_pb2 import SubmitSequence
+from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.net.rpc.tandem.v1.worker_pb2 import SubmitSequence
 from tests.harness.scripted_worker import Say, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

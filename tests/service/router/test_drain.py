@@ -13,11 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.cluster.operate import drain_worker
 from tandem.errors import NotNow, OperateError, WorkerLost
+from tandem.net.rpc.tandem.v1 import cluster_pb2
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.router.scaling.control import ClusterControl
-from tandem.rpc.tandem.v1 import cluster_pb2
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
-from tandem.security.audit_trail import AuditTrail, Caller
 from tests.harness.scripted_worker import Say, update
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -18,13 +18,13 @@ import pytest_asyncio
 from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.config.gateway import GatewayOptions
+from tandem.api.gateway.ext_proc import CHUNK_BYTES_MAX, SERVICE
+from tandem.common.config.gateway import GatewayOptions
+from tandem.net.rpc.tandem.v1 import ext_proc_pb2 as pb
+from tandem.net.store.client import connect
+from tandem.net.store.fronts import Fronts
 from tandem.router.admission import capacity
-from tandem.router.api.gateway.ext_proc import CHUNK_BYTES_MAX, SERVICE
 from tandem.router.placement.hint import HINT_HEADER, read
-from tandem.rpc.tandem.v1 import ext_proc_pb2 as pb
-from tandem.store.client import connect
-from tandem.store.fronts import Fronts
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.cancellation import cancel
 from tandem.cluster.operate import show_events
+from tandem.common.process.cancellation import cancel
 from tandem.router.workers.events import EventLog
 from tests.service.router.conftest import RunningRouter
 

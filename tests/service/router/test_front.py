@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.config.gateway import GatewayOptions
+from tandem.common.config.gateway import GatewayOptions
 from tandem.models.source import resolve
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.client import connect
 from tandem.router.placement.hint import HINT_HEADER, PlacementHint, sign
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, saying
 from tests.service.router.conftest import MODEL, RunningRouter, eventually
 

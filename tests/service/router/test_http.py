@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from tandem.router.api.http.server import BoundedProtocol
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.api.http.server import BoundedProtocol
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, ScriptedWorker, refusing, saying, silent, update
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
 

@@ -12,9 +12,9 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from tandem.printable import printable
-from tandem.rpc.tandem.v1 import cluster_pb2 as pb
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.common.printable import printable
+from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter, eventually
 

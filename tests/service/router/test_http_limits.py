@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.router.api.http.server import BoundedProtocol
-from tandem.rpc.tandem.v1.inference_pb2 import ListModelsRequest
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.rpc.tandem.v1.worker_pb2 import SubmitSequence
+from tandem.api.http.server import BoundedProtocol
+from tandem.net.rpc.tandem.v1.inference_pb2 import ListModelsRequest
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1.worker_pb2 import SubmitSequence
 from tests.harness.scripted_worker import Say, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

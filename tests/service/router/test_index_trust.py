@@ -10,13 +10,13 @@ import pytest
 import pytest_asyncio
 from prometheus_client import generate_latest
 
-from tandem.block_hash import hash_blocks
+from tandem.common.block_hash import hash_blocks
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.client import Client, connect
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.index.trust import RENEWAL_S
 from tandem.router.placement.reasons import PLACEMENT_HEADER
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.client import Client, connect
 from tests.harness.scripted_worker import compatibility, saying
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -10,9 +10,9 @@ import grpc.aio
 import pytest
 
 from tandem.cluster.operate import show_why
-from tandem.rpc.tandem.v1 import inference_pb2
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter, eventually

@@ -18,15 +18,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.autoscaler.demand import DemandMeter
-from tandem.config.autoscale import AutoscaleConfig
+from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
+from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
+from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
+from tandem.router.autoscaler.demand import DemandMeter
 from tandem.router.scaling import kubernetes as kubernetes_scale
 from tandem.router.scaling import size_owner
 from tandem.router.scaling.autoscale import AutoscaleLoop
 from tandem.router.scaling.kubernetes import KubernetesScale
-from tandem.rpc.tandem.v1 import cluster_pb2 as pb
-from tandem.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tests.harness.api_server import ApiServer
 from tests.harness.chart import NAMESPACE, command_line, container, find, render
 from tests.harness.programs import parse_router
@@ -318,7 +318,7 @@ async def test_the_command_sets_a_size_and_waits_for_it(
         *(
             sys.executable,
             "-m",
-            "tandem.cli",
+            "tandem.ops.cli",
             "scale",
             "decode=2",
             "--url",

@@ -14,8 +14,8 @@ import grpc.aio
 import msgspec
 import pytest
 
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.chaos.load import was_heard
 from tests.harness.scripted_worker import silent
 from tests.service.router.conftest import RunningRouter, eventually

@@ -13,17 +13,17 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from tandem.cancellation import cancel
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.common.process.cancellation import cancel
 from tandem.errors import RateLimited, UsageUnknown
+from tandem.net.security.limits import NO_LIMITS, Limits
+from tandem.net.store.client import Client, connect
 from tandem.router.limits.counts import LEASE_MS, TenantCounts
 from tandem.router.limits.limiter import Limiter, Reservation
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.limits.usage import UsageMeter, UsageQuery
 from tandem.router.limits.usage_store import UsageRow, UsageStore
 from tandem.router.limits.window import Use
-from tandem.security.limits import NO_LIMITS, Limits
-from tandem.store.client import Client, connect
 from tests.service.router.conftest import eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]

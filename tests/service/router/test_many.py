@@ -9,10 +9,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from tandem.net.rpc.tandem.v1 import inference_pb2
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.router.request.choices.children import child_seed
-from tandem.rpc.tandem.v1 import inference_pb2
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import Say, refusal, update
 from tests.service.router.conftest import RunningRouter, eventually
 from tests.service.router.test_several_prompts import events

@@ -10,8 +10,8 @@ import openai
 import pytest
 from msgspec.structs import replace
 
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.router.request.dispatcher import FINISH_TOKENS
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, Script, ScriptedWorker, refusing, update
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
+from tandem.api.server import Router
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.common.perf_model.rates import PrefillRate, WorkerRates
 from tandem.models.source import resolve
-from tandem.perf_model.rates import PrefillRate, WorkerRates
-from tandem.router.server import Router
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.client import connect
-from tandem.store.registry import Load
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.client import connect
+from tandem.net.store.registry import Load
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
 from tests.service.router.conftest import ANY_ADMIN_PORTS, MODEL, eventually
 

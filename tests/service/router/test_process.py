@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
 from tests.harness.cluster import free_port, wait_for
 
 pytestmark = pytest.mark.service
@@ -165,6 +165,6 @@ def test_never_loads_what_it_must_not(start: Start) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=20)
     modules = errors.rpartition("MODULES")[2].split()
-    assert "tandem.router.server" in modules
+    assert "tandem.api.server" in modules
     loaded = [m for m in modules for name in FORBIDDEN if f"{m}.".startswith(f"{name}.")]
     assert not loaded

@@ -17,8 +17,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]

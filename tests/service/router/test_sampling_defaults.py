@@ -11,14 +11,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tandem.config.answers import AnswerConfig
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
+from tandem.api.server import _load
+from tandem.common.config.answers import AnswerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
-from tandem.router.server import _load
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter
 

@@ -12,11 +12,11 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from tandem.cluster.operate import show_status
-from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1 import worker_pb2
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.store.registry import Load
+from tandem.common.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.store.registry import Load
 from tests.harness.scripted_worker import Say, refusal, refusing, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

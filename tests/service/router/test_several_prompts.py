@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, Script, refusal, saying, silent, update
 from tests.service.router.conftest import RunningRouter, eventually
 

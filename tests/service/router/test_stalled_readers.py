@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1 import worker_pb2
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import Say, update
 from tests.service.router.conftest import RunningRouter, eventually
 

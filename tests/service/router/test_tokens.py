@@ -8,8 +8,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter
 from tests.service.router.test_http import CHAT, ids

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tandem.cluster.operate import show_why
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.router.metrics.timeline import TTFT_STAGES
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_worker import Say, refusing, update
 from tests.service.router.conftest import RunningRouter
 

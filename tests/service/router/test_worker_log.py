@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from tandem.cluster.launch.worker_log import show_worker_log
 from tandem.errors import OperateError
-from tandem.observability.log_file import FILE_VARIABLE
+from tandem.net.observability.log_file import FILE_VARIABLE
 from tandem.router.workers.rows import Gone
 from tests.harness.scripted_worker import ScriptedWorker
 from tests.service.router.conftest import RunningRouter, eventually

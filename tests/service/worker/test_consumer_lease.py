@@ -16,8 +16,8 @@ import grpc
 import pytest
 
 from tandem.engine.types import Mode
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import WorkerRecord
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.registry import WorkerRecord
 from tandem.worker.engine_process.messages import Add, Restart
 from tests.harness.scripted_producer import (
     COMPATIBILITY,

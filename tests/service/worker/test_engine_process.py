@@ -7,8 +7,8 @@ import sys
 
 import msgspec
 
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.worker.engine_process.messages import EngineSettings
 
 # Starts an engine process, hands it its settings, and is gone before that one has read them.

@@ -14,9 +14,9 @@ import grpc.aio
 import pytest
 
 from tandem.errors import QueueFull, WorkerLost
-from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,
@@ -85,8 +85,8 @@ class _Endless(WorkerServicer):
 
 _CONSUMER = """
 import grpc, sys
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 channel = grpc.insecure_channel(sys.argv[1], [("grpc.max_receive_message_length", -1)])
 for _ in WorkerStub(channel).Probe(pb.ProbeRequest()):
     print("read", flush=True)

@@ -9,11 +9,11 @@ import msgpack
 import pytest
 import zmq
 
-from tandem.block_hash import block_hash
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.common.block_hash import block_hash
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.client import complete_all, golden
 from tests.harness.cluster import LocalCluster, wait_for
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from tandem.cancellation import cancel
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.process.cancellation import cancel
+from tandem.net.store.registry import Loading, Registry
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.store.registry import Loading, Registry
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.lifecycle.loading import tell_failed, tell_loading
 from tests.tiny_models import make_tiny_model

@@ -15,16 +15,16 @@ import grpc.aio
 import msgspec
 import pytest
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.errors import Incompatible, WorkerLost
-from tandem.perf_model.rates import WorkerRates
-from tandem.rpc.options import SERVER_OPTIONS
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from tandem.store.registry import KvCompatibility, WorkerRecord
+from tandem.net.rpc.options import SERVER_OPTIONS
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.net.store.registry import KvCompatibility, WorkerRecord
 from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.reach import host_identity
 from tandem.worker.peers import peers as peers_module

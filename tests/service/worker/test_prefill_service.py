@@ -13,8 +13,9 @@ import grpc.aio
 import msgspec
 import pytest
 
-from tandem.cached_tokens import CachedTokens
-from tandem.config.transfer import TransferConfig
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.perf_model.rates import PrefillRate, WorkerRates
 from tandem.engine.types import (
     Admitted,
     Failed,
@@ -25,10 +26,9 @@ from tandem.engine.types import (
     SequenceSpec,
     StepReport,
 )
-from tandem.perf_model.rates import PrefillRate, WorkerRates
-from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.net.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.scripted_producer import (
     PREFIX_BLOCKS,
     PrefixConsumer,

@@ -17,15 +17,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import LeaseLost
-from tandem.rpc.auth import TokenInterceptor, token_metadata
-from tandem.rpc.block_bytes import EncodedByHandler, encode
-from tandem.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import (
+from tandem.net.rpc.auth import TokenInterceptor, token_metadata
+from tandem.net.rpc.block_bytes import EncodedByHandler, encode
+from tandem.net.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
     WorkerStub,
     add_WorkerServicer_to_server,

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from tandem.engine.types import Failed, Reserved, StepReport
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.messages import CommitImport, ImportBlocks, Remove
 from tandem.worker.lifecycle.warm import Warmer
 from tests.harness.scripted_producer import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem.progress import Step, Waiting
+from tandem.common.process.progress import Step, Waiting
 from tandem_bench import engine
 from tandem_bench.transfer import _Rows
 from tests.harness.terminal import Terminal

@@ -46,7 +46,7 @@ def has_ended(pid: int) -> bool:
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tandem.cli", "bench", "serve", *arguments]
+    command = [sys.executable, "-m", "tandem.ops.cli", "bench", "serve", *arguments]
     environment = {**os.environ, "COLUMNS": "120"}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 

@@ -21,7 +21,7 @@ from tandem.cluster.processes import leave_node, process
 from tandem.cluster.processes.owned import Owned
 from tandem.cluster.ray import agent as agent_module
 from tandem.cluster.ray.agent import Agent
-from tandem.config.cluster import LEAVE_SIGNAL, RUN_FOLDER_VARIABLE
+from tandem.common.config.cluster import LEAVE_SIGNAL, RUN_FOLDER_VARIABLE
 
 WAIT = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 MEMBER = Member(member_id="decode-0", pool="decode", ordinal=3)  # as it was when Ray first made it

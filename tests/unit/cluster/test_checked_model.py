@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.cluster.launch.checked_model import model_here
 from tandem.cluster.launch.options import LaunchOptions
-from tandem.config.engine import EngineOptions
+from tandem.common.config.engine import EngineOptions
 from tandem.errors import ConfigError
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import make_tiny_model

@@ -17,7 +17,7 @@ from tandem.cluster.processes.owned import Owned, SharedOwned, read
 from tandem.cluster.ray import controller as controller_module
 from tandem.cluster.ray.controller import PoolController
 from tandem.cluster.ray.head import HOST_LABEL
-from tandem.config.cluster import REDIS_URL_VARIABLE
+from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tests.harness.cluster import wait_for
 
 

@@ -10,7 +10,7 @@ import pytest
 from tandem.cluster.gpus import VISIBLE, count_gpus, with_gpu
 from tandem.cluster.pool_state import describe, gpu_waits
 from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand, lose, plan, revive
-from tandem.config.cluster import Pool
+from tandem.common.config.cluster import Pool
 
 
 def machine(root: Path, *, files: int = 0, listed: int = 0) -> Path:

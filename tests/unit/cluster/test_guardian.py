@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.processes import guardian
-from tandem.config.cluster import CLUSTER_ID_VARIABLE
+from tandem.common.config.cluster import CLUSTER_ID_VARIABLE
 
 DEAF = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
 # A grandchild that cleared its environment, as a tool of somebody else's might.

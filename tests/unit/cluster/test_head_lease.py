@@ -12,7 +12,7 @@ from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.head_lease import HeadLease, fenced_set
 from tandem.cluster.processes.owned import Owned, SharedOwned
 from tandem.cluster.ray.scale_channel import ScaleChannel
-from tandem.store.control_state import Head
+from tandem.net.store.control_state import Head
 from tests.harness.cluster import wait_for
 
 

@@ -15,7 +15,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from tandem import bounded_server
 from tandem.cluster.joining import call
 from tandem.cluster.joining.call import ask_to_join
 from tandem.cluster.joining.protocol import JoinReply
@@ -23,9 +22,10 @@ from tandem.cluster.joining.server import JoinServer
 from tandem.cluster.launch.certificates import Authority, host_folder, write_host_certificates
 from tandem.cluster.launch.joined_host import JoinOptions
 from tandem.cluster.launch.options import LaunchOptions, on_host, options_for_others
-from tandem.config.admin import AdminOptions
+from tandem.common.config.admin import AdminOptions
+from tandem.common.options import parse
 from tandem.errors import ConfigError
-from tandem.options import parse
+from tandem.net import bounded_server
 
 HERE = "127.0.0.1"
 TOKEN = "a token of sixteen or more"

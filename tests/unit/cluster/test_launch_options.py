@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.launch.options import LaunchOptions, check_gpus, make_spec
-from tandem.config.cluster import Pool
-from tandem.config.router import AdmissionOptions
+from tandem.common.config.cluster import Pool
+from tandem.common.config.router import AdmissionOptions
+from tandem.common.options import parse, to_argv
 from tandem.errors import ConfigError
-from tandem.options import parse, to_argv
 from tests.harness.programs import parse_router, parse_worker
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster.launch.launcher import up
 from tandem.cluster.launch.options import LaunchOptions
-from tandem.config.admin import AdminOptions
+from tandem.common.config.admin import AdminOptions
 from tandem.errors import ConfigError
 from tests.harness.cluster import free_port
 

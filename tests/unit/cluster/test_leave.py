@@ -11,7 +11,7 @@ import pytest
 
 from tandem.cluster.launch import leave
 from tandem.cluster.launch.leave import Leaving
-from tandem.progress import Step
+from tandem.common.process.progress import Step
 
 HERE, THERE = "host-here", "host-there"
 

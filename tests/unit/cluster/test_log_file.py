@@ -12,12 +12,12 @@ import pytest
 from tandem.cluster.launch.run_logs import lines
 from tandem.cluster.processes import process
 from tandem.errors import BadRequest
-from tandem.observability.log_file import Place, older, read_piece
+from tandem.net.observability.log_file import Place, older, read_piece
 
 WRITER = """
 import logging, os, socket, subprocess, sys
 from pathlib import Path
-from tandem.observability.log_file import FILE_VARIABLE, LogFileHandler
+from tandem.net.observability.log_file import FILE_VARIABLE, LogFileHandler
 
 logging.basicConfig(handlers=[LogFileHandler(Path(os.environ[FILE_VARIABLE]), 2000)])
 is_child = len(sys.argv) > 1

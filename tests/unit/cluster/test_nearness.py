@@ -18,7 +18,7 @@ from tandem.cluster.nearness import (
 )
 from tandem.cluster.pool_state import describe
 from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand, plan
-from tandem.config.cluster import Pool
+from tandem.common.config.cluster import Pool
 
 FAST, SLOW = 8e8, 9e6
 HOSTS = ["a", "b", "c", "d"]

@@ -14,7 +14,7 @@ from tandem.cluster.pools import (
     plan,
     revive,
 )
-from tandem.config.cluster import Pool
+from tandem.common.config.cluster import Pool
 
 WANTED: dict[Pool, int] = {"router": 1, "prefill": 1, "decode": 1}
 

@@ -12,7 +12,7 @@ from tandem.cluster.pools import (
     node_bundles,
     plan,
 )
-from tandem.config.cluster import Pool
+from tandem.common.config.cluster import Pool
 
 SEAT = {"decode": 1.0}
 

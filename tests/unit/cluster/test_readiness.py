@@ -18,7 +18,7 @@ from tandem.cluster.launch.readiness import Readiness
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.errors import ConfigError
-from tandem.store.registry import Loading
+from tandem.net.store.registry import Loading
 from tests.harness.terminal import Terminal
 
 

@@ -7,7 +7,7 @@ import pytest
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
-from tandem.config.router import AdmissionOptions
+from tandem.common.config.router import AdmissionOptions
 
 
 def test_addresses_and_paths_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:

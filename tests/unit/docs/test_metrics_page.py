@@ -10,7 +10,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from tandem.engine.types import AdapterLoad, EngineLoad
-from tandem.observability.metrics import Declared, MetricSet
+from tandem.net.observability.metrics import Declared, MetricSet
+from tandem.net.store.registry import Load
 from tandem.prefix_index.audit import TreeStats
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.limits.metrics import TenantMetrics
@@ -18,7 +19,6 @@ from tandem.router.metrics.router import Metrics, WorkerGauges
 from tandem.router.scaling.autoscale import AutoscaleGauges
 from tandem.router.workers.control_watch import ControlWatch
 from tandem.router.workers.pool_watch import PoolWatch
-from tandem.store.registry import Load
 from tandem.worker.metrics.adapters import adapter_metrics
 from tandem.worker.metrics.index import index_metrics
 from tandem.worker.metrics.tiers import tier_metrics

@@ -125,7 +125,7 @@ def test_every_option_exists(page: Path) -> None:
     options = {
         o for code in inline_code(page) for o in re.findall(r"(?<![\w-])--[a-z][\w-]+", code)
     }
-    # Generated from the settings; tests/unit/test_options.py compares the two.
+    # Generated from the settings; tests/unit/common/test_options.py compares the two.
     reference = (ROOT / "docs" / "reference" / "options.md").read_text()
     missing = [
         option

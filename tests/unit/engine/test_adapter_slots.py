@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
 from tandem.engine.adapter_slots import FAILED_S, AdapterSlots, Answer
 from tandem.engine.engine import Engine
 from tandem.engine.types import Mode, SequenceSpec

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.block_hash import hash_blocks
+from tandem.common.block_hash import hash_blocks
 from tandem.engine.cache.block_pool import BlockPool, Reservation
 from tandem.engine.types import StoredBlock
 

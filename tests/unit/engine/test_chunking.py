@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.common.perf_model.rates import PrefillRate
 from tandem.engine.scheduler.chunking import Link, finish_s, lag_after, next_chunk, tail_chunk
-from tandem.perf_model.rates import PrefillRate
 
 BUDGET = 512
 RATES = st.builds(

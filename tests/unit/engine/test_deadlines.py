@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.common.perf_model.rates import PrefillRate, WorkerRates
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
-from tandem.perf_model.rates import PrefillRate, WorkerRates
 from tests.engine_driver import make_engine, make_spec
 
 RATES = WorkerRates(PrefillRate(0.0, 1.0 / 40, 0.0), step_tokens=40, measured=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.cached_tokens import CachedTokens
-from tandem.config.engine import EngineConfig
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.types import (
     EngineLoad,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tandem.cached_tokens import CachedTokens
+from tandem.common.cached_tokens import CachedTokens
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import (
     EngineLoad,

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from tandem.block_hash import chain_root, hash_blocks
-from tandem.config.engine import EngineConfig
+from tandem.common.block_hash import chain_root, hash_blocks
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.types import FinalBlocks, Reserved, StepReport
 from tests.engine_machine import EngineMachine, prompts
 from tests.toy_runner import kv_of

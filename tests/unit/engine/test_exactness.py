@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.load_weights import load_weights
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights import ExpertWeights

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.engine import EngineConfig, Kernels, Numerics
+from tandem.common.config.engine import EngineConfig, Kernels, Numerics
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams

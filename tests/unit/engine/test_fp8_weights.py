@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights

@@ -14,17 +14,17 @@ import pytest
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.engine import engine as engine_module
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
-from tandem.grammars import masks
-from tandem.grammars.compiler import GrammarCompiler
-from tandem.grammars.masks import GrammarMasks, GrammarMatcher
-from tandem.grammars.text import StructuredOutput, grammar_text
-from tandem.kv_budget import HEAVY_HITTERS, KvBudget
+from tandem.models.grammars import masks
+from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.masks import GrammarMasks, GrammarMatcher
+from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import ModelFolder, resolve
 from tandem.models.tokenizer import Tokenizer
 from tests.engine_driver import Outcome, drive, make_spec

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.engine.cache.heavy_hitters import HeavyHitters, border_tokens, least_tokens
 from tandem.engine.types import SamplingParams
 from tandem.errors import BadRequest, InternalError, NeverFits
-from tandem.kv_budget import HEAVY_HITTERS, KvBudget
 from tests.engine_driver import drive_all, make_spec
 from tests.grouped_toy import make_grouped_engine
 from tests.tiny_models import make_tiny_model

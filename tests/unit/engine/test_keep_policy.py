@@ -9,6 +9,9 @@ from random import Random
 import numpy as np
 import pytest
 
+from tandem.common.perf_model.rates import PrefillRate
+from tandem.common.perf_model.step_time import StepTimeModel
+from tandem.common.retention import PRIORITY_DEFAULT, Retention
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.tiers import frequency_sketch
@@ -19,9 +22,6 @@ from tandem.engine.tiers.keep_policy import HighestPriorities, keep_policy
 from tandem.engine.tiers.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, TierGroup
-from tandem.perf_model.rates import PrefillRate
-from tandem.perf_model.step_time import StepTimeModel
-from tandem.retention import PRIORITY_DEFAULT, Retention
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.unit.engine.test_tiers import BLOCK_BYTES, prompt, settle
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.kernel_choice import choose_kernels, why_not_triton
 from tandem.errors import ConfigError
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tandem.common.kv_budget import KvBudget, check_budget
 from tandem.engine.types import SamplingParams
 from tandem.errors import BadRequest, NeverFits
-from tandem.kv_budget import KvBudget, check_budget
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
 from tests.grouped_toy import continuation, make_grouped_engine
 from tests.tiny_models import make_tiny_model

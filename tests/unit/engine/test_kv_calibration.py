@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor import kv_calibration
 from tandem.engine.executor.kv_calibration import FILE, calibrate, key_channels
 from tandem.engine.executor.runner import ModelRunner

@@ -12,13 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.block_hash import chain_root, hash_blocks
+from tandem.common.block_hash import chain_root, hash_blocks
+from tandem.common.kv_budget import KvBudget
 from tandem.engine.cache.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.engine.engine import Engine
 from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
 from tandem.errors import NeverFits
-from tandem.kv_budget import KvBudget
 from tests.engine_driver import drive_all, make_spec
 from tests.grouped_toy import GroupedToyRunner, Windows, continuation, make_grouped_engine
 from tests.kv_indexer import KvIndexer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.config.engine import EngineConfig, KvDtype
+from tandem.common.config.engine import EngineConfig, KvDtype
 from tandem.engine.executor.kv_scales import fixed_scales
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cached_tokens import CachedTokens
+from tandem.common.cached_tokens import CachedTokens
 from tandem.engine.engine import Engine
 from tandem.engine.tiers.device_blocks import Event, HostPages
 from tandem.engine.tiers.host_storage import HostStorage

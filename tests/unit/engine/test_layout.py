@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.dtypes import RotatedKey
+from tandem.common.dtypes import RotatedKey
 from tandem.engine.cache.layout import BlockLayout
 
 

@@ -13,8 +13,8 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import save_file
 
-from tandem.config.engine import EngineConfig
-from tandem.dtypes import compute_dtype, cpu_has_bfloat16
+from tandem.common.config.engine import EngineConfig
+from tandem.common.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.models.checkpoint.weight_shapes import expected_shapes
 from tandem.models.config import ModelConfig
 from tests.tiny_models import make_tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.logit_edits import logit_edits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import AdapterUnavailable

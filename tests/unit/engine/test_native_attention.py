@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tandem.common.kv_budget import VisibleKeys
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.kv_budget import VisibleKeys
 from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape
 from tests.unit.engine.test_native_decoder import INSTRUCTIONS

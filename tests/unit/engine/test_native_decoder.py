@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights import Linear

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cached_tokens import CachedTokens
-from tandem.config.engine import EngineConfig
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.tiers import lookups, make_tiers, object_storage, writes
 from tandem.engine.tiers.load_rate import LoadRate

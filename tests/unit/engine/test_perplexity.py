@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer

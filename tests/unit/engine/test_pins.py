@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tandem.block_hash import hash_blocks
+from tandem.common.block_hash import hash_blocks
+from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.pins import Fate, Pins
 from tandem.engine.engine import Engine
 from tandem.engine.types import PinLoad
-from tandem.retention import Kept, Retention
 from tests.engine_driver import make_engine, make_spec
 
 A, B, C = b"tenant a", b"tenant b", b"tenant c"

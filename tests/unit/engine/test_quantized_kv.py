@@ -17,7 +17,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from tandem.config.engine import EngineConfig, Kernels, KvDtype
+from tandem.common.config.engine import EngineConfig, Kernels, KvDtype
 from tandem.engine.engine import Engine
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
-from tandem.perf_model.step_time import StepTimeModel, StepWork
 from tests.engine_driver import make_spec, no_tiers
 from tests.toy_runner import ToyRunner
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from tandem.block_hash import hash_blocks
-from tandem.cached_tokens import CachedTokens
+from tandem.common.block_hash import hash_blocks
+from tandem.common.cached_tokens import CachedTokens
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.loading import Loading
 from tandem.engine.sequence import Sequence

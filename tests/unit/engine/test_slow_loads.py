@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tandem.cached_tokens import CachedTokens
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.perf_model.rates import PrefillRate
+from tandem.common.perf_model.soonest import Choice, Prompt, Reach
+from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.engine import Engine
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.load_rate import LoadRate
-from tandem.perf_model.rates import PrefillRate
-from tandem.perf_model.soonest import Choice, Prompt, Reach
-from tandem.perf_model.step_time import StepTimeModel
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.toy_runner import continuation
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.perf_model.predict import HERE_MARGIN
-from tandem.perf_model.rates import PrefillRate
-from tandem.perf_model.soonest import (
+from tandem.common.perf_model.predict import HERE_MARGIN
+from tandem.common.perf_model.rates import PrefillRate
+from tandem.common.perf_model.soonest import (
     GAIN_MIN,
     GAIN_MIN_S,
     UNSURE,

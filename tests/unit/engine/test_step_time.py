@@ -10,6 +10,8 @@ from random import Random
 import pytest
 from torch import Tensor
 
+from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.engine import Engine
@@ -18,8 +20,6 @@ from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
-from tandem.perf_model.rates import WorkerRates
-from tandem.perf_model.step_time import StepTimeModel, StepWork
 from tests.engine_driver import Outcome, drive, make_engine, make_spec, no_tiers
 from tests.toy_runner import ToyRunner
 

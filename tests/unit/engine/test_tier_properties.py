@@ -17,12 +17,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from tandem.common.perf_model.rates import PrefillRate
+from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
 from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import StepReport
-from tandem.perf_model.rates import PrefillRate
-from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
 from tests.engine_machine import Client, EngineMachine
 from tests.held_thread import FixedRate, HeldThread
 from tests.late_device import WAYS, choose

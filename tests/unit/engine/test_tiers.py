@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.cached_tokens import CachedTokens
-from tandem.config.engine import EngineConfig
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.config.engine import EngineConfig
+from tandem.common.perf_model.rates import PrefillRate
+from tandem.common.perf_model.soonest import Producer
+from tandem.common.perf_model.step_time import StepTimeModel
+from tandem.common.retention import Retention
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.load_rate import LoadRate
@@ -22,10 +26,6 @@ from tandem.engine.tiers.manifest import HEADER_BYTES
 from tandem.engine.types import Mode, TierLoad
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
-from tandem.perf_model.rates import PrefillRate
-from tandem.perf_model.soonest import Producer
-from tandem.perf_model.step_time import StepTimeModel
-from tandem.retention import Retention
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.late_device import WAYS, choose
 from tests.tiny_models import make_tiny_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.decode_graphs import bucket_sizes
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.triton_inputs import DecodeRows, StepShape, StepViews, write_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.engine import Engine
-from tandem.store.registry import KvCompatibility
+from tandem.net.store.registry import KvCompatibility
 from tests.engine_driver import drive, drive_all, make_spec
 from tests.grouped_toy import GroupedToyRunner, Windows, continuation, make_grouped_engine
 from tests.kv_indexer import KvIndexer

@@ -17,12 +17,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from tandem.common.perf_model.rates import PrefillRate
 from tandem.engine.engine import Engine
 from tandem.engine.tiers import make_tiers
 from tandem.engine.tiers.disk_storage import DiskStorage
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import Mode, StepReport
-from tandem.perf_model.rates import PrefillRate
 from tests.engine_driver import make_spec
 from tests.grouped_toy import GroupedToyRunner, continuation, make_grouped_engine
 from tests.held_thread import FixedRate, HeldThread

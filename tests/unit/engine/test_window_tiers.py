@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tandem.cached_tokens import CachedTokens
-from tandem.config.engine import EngineConfig
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.config.engine import EngineConfig
+from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers import make_tiers
@@ -20,7 +21,6 @@ from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.manifest import HEADER_BYTES
 from tandem.engine.types import NewTokens, SamplingParams
 from tandem.errors import ConfigError
-from tandem.perf_model.step_time import StepTimeModel
 from tests.engine_driver import Outcome, make_spec
 from tests.grouped_toy import Windows, continuation, make_grouped_engine
 from tests.late_device import WAYS, choose

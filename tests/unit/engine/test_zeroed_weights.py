@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights import LayerWeights, Linear, Mlp, ModelWeights

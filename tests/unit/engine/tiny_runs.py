@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.kv_budget import KvBudget
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
-from tandem.kv_budget import KvBudget
 from tandem.models.source import ModelFolder
 from tests.engine_driver import Outcome, drive, make_spec
 

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tandem.dtypes import RotatedKey
+from tandem.common.dtypes import RotatedKey
 from tandem.engine.cache.layout import BlockLayout
 from tandem_kernels import kv_fp8, kv_int4, kv_int8
 from tandem_kernels.kv_cache import KvPool

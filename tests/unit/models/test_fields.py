@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.errors import TandemError, UnsupportedModel
 from tandem.models.config import ModelConfig

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.gguf.convert import converted_folder
 from tandem.models.source import read_folder

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.client import connect
 
 pytestmark = pytest.mark.service
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.prefix_index.holders import holder_of, source_of, with_store, worker_of
 from tandem.prefix_index.memory import MemoryIndex

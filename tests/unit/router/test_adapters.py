@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
+from tandem.net.store.registry import AdapterState, KvCompatibility
 from tandem.router.placement.choose import Work, WorkerSnapshot, choose, prefill_cost
-from tandem.store.registry import AdapterState, KvCompatibility
 
 ADAPTER = Adapter("sql", "digest", "/adapters/sql", 16)
 COMPATIBILITY = KvCompatibility("model", "float32", "fast", 16, "float32", "layout", 1)

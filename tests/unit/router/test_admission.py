@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.perf_model.kv_load import GroupLoad
-from tandem.perf_model.predict import prefill_seconds, queue_seconds
-from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.common.perf_model.kv_load import GroupLoad
+from tandem.common.perf_model.predict import prefill_seconds, queue_seconds
+from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.admit import Decision, admit
 from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import (

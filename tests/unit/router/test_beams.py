@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import NewTokens, SamplingParams
 from tandem.models.source import ModelFolder
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.choices.beams import Beam, BeamOptions, extend, ranked, search
 from tandem.router.request.job import Job, PreparedRequest, Progress, Step
 from tandem.router.request.request import ClientRequest
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tests.engine_driver import make_spec
 from tests.harness.beam_reference import beams_of
 from tests.tiny_models import make_tiny_model

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.capacity import (
     COMPLETION_TOKENS_LIKELY,
     WAITING_MAX,

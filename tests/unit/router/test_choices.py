@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from tandem.api.openai.choices import named
 from tandem.errors import ContextTooLong, QueueFull, TandemError
-from tandem.router.api.openai.choices import named
 from tandem.router.request.choices.interleave import interleave
 from tandem.router.request.delta import Delta, Usage
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.router.api.http.connections import Connections
-from tandem.security.clients import Clients
+from tandem.api.http.connections import Connections
+from tandem.net.security.clients import Clients
 
 ADDRESS = "192.0.2.7"
 FULL = "your address has too many connections"

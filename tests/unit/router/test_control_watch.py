@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.net.store.control_state import ControllerBeat, Head
 from tandem.router.workers.control_watch import ControlWatch
-from tandem.store.control_state import ControllerBeat, Head
 
 
 def note(

@@ -5,9 +5,9 @@ from random import Random
 
 from redis.asyncio import Redis
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
-from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.controller import AdmissionController
 from tandem.router.metrics.router import Metrics

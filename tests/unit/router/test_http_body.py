@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.api.http.body import parse_object
 from tandem.errors import BadRequest
-from tandem.router.api.http.body import parse_object
 
 
 @pytest.mark.parametrize(

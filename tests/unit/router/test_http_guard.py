@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from tandem.config.admin import AdminOptions
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
-from tandem.router.api.http.guard import AdminGuard, PublicGuard, RequestGuard
-from tandem.security.access import Access, is_loopback
-from tandem.security.audit_trail import AuditTrail
-from tandem.security.key_ring import KeyRing
-from tandem.store.client import connect
+from tandem.api.http.guard import AdminGuard, PublicGuard, RequestGuard
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.net.security.access import Access, is_loopback
+from tandem.net.security.audit_trail import AuditTrail
+from tandem.net.security.key_ring import KeyRing
+from tandem.net.store.client import connect
 
 
 async def status(

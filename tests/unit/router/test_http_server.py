@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from tandem.router.api.http.server import _affordable_connections
+from tandem.api.http.server import _affordable_connections
 
 
 @pytest.mark.parametrize(

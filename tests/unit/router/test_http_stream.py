@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tandem.router.api.http.stream import collect
-from tandem.router.api.openai.choices import ChoiceDelta
-from tandem.router.api.openai.replies import Replies
-from tandem.router.api.openai.requests import parse_completion
+from tandem.api.http.stream import collect
+from tandem.api.openai.choices import ChoiceDelta
+from tandem.api.openai.replies import Replies
+from tandem.api.openai.requests import parse_completion
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta, Usage
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 ENTRY = LogprobEntry(logprob=-1.0, rank=1)
 

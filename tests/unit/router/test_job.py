@@ -6,15 +6,15 @@ from itertools import product
 
 import pytest
 
-from tandem.block_hash import HASH_VERSION, hash_blocks
-from tandem.kv_budget import HEAVY_HITTERS, SINKS_WINDOW, KvBudget
+from tandem.common.block_hash import HASH_VERSION, hash_blocks
+from tandem.common.kv_budget import HEAVY_HITTERS, SINKS_WINDOW, KvBudget
+from tandem.common.states import ForbiddenTransition
+from tandem.net.rpc.tandem.v1.worker_pb2 import SequenceUpdate
+from tandem.net.store.registry import KvCompatibility
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.hint import PlacementHint
 from tandem.router.request.job import TRANSITIONS, Job, JobState, PreparedRequest, Progress
 from tandem.router.request.request import ClientRequest
-from tandem.rpc.tandem.v1.worker_pb2 import SequenceUpdate
-from tandem.states import ForbiddenTransition
-from tandem.store.registry import KvCompatibility
 
 COMPATIBILITY = KvCompatibility("m", "float32", "invariant", 4, "float32", "l", HASH_VERSION)
 

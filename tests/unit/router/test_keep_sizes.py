@@ -70,7 +70,7 @@ def test_outside_a_pod_it_ends_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    monkeypatch.setattr("tandem.observability.logs.configure_logging", lambda _: None)
+    monkeypatch.setattr("tandem.net.observability.logs.configure_logging", lambda _: None)
     monkeypatch.setattr(keep_sizes.sys, "argv", ["keep_sizes", "statefulsets/a=1"])
     assert main() == 1
     assert "the upgrade fails" in caplog.text

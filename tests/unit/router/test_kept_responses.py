@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
+from tandem.api.responses.kept import KeptResponse, KeptResponses
 from tandem.errors import ResponseNotFound
-from tandem.router.api.responses.kept import KeptResponse, KeptResponses
 
 LARGE = 4 << 20  # characters, as many as a body may have
 

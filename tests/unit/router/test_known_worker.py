@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tandem.perf_model.predict import Prefill
+from tandem.common.perf_model.predict import Prefill
+from tandem.net.store.registry import Load, WorkerRecord
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.store.registry import Load, WorkerRecord
 from tests.harness.scripted_worker import compatibility
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.router import RouterConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.common.kv_budget import KvBudget
 from tandem.errors import BadRequest
-from tandem.kv_budget import KvBudget
 from tandem.router.request.kv_budgets import pool_tokens_of
 from tandem.router.request.request import ClientRequest
 

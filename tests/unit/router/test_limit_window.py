@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import RateLimited
+from tandem.net.security.limits import NO_LIMITS, Limits
 from tandem.router.limits.status import Standing, duration, limit_headers, refusal
 from tandem.router.limits.window import (
     BUCKET_MS,
@@ -19,7 +20,6 @@ from tandem.router.limits.window import (
     share_of,
     window_of,
 )
-from tandem.security.limits import NO_LIMITS, Limits
 
 MINUTE_MS = 60_000
 LIMITS = Limits(requests_per_minute=20, tokens_per_minute=1000)

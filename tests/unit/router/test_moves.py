@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose, decode_cost
 from tandem.router.placement.moves import find_moves
 

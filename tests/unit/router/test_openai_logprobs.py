@@ -8,12 +8,12 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from tandem.api.openai.replies import Replies
+from tandem.api.openai.requests import parse_chat, parse_completion
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
-from tandem.router.api.openai.replies import Replies
-from tandem.router.api.openai.requests import parse_chat, parse_completion
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta, Usage
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tandem.router.api.openai.replies import Replies
-from tandem.router.api.openai.requests import parse_chat, parse_completion
+from tandem.api.openai.replies import Replies
+from tandem.api.openai.requests import parse_chat, parse_completion
 from tandem.router.request.delta import Delta, Usage
 
 FIRST = Delta("he", [5], Usage(3, 1, 2), prompt_token_ids=[1, 2, 3])

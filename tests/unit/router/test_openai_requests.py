@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tandem.errors import BadRequest
-from tandem.router.api.openai.fields import _NEUTRAL, warn
-from tandem.router.api.openai.parsed import ParsedRequest
-from tandem.router.api.openai.replies import Replies
-from tandem.router.api.openai.requests import (
+from tandem.api.openai.fields import _NEUTRAL, warn
+from tandem.api.openai.parsed import ParsedRequest
+from tandem.api.openai.replies import Replies
+from tandem.api.openai.requests import (
     ChatBody,
     CompletionBody,
     drop_unknown_fields,
     parse_chat,
     parse_completion,
 )
+from tandem.errors import BadRequest
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.delta import Delta, Usage

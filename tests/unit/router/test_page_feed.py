@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.autoscaler.policy import Decision
-from tandem.cancellation import cancel
+from tandem.api.admin import page_feed
+from tandem.api.admin.page_feed import Viewer
+from tandem.api.admin.snapshot import WORKER_COLUMNS
+from tandem.common.perf_model.kv_load import TierUse
+from tandem.common.process.cancellation import cancel
 from tandem.errors import QueueFull
-from tandem.perf_model.kv_load import TierUse
-from tandem.router.api.admin import page_feed
-from tandem.router.api.admin.page_feed import Viewer
-from tandem.router.api.admin.snapshot import WORKER_COLUMNS
+from tandem.router.autoscaler.policy import Decision
 from tandem.router.metrics.router import WorkerGauges
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.perf_model.kv_load import GroupLoad
-from tandem.perf_model.predict import prefill_seconds, queue_seconds, token_seconds
-from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WindowBytes, WorkerRates
+from tandem.common.perf_model.kv_load import GroupLoad
+from tandem.common.perf_model.predict import prefill_seconds, queue_seconds, token_seconds
+from tandem.common.perf_model.rates import (
+    DecodeRate,
+    PairRate,
+    PrefillRate,
+    WindowBytes,
+    WorkerRates,
+)
 from tandem.router.placement.choose import (
     PREFILL_CANDIDATES_MAX,
     Work,

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.perf_model.predict import prefill_seconds
-from tandem.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
+from tandem.common.perf_model.predict import prefill_seconds
+from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.router.placement.choose import (
     LOAD_EXCESS,
     NEAR_BEST_S,

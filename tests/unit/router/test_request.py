@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tandem.common.kv_budget import KvBudget
 from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound, OverKeyLimit
-from tandem.grammars.text import StructuredOutput
-from tandem.kv_budget import KvBudget
+from tandem.models.grammars.text import StructuredOutput
+from tandem.net.security.limits import Limits
 from tandem.router.request.allowed import ALLOWED, refusal, rename
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import (
@@ -18,7 +19,6 @@ from tandem.router.request.request import (
     check_model,
     read_model_defaults,
 )
-from tandem.security.limits import Limits
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 BAD_SAMPLING = [

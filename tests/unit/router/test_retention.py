@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
+from tandem.api.anthropic.replies import usage_body
+from tandem.api.anthropic.requests import parse_messages
+from tandem.api.grpc.inference import parse_request
+from tandem.api.openai.requests import parse_chat, parse_completion, validate
+from tandem.api.responses.requests import ResponsesBody, parse_response
+from tandem.common.retention import NO_RETENTION, Retention
 from tandem.errors import BadRequest
-from tandem.retention import NO_RETENTION, Retention
-from tandem.router.api.anthropic.replies import usage_body
-from tandem.router.api.anthropic.requests import parse_messages
-from tandem.router.api.grpc.inference import parse_request
-from tandem.router.api.openai.requests import parse_chat, parse_completion, validate
-from tandem.router.api.responses.requests import ResponsesBody, parse_response
+from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
+from tandem.net.security.limits import NO_LIMITS, Limits, changed
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.delta import Usage
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.retention import is_of_session
-from tandem.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.security.limits import NO_LIMITS, Limits, changed
 
 USER = {"role": "user", "content": "Hello!"}
 MARK = {"type": "ephemeral"}

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.perf_model.kv_load import TierUse
+from tandem.common.perf_model.kv_load import TierUse
+from tandem.net.store.registry import KvCompatibility, Loading, WorkerRecord
 from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.rows import (
     Gone,
@@ -18,7 +19,6 @@ from tandem.router.workers.rows import (
     worker_rows,
 )
 from tandem.router.workers.troubles import clock_of_router
-from tandem.store.registry import KvCompatibility, Loading, WorkerRecord
 
 NOW = 1000.0
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from tandem.perf_model.rates import PrefillRate, WorkerRates
+from tandem.common.perf_model.rates import PrefillRate, WorkerRates
 from tandem.router.placement.choose import SHARE_EXCESS, Roster, Work, choose
 from tandem.router.placement.shares import REBASE_S, Shares
 from tests.unit.router.test_placement import worker

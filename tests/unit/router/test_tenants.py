@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.block_hash import HASH_BYTES
+from tandem.common.block_hash import HASH_BYTES
 from tandem.errors import BadRequest
 from tandem.router.admission.tenants import TENANT_CHARACTERS_MAX, cache_salt, read_tenant
 

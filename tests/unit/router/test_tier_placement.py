@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.perf_model.predict import prefill_seconds
-from tandem.perf_model.rates import PairRate, TierRate, WindowBytes, WorkerRates
+from tandem.common.perf_model.predict import prefill_seconds
+from tandem.common.perf_model.rates import PairRate, TierRate, WindowBytes, WorkerRates
 from tandem.prefix_index.holders import source_of, with_store
 from tandem.router.placement.choose import Placement, choose
 from tandem.router.placement.costs import Work, WorkerSnapshot, decode_cost, prefill_cost, reuse

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.router.metrics.timeline import Timeline
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 
 @asynccontextmanager

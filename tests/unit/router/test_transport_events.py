@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.perf_model.rates import PairRate
+from tandem.common.perf_model.rates import PairRate
+from tandem.net.store.registry import KvCompatibility, WorkerRecord
 from tandem.router.workers.events import EventLog
-from tandem.store.registry import KvCompatibility, WorkerRecord
 
 RECORD = WorkerRecord(
     worker_id="decode-0",

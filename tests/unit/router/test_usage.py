@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.errors import BadRequest, Forbidden
+from tandem.net.security import keys
 from tandem.router.limits.metrics import OTHER, TENANTS_MAX, TenantMetrics
 from tandem.router.limits.usage import UsageQuery
-from tandem.security import keys
 
 
 def test_a_users_key_sees_its_own_usage() -> None:

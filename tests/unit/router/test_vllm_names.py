@@ -14,11 +14,11 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.cached_tokens import CachedTokens
-from tandem.engine_counts import EngineTally, NixlCounts
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.engine_counts import EngineTally, NixlCounts
+from tandem.net.store.registry import Load
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.vllm_names import VllmMetrics
-from tandem.store.registry import Load
 from tests.harness.vllm_dashboards import DASHBOARDS, expressions, queries, stock
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.dtypes import RotatedKey
+from tandem.common.dtypes import RotatedKey
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible
 from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, Part, RankRead, descriptors

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.layout import BlockLayout
 from tandem.errors import Incompatible, InternalError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tandem.adapter import Adapter
-from tandem.config.engine import EngineConfig, parse_adapters
+from tandem.common.adapter import Adapter
+from tandem.common.config.engine import EngineConfig, parse_adapters
 from tandem.engine.types import AdapterLoad
 from tandem.errors import ConfigError
 from tandem.worker.lifecycle.adapters import NamedAdapters

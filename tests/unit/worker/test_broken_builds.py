@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from tandem.engine.sequence import Status
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import Reservation
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.protocol import BlockPull

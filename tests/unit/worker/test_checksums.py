@@ -9,7 +9,7 @@ import xxhash
 
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import BlockMismatch, LeaseLost
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.pool_view import MappedPool
 from tandem.worker.kv_pulls.checksums import checked, checksums, verify
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tandem.perf_model.kv_load import GroupLoad
-from tandem.retention import NO_RETENTION, Retention
+from tandem.common.perf_model.kv_load import GroupLoad
+from tandem.common.retention import NO_RETENTION, Retention
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.registry import Load
 from tandem.router.workers.client import load_of
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import Load
 from tandem.worker.convert import load_message, retention_of
 
 

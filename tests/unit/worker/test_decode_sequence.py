@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from tandem.cached_tokens import CachedTokens
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.states import ForbiddenTransition
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
-from tandem.states import ForbiddenTransition
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import TRANSITIONS, DecodeSequence, SequenceState, Submission
 

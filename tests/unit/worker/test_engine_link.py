@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.errors import ConfigError, WorkerLost
 from tandem.worker import __main__ as worker_main
 from tandem.worker.engine_process import messages
@@ -69,7 +69,7 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(config)
 
     monkeypatch.setattr(worker_main, "_run", run)
-    monkeypatch.setattr("tandem.observability.logs.configure_logging", lambda process: None)
+    monkeypatch.setattr("tandem.net.observability.logs.configure_logging", lambda process: None)
     command = ["tandem", "worker", "--role", "decode", "--model", "m"]
     for more in (["--start-deadline", "7"], []):
         monkeypatch.setattr("sys.argv", [*command[1:], *more])

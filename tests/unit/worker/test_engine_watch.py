@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
-from tandem.store.registry import Load
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.net.store.registry import Load
 from tandem.worker.engine_process.watch import TURN_S, EngineWatch
 
 NUM_TURNS = 10  # that an engine may be silent

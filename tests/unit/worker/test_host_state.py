@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.observability.log_file import FILE_VARIABLE
+from tandem.net.observability.log_file import FILE_VARIABLE
 from tandem.worker.lifecycle import host_state
 
 

@@ -15,11 +15,11 @@ import zmq
 import zmq.asyncio
 from msgspec.structs import replace
 
-from tandem.adapter import Adapter
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.kv_events import KvEventOptions
-from tandem.config.worker import WorkerConfig
+from tandem.common.adapter import Adapter
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.kv_events import KvEventOptions
+from tandem.common.config.worker import WorkerConfig
 from tandem.engine.types import StepReport, StoredBlock
 from tandem.errors import ConfigError
 from tandem.worker.lifecycle.kv_events import KvEvents

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.cached_tokens import CachedTokens
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.perf_model.kv_load import TierUse
 from tandem.engine.types import (
     EngineLoad,
     Mode,
@@ -11,8 +12,7 @@ from tandem.engine.types import (
     StepReport,
     TierLoad,
 )
-from tandem.observability.traces import Attributes
-from tandem.perf_model.kv_load import TierUse
+from tandem.net.observability.traces import Attributes
 from tandem.transfer.nixl.messages import PullResult
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission

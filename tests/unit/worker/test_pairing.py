@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.perf_model.rates import WorkerRates
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates

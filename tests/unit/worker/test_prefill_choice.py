@@ -6,10 +6,10 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.perf_model.predict import Holder
-from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
-from tandem.perf_model.soonest import Prompt as Missing
-from tandem.perf_model.soonest import produced_s
+from tandem.common.perf_model.predict import Holder
+from tandem.common.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.common.perf_model.soonest import Prompt as Missing
+from tandem.common.perf_model.soonest import produced_s
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,

@@ -1,4 +1,4 @@
-from tandem.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.common.perf_model.rates import PairRate, PrefillRate, WorkerRates
 from tandem.worker.prefill.prefix_choice import ConnectedHolder, holders_worth_asking
 
 BLOCK = 16

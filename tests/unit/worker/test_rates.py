@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.perf_model.rates import DEFAULT_PREFILL, PrefillRate, WorkerRates, default_pair
 from tandem.engine.types import StepReport
-from tandem.perf_model.rates import DEFAULT_PREFILL, PrefillRate, WorkerRates, default_pair
 from tandem.worker.peers.rates import HANG_FLOOR_S, Rates, hang_timeout_s
 
 # A full step takes 50 ms.

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tandem.errors import WorkerLost
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.decode.router_stream import RouterStream
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.perf_model.rates import PairRate
+from tandem.common.perf_model.rates import PairRate
 from tandem.transfer.nixl.reach import Reach
 from tandem.worker.peers.transport_choice import Way, choose_transport, is_slower
 

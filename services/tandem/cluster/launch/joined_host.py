@@ -31,11 +31,11 @@ from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S
 from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
+from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
+from tandem.common.options import Bounds, Options, PositiveOrNone, Text, read
+from tandem.common.printable import printable
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import ConfigError
-from tandem.options import Bounds, Options, PositiveOrNone, Text, read
-from tandem.printable import printable
-from tandem.progress import Step, Waiting
 
 _START_DEADLINE_S = 180.0
 _START_INTERVAL_S = 0.2

@@ -45,15 +45,15 @@ from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.ray_host import RayHost
-from tandem.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
-from tandem.config.tls import Kind
+from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
+from tandem.common.config.tls import Kind
+from tandem.common.printable import printable
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import ConfigError
-from tandem.memory import read_memory, why_too_much, worker_need
+from tandem.models.memory import read_memory, why_too_much, worker_need
 from tandem.models.source import ModelFolder
-from tandem.printable import printable
-from tandem.progress import Step, Waiting
-from tandem.store.client import wait_until_answers
-from tandem.store.control_state import Head
+from tandem.net.store.client import wait_until_answers
+from tandem.net.store.control_state import Head
 
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded

@@ -17,10 +17,10 @@ import msgspec
 from rich.markup import escape
 
 from tandem.cluster.processes.owned import forget_leaving, write_leaving
-from tandem.printable import printable
-from tandem.progress import Step
-from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
-from tandem.store.registry import WorkerRecord
+from tandem.common.printable import printable
+from tandem.common.process.progress import Step
+from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.net.store.registry import WorkerRecord
 
 LEAVE_DEADLINE_S = 180.0
 DRAIN_S = 60.0  # longer than an agent gives its process

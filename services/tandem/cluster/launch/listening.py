@@ -24,8 +24,8 @@ from tandem.cluster.processes.process import child_environment
 from tandem.cluster.ray.head import RayNode, shown_cores, write_ray_token
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.ray_host import RayHost
-from tandem.config.cluster import REDIS_URL_VARIABLE
-from tandem.config.tls import KINDS, Kind
+from tandem.common.config.cluster import REDIS_URL_VARIABLE
+from tandem.common.config.tls import KINDS, Kind
 from tandem.errors import ConfigError
 
 _REDIS_PORT = 8  # after the first port of the cluster
@@ -112,7 +112,7 @@ class Listening:
 
     def start_redis_front(self) -> subprocess.Popen[bytes]:
         """Starts the TLS port through which other hosts reach the Redis of this machine."""
-        command = [sys.executable, "-m", "tandem.security.redis_front"]
+        command = [sys.executable, "-m", "tandem.net.security.redis_front"]
         command += ["--cluster-id", self._run.cluster_id, "--socket", str(redis_socket(self._run))]
         command += ["--tls-dir", str(host_folder(self._run.folder, "redis"))]
         command += ["--host", self._options.listen]

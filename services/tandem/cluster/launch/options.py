@@ -12,17 +12,16 @@ from cyclopts import Group, Parameter
 from tandem.cluster.gpus import count_gpus
 from tandem.cluster.launch.pool_option import Labels, PoolSize, as_mapping, labels_of
 from tandem.cluster.pools import ClusterSpec, PoolCommand
-from tandem.config.admin import AdminOptions
-from tandem.config.answers import AnswerConfig
-from tandem.config.autoscale import AutoscaleConfig, AutoscaleMode
-from tandem.config.cluster import Pool
-from tandem.config.engine import EngineOptions
-from tandem.config.groups import ModelName, ModelRevision
-from tandem.config.router import AdmissionOptions
-from tandem.config.tls import Kind, PublicTls
-from tandem.config.transfer import TransferConfig
-from tandem.errors import ConfigError
-from tandem.options import (
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.answers import AnswerConfig
+from tandem.common.config.autoscale import AutoscaleConfig, AutoscaleMode
+from tandem.common.config.cluster import Pool
+from tandem.common.config.engine import EngineOptions
+from tandem.common.config.groups import ModelName, ModelRevision
+from tandem.common.config.router import AdmissionOptions
+from tandem.common.config.tls import Kind, PublicTls
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.options import (
     Bounds,
     Count,
     Options,
@@ -31,7 +30,8 @@ from tandem.options import (
     Text,
     to_argv,
 )
-from tandem.security.access import is_loopback
+from tandem.errors import ConfigError
+from tandem.net.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220
 _GRPC_PORTS = 10  # after the first port of the cluster: HTTP and admin ports of the gRPC replica

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter, Token
 
+from tandem.common.options import Bounds, by_comma, to_int
 from tandem.errors import ConfigError
-from tandem.options import Bounds, by_comma, to_int
 
 _WORD = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _LABEL = re.compile(f"{_WORD}={_WORD}")

@@ -21,11 +21,11 @@ from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.config.cluster import ROUTER_POOLS
+from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.common.process.progress import Step
 from tandem.errors import ConfigError
-from tandem.progress import Step
-from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
-from tandem.store.registry import Loading, WorkerRecord
+from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.net.store.registry import Loading, WorkerRecord
 
 _DEADLINE_S = 300.0  # without progress; each loaded byte of a large model is progress
 _INTERVAL_S = 0.05

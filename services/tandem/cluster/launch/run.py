@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tandem.cluster.launch.run_logs import RunLogs
 from tandem.cluster.processes import guardian, process
-from tandem.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
-from tandem.socket_folder import is_short, make_socket_folder
+from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
+from tandem.net.socket_folder import is_short, make_socket_folder
 
 _DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
 

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from tandem.common.printable import printable
 from tandem.errors import OperateError
-from tandem.observability.log_file import older
-from tandem.printable import printable
+from tandem.net.observability.log_file import older
 
 log = logging.getLogger(__name__)
 

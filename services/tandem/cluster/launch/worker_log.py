@@ -16,8 +16,8 @@ from typing import Any
 
 from tandem.cluster.launch.run_logs import find_log, show_log
 from tandem.cluster.operate import ask
+from tandem.common.process.progress import Step, Waiting
 from tandem.errors import OperateError
-from tandem.progress import Step, Waiting
 
 _PIECE_DEADLINE_S = 15.0  # the router waits 10 s for the worker
 _POLL_S = 0.5

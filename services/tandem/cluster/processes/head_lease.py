@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
-from tandem.store.control_state import HEAD_KEY, Head, control_key
+from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.net.store.control_state import HEAD_KEY, Head, control_key
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tandem import own_files
 from tandem.cluster.processes import process
-from tandem.config.cluster import RUN_FOLDER_VARIABLE
-from tandem.observability.logs import configure_logging
+from tandem.common import own_files
+from tandem.common.config.cluster import RUN_FOLDER_VARIABLE
+from tandem.net.observability.logs import configure_logging
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ import msgspec
 
 from tandem.cluster.pools import ClusterSpec, Host, Leave, Member
 from tandem.cluster.processes.head_lease import fenced_set
-from tandem.config.cluster import Pool
-from tandem.store.client import UNREACHABLE, SyncClient, connect_blocking
-from tandem.store.pair_rates import read_pair_bandwidths
+from tandem.common.config.cluster import Pool
+from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
+from tandem.net.store.pair_rates import read_pair_bandwidths
 
 log = logging.getLogger(__name__)
 

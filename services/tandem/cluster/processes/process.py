@@ -16,17 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem import endings
 from tandem.cluster.processes import detach
-from tandem.config.cluster import (
+from tandem.common.config.cluster import (
     API_KEY_VARIABLE,
     REDIS_URL_OF_KIND,
     REDIS_URL_VARIABLE,
     ROUTER_POOLS,
     Pool,
 )
+from tandem.common.process import endings
 from tandem.errors import ConfigError
-from tandem.observability.log_file import FILE_VARIABLE
+from tandem.net.observability.log_file import FILE_VARIABLE
 
 _DETACH_DEADLINE_S = 30.0
 _LOG_TAIL_LINES = 15

@@ -26,22 +26,23 @@ from pathlib import Path
 import msgspec
 import ray
 
-from tandem import endings, own_files
-from tandem.backoff import Backoff, doubling
 from tandem.cluster.gpus import with_gpu
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
 from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.config.cluster import (
+from tandem.common import own_files
+from tandem.common.backoff import Backoff, doubling
+from tandem.common.config.cluster import (
     LEAVE_SIGNAL,
     REDIS_URL_VARIABLE,
     ROUTER_POOLS,
     RUN_FOLDER_VARIABLE,
 )
+from tandem.common.process import endings
 from tandem.errors import ConfigError
-from tandem.observability.logs import configure_logging
+from tandem.net.observability.logs import configure_logging
 
 log = logging.getLogger(__name__)
 

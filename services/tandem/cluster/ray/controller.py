@@ -45,10 +45,10 @@ from tandem.cluster.ray.host_watch import HostWatch
 from tandem.cluster.ray.node_requests import NodeRequests
 from tandem.cluster.ray.scale_channel import ScaleChannel
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.config.cluster import REDIS_URL_VARIABLE, Pool
-from tandem.observability.logs import configure_logging
-from tandem.pool_sizes import check_sizes
-from tandem.store.client import UNREACHABLE
+from tandem.common.config.cluster import REDIS_URL_VARIABLE, Pool
+from tandem.common.pool_sizes import check_sizes
+from tandem.net.observability.logs import configure_logging
+from tandem.net.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 

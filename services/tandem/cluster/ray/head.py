@@ -24,8 +24,8 @@ from typing import Any, get_args
 import msgspec
 
 from tandem.cluster.pools import ClusterSpec
-from tandem.config.cluster import RUN_FOLDER_VARIABLE, Pool
-from tandem.pool_sizes import POOL_SIZE_MAX
+from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, Pool
+from tandem.common.pool_sizes import POOL_SIZE_MAX
 
 NAMESPACE = "tandem"
 LISTENING = b"listening\n"

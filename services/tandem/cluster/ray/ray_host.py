@@ -23,10 +23,10 @@ from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.ray.head import HeadStarted, RayNode
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.common.printable import printable
 from tandem.errors import ConfigError
-from tandem.printable import printable
-from tandem.store.client import UNREACHABLE
-from tandem.store.control_state import Head
+from tandem.net.store.client import UNREACHABLE
+from tandem.net.store.control_state import Head
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ import msgspec
 
 from tandem.cluster.processes.head_lease import LEASE_S, fenced_set
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.config.cluster import Pool
+from tandem.common.config.cluster import Pool
+from tandem.common.pool_sizes import check_sizes
 from tandem.errors import BadRequest
-from tandem.pool_sizes import check_sizes
-from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
-from tandem.store.control_state import (
+from tandem.net.store.client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
+from tandem.net.store.control_state import (
     BEAT_INTERVAL_S,
     CONTROLLER_KEY,
     ControllerBeat,

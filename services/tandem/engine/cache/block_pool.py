@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
 from tandem.engine.cache.block import Block, Copy
 from tandem.engine.cache.block_checks import check_blocks
 from tandem.engine.cache.block_events import BlockEvents

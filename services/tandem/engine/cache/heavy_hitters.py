@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tandem.common.kv_budget import KvBudget
 from tandem.errors import InternalError
-from tandem.kv_budget import KvBudget
 
 Sums = npt.NDArray[np.float32]
 

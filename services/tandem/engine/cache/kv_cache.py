@@ -11,7 +11,10 @@ outside use ids that are unique among the pools (kv_groups.py).
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
+from tandem.common.kv_budget import KvBudget
+from tandem.common.perf_model.kv_load import GroupLoad
+from tandem.common.perf_model.rates import WindowBytes, WorkerRates
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
@@ -21,9 +24,6 @@ from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.cache.window_pool import WindowPool
 from tandem.engine.types import BlockChanges, StoredBlock
-from tandem.kv_budget import KvBudget
-from tandem.perf_model.kv_load import GroupLoad
-from tandem.perf_model.rates import WindowBytes, WorkerRates
 
 
 class KvCache:

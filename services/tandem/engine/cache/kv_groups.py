@@ -24,8 +24,8 @@ from tandem.models.config import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 
 if TYPE_CHECKING:
-    from tandem.config.engine import EngineConfig
-    from tandem.kv_budget import KvBudget
+    from tandem.common.config.engine import EngineConfig
+    from tandem.common.kv_budget import KvBudget
 
 STEP_TOKENS = 512  # in a step on a CPU, unless --max-tokens-per-step says otherwise
 

@@ -21,11 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem.dtypes import RotatedKey, is_quantized, kv_part_bytes, kv_row_bytes
+from tandem.common.dtypes import RotatedKey, is_quantized, kv_part_bytes, kv_row_bytes
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tandem.config.engine import EngineConfig
+    from tandem.common.config.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Tiers copy a block only if a request is expected to need it, because most of the
 
 from collections.abc import Iterable, Sequence
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
 from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 

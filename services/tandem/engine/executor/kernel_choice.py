@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native_decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config import ModelConfig

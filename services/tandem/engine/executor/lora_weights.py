@@ -22,7 +22,7 @@ from tandem.models.lora_targets import SHARED_MLP, linear_shapes
 from tandem_kernels.lora import LoraHeads, LoraPart
 
 if TYPE_CHECKING:
-    from tandem.adapter import Adapter
+    from tandem.common.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
 # The matrices of each product, side by side; of a fused one the first name alone. In a layer with

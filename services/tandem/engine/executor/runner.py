@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tandem.config.engine import EngineConfig
-from tandem.dtypes import compute_dtype, cpu_has_bfloat16
+from tandem.common.config.engine import EngineConfig
+from tandem.common.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.engine.cache.kv_groups import (
     STEP_TOKENS,
     KvGroup,
@@ -33,15 +33,22 @@ from tandem.engine.executor.native_lora import PackedLora
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
-from tandem.memory import Memory, Need, keeps_quantized, read_memory, why_too_much, worker_need
 from tandem.models.limits import check_settings, max_context
+from tandem.models.memory import (
+    Memory,
+    Need,
+    keeps_quantized,
+    read_memory,
+    why_too_much,
+    worker_need,
+)
 from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 if TYPE_CHECKING:
-    from tandem.adapter import Adapter
+    from tandem.common.adapter import Adapter
     from tandem.engine.executor.triton_steps import TritonSteps
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.schedule import Chunk
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import TokenLogprobs
-from tandem.grammars.masks import GrammarMatcher
+from tandem.models.grammars.masks import GrammarMatcher
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 

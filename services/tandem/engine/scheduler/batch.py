@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from tandem.common.kv_budget import VisibleKeys
     from tandem.engine.cache.heavy_hitters import Sums
-    from tandem.kv_budget import VisibleKeys
 
 
 class SequenceSlice(NamedTuple):

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
+from tandem.common.kv_budget import KvBudget, check_budget
 from tandem.engine.cache.heavy_hitters import least_tokens
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
-from tandem.kv_budget import KvBudget, check_budget
 
 _EDIT_MAX = 1e6  # of a bias or penalty: far above any logit, and its sums stay finite in fp32
 _REPETITION_PENALTY_MIN = 1e-6  # a logit divided by it stays finite

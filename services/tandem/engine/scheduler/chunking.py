@@ -16,7 +16,7 @@ Pure. Blocks are reported a little before their step ends. The predictions ignor
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tandem.perf_model.rates import PrefillRate
+from tandem.common.perf_model.rates import PrefillRate
 
 _SHAPED_BUDGETS = 4  # chunks shrink within this many budgets of the end
 _LAST_MIN = 16

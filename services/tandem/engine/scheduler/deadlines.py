@@ -11,11 +11,11 @@ sequence that finds the engine idle is never refused: nothing would come sooner 
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from tandem.common.perf_model.predict import OWN_SPARE, RATES_OFF, queued_seconds
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
-from tandem.perf_model.predict import OWN_SPARE, RATES_OFF, queued_seconds
-from tandem.perf_model.rates import WorkerRates
 
 
 class Deadlines:

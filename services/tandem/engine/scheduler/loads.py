@@ -13,6 +13,14 @@ KV after it.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tandem.common.perf_model.soonest import (
+    UNSURE,
+    Prompt,
+    choose_soonest,
+    load_seconds,
+    meeting_block,
+)
+from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.loading import Loading
@@ -20,14 +28,6 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
-from tandem.perf_model.soonest import (
-    UNSURE,
-    Prompt,
-    choose_soonest,
-    load_seconds,
-    meeting_block,
-)
-from tandem.perf_model.step_time import StepTimeModel
 
 # A load is given up for computing if a tier has read it for so many seconds, as many are left, and
 # it takes so many times as long as was expected. Without the last condition it would be given up

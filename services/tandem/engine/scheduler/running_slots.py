@@ -8,7 +8,7 @@ steps. Chunks of prompts lengthen such a step by half at most (`perf_model/step_
 is a reserve for steps that take longer than predicted: 99 of 100 steps are to be within the limit.
 """
 
-from tandem.perf_model.rates import DecodeRate
+from tandem.common.perf_model.rates import DecodeRate
 
 RUNNING_SLOTS_SHARE = 0.5
 STEP_SHARE = 0.75  # of the limit: the planned duration of a step with chunks of prompts

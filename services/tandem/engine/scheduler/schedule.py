@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem.adapter import digest_of
+from tandem.common.adapter import digest_of
+from tandem.common.perf_model.rates import token_contexts
+from tandem.common.perf_model.step_time import StepWork
 from tandem.engine.cache.block_copy import BlockCopy
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.sequence import Sequence
-from tandem.perf_model.rates import token_contexts
-from tandem.perf_model.step_time import StepWork
 
 
 class Chunk(NamedTuple):

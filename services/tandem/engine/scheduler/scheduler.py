@@ -29,6 +29,9 @@ from bisect import insort
 from collections.abc import Collection
 from operator import attrgetter
 
+from tandem.common.perf_model.predict import beside_decode
+from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots, Answer
 from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
@@ -42,9 +45,6 @@ from tandem.engine.sequence import Sequence, Status
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
-from tandem.perf_model.predict import beside_decode
-from tandem.perf_model.rates import WorkerRates
-from tandem.perf_model.step_time import StepTimeModel, StepWork
 
 # Rows of logits in a step for log probabilities of prompts: each has 0.6 MB for 150,000 tokens.
 PROMPT_LOGITS_MAX = 128

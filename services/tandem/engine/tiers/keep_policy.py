@@ -15,9 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from tandem.common.perf_model.rates import DEFAULT_PREFILL, PrefillRate
+from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 from tandem.engine.tiers.frequency_sketch import FrequencySketch
-from tandem.perf_model.rates import DEFAULT_PREFILL, PrefillRate
-from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 
 # Uses of a block that is taken: now, and once in the half-life before. One that is to be kept
 # counts twice at once.

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.tiers.cuda_device import CudaDevice

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tandem.backoff import Backoff, doubling
+from tandem.common.backoff import Backoff, doubling
 from tandem.engine.tiers.seal import Seal
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 from tandem.engine.tiers.store_client import REQUEST_S

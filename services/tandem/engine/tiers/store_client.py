@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tandem.config.engine import EngineConfig
+from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
 
 REQUEST_S = 2.0  # at most; a load that gets no block for longer is given up, too

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.common.perf_model.rates import PrefillRate
 from tandem.engine.cache.block_events import BlockEvents
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableDepths
@@ -18,7 +19,6 @@ from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
 from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
-from tandem.perf_model.rates import PrefillRate
 
 
 class TierGroup:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
+from tandem.common.perf_model.rates import PrefillRate
+from tandem.common.perf_model.soonest import Reach, load_seconds
 from tandem.engine.cache.block import Copy
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
@@ -32,8 +34,6 @@ from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.tier import Tier, is_held
 from tandem.engine.tiers.writes import Writes
 from tandem.engine.types import TierBlocks, TierLoad
-from tandem.perf_model.rates import PrefillRate
-from tandem.perf_model.soonest import Reach, load_seconds
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be

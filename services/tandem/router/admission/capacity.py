@@ -6,8 +6,8 @@ queue is long enough that nobody falls idle before its next load is told and a r
 
 from collections.abc import Iterable
 
-from tandem.perf_model.predict import likely_rates, token_seconds
-from tandem.perf_model.rates import WorkerRates
+from tandem.common.perf_model.predict import likely_rates, token_seconds
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.router.placement.costs import WorkerSnapshot
 
 # Of prefill, at a worker that has capacity. A record is up to 1.5 s old when it is read.

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 
-from tandem.config.router import RouterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.errors import Overloaded
 from tandem.router.admission.admit import Decision, admit
 from tandem.router.admission.calibration import Calibration, Promise

@@ -15,7 +15,7 @@ refused for a guess.
 import math
 from dataclasses import dataclass
 
-from tandem.perf_model.predict import beside_decode, expect, is_faster_here, queue_seconds
+from tandem.common.perf_model.predict import beside_decode, expect, is_faster_here, queue_seconds
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import computing_s, slot_wait_s, with_likely_rates
 

@@ -8,10 +8,10 @@ among themselves. Clients choose no salt (`cache_salt` is refused).
 
 from collections.abc import Sequence
 
-from tandem.block_hash import tenant_salt
+from tandem.common.block_hash import tenant_salt
 from tandem.errors import BadRequest
-from tandem.security.keys import KeyRecord
-from tandem.security.limits import NO_LIMITS, Limits
+from tandem.net.security.keys import KeyRecord
+from tandem.net.security.limits import NO_LIMITS, Limits
 
 TENANT_HEADER = "x-tandem-tenant"
 TENANT_CHARACTERS_MAX = 128

@@ -11,6 +11,9 @@ import logging
 import grpc.aio
 
 from tandem.errors import QueueFull
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.store.client import UNREACHABLE
 from tandem.prefix_index.audit import CALL_ENTRIES, Differences, TreeInspector
 from tandem.prefix_index.entries import split_entries
 from tandem.prefix_index.holders import holder_of
@@ -18,9 +21,6 @@ from tandem.router.index.metrics import IndexMetrics
 from tandem.router.index.trust import IndexTrust
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
-from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 

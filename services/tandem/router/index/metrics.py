@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem.observability.metrics import MetricSet, counter, gauges, histogram
+from tandem.net.observability.metrics import MetricSet, counter, gauges, histogram
+from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.audit import TreeStats
 from tandem.prefix_index.holders import with_store
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.registry import KvCompatibility
 
 _LOOKUP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 

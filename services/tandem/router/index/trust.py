@@ -14,13 +14,13 @@ import logging
 import time
 from typing import Literal
 
+from tandem.net.store.client import REPLY_TIMEOUT_S, UNREACHABLE
 from tandem.prefix_index.holders import worker_of
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.index.hit_watch import HitWatch
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.request.job import Job
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.store.client import REPLY_TIMEOUT_S, UNREACHABLE
 
 log = logging.getLogger(__name__)
 

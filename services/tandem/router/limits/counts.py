@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from tandem.net.security.limits import Limits
+from tandem.net.store.client import Client
+from tandem.net.store.script import Script
 from tandem.router.limits.window import BUCKET_MS, NUM_BUCKETS, WINDOW_MS, Kind, Window, window_of
-from tandem.security.limits import Limits
-from tandem.store.client import Client
-from tandem.store.script import Script
 
 LEASE_MS = 5000
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.errors import RateLimited
+from tandem.net.security.limits import Limits
+from tandem.net.store.client import UNREACHABLE
 from tandem.router.limits.counts import Asked, Reply, TenantCounts
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.limits.status import Standing, limit_headers, refusal
@@ -35,8 +37,6 @@ from tandem.router.limits.window import (
     exceeded,
     share_of,
 )
-from tandem.security.limits import Limits
-from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.net.security.limits import Limits
+from tandem.net.store.client import Client
 from tandem.router.limits.counts import TenantCounts
 from tandem.router.limits.limiter import Limiter, Reservation
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.limits.usage import UsageMeter
 from tandem.router.limits.usage_store import UsageStore
-from tandem.security.limits import Limits
-from tandem.store.client import Client
 
 
 class TenantMeter:

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from tandem.observability.metrics import MetricSet, counter
+from tandem.net.observability.metrics import MetricSet, counter
 
 TENANTS_MAX = 100
 OTHER = "other"

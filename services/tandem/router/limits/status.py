@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tandem.errors import RateLimited
+from tandem.net.security.limits import Limits
 from tandem.router.limits.window import BUCKET_MS, WHOLE, Kind, Share, Use, Window
-from tandem.security.limits import Limits
 
 _NOUNS: Mapping[Kind, str] = {
     "requests": "requests per minute",

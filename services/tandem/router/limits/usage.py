@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tandem.errors import BadRequest, Forbidden, UsageUnknown
+from tandem.net.security.keys import KeyRecord
+from tandem.net.store.client import UNREACHABLE
 from tandem.router.limits.metrics import OTHER, TenantMetrics
 from tandem.router.limits.usage_store import COLUMNS, WINDOWS, Row, UsageRow, UsageStore, Window
-from tandem.security.keys import KeyRecord
-from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 

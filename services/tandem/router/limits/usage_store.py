@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tandem.store.client import Client
-from tandem.store.script import Script
+from tandem.net.store.client import Client
+from tandem.net.store.script import Script
 
 Window = Literal["minute", "day"]
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from tandem.security.limits import Limits
+from tandem.net.security.limits import Limits
 
 BUCKET_MS = 1000
 NUM_BUCKETS = 61

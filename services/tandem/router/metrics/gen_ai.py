@@ -11,23 +11,36 @@ metrics".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 
-from tandem.observability.otlp import (
+from tandem.net.observability.otlp import (
     close_within,
     is_asked_for,
     make_resource,
     needs_sdk,
     protocol,
 )
+from tandem.router.metrics.timeline import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
     from opentelemetry.sdk.metrics.export import MetricExporter
 
-    from tandem.router.request.log import RequestRecord
+
+class EndedRequest(Protocol):
+    """What is counted of a request that is over; the request log keeps it."""
+
+    kind: str
+    model: str
+    outcome: str
+    error: str
+    timeline: Timeline
+    e2e_s: float | None
+    num_sent: int
+    facts: dict[str, Any]
+
 
 _OPERATIONS = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
 _DURATION_S = tuple(0.01 * 2**power for power in range(14))
@@ -68,7 +81,7 @@ class GenAiMetrics:
             explicit_bucket_boundaries_advisory=_TPOT_S,
         )
 
-    def on_end(self, record: RequestRecord) -> None:
+    def on_end(self, record: EndedRequest) -> None:
         """Counts a request that is over, in whatever way."""
         if self._sdk is None:
             return

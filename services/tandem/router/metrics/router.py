@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from tandem.autoscaler.demand import DemandMeter
-from tandem.config.cluster import Role
-from tandem.observability.metrics import (
+from tandem.common.config.cluster import Role
+from tandem.net.observability.metrics import (
     E2E_S,
     ITL_S,
     TTFT_S,
@@ -26,14 +25,14 @@ from tandem.observability.metrics import (
     gauges,
     histogram,
 )
+from tandem.router.autoscaler.demand import DemandMeter
 from tandem.router.metrics.flows import Flows
-from tandem.router.metrics.gen_ai import NO_GEN_AI_METRICS, GenAiMetrics
+from tandem.router.metrics.gen_ai import NO_GEN_AI_METRICS, EndedRequest, GenAiMetrics
 from tandem.router.metrics.timeline import STAGES
 from tandem.router.placement.costs import WorkerSnapshot
 from tandem.router.placement.reasons import REASONS
 
 if TYPE_CHECKING:
-    from tandem.router.request.log import RequestRecord
     from tandem.router.workers.cluster_view import ClusterView
 
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
@@ -156,7 +155,7 @@ class Metrics(MetricSet):
         for reason in REASONS:
             self.placements.labels(reason=reason)
 
-    def on_end(self, record: RequestRecord) -> None:
+    def on_end(self, record: EndedRequest) -> None:
         """Counts a request that is over, in whatever way."""
         self.requests_running.dec()
         self.gen_ai.on_end(record)

@@ -24,8 +24,8 @@ from contextlib import (
 )
 from typing import Literal, get_args
 
-from tandem.observability.traces import NO_SPAN, RequestSpan
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.observability.traces import NO_SPAN, RequestSpan
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 TtftStage = Literal["tokenize", "route", "queue", "prefill", "retry", "wire"]
 Stage = TtftStage | Literal["transfer_exposed", "first_decode", "move"]

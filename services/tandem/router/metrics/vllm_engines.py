@@ -11,7 +11,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from tandem.engine_counts import (
+from tandem.common.engine_counts import (
     POST_S,
     PULL_BLOCKS,
     PULL_BYTES,
@@ -21,7 +21,7 @@ from tandem.engine_counts import (
     NixlCounts,
     Observed,
 )
-from tandem.store.registry import WorkerRecord
+from tandem.net.store.registry import WorkerRecord
 
 _LABELS = ("model_name", "engine")
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (

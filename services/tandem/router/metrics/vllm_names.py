@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from tandem.errors import from_code
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.metrics.vllm_engines import engine_metrics
-from tandem.store.registry import WorkerRecord
 
 Labels = dict[str, str]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import BadRequest
-from tandem.grammars.text import embedded_schema
+from tandem.models.grammars.text import embedded_schema
 from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
 from tandem.router.parsers.pair_arguments import types_of

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tandem.config.answers import AnswerConfig
+from tandem.common.config.answers import AnswerConfig
 from tandem.errors import BadRequest
-from tandem.grammars.text import StructuredOutput
+from tandem.models.grammars.text import StructuredOutput
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.forced_calls import write_grammar
 from tandem.router.parsers.formats import (

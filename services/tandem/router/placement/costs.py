@@ -22,9 +22,9 @@ and only the ratios of these prices matter.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tandem.adapter import Adapter
-from tandem.perf_model.kv_load import GroupLoad, kv_use, lacking_blocks
-from tandem.perf_model.predict import (
+from tandem.common.adapter import Adapter
+from tandem.common.perf_model.kv_load import GroupLoad, kv_use, lacking_blocks
+from tandem.common.perf_model.predict import (
     Holder,
     believed,
     expect,
@@ -33,8 +33,8 @@ from tandem.perf_model.predict import (
     queue_seconds,
     token_seconds,
 )
-from tandem.perf_model.rates import PairRate, TierRate, WorkerRates
-from tandem.perf_model.soonest import Prompt, Reach, choose_soonest
+from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates
+from tandem.common.perf_model.soonest import Prompt, Reach, choose_soonest
 from tandem.prefix_index.holders import source_of
 
 TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the others

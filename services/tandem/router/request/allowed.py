@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tandem.common.kv_budget import BUDGET_TOKENS_MAX, SINKS_DEFAULT
+from tandem.common.retention import PRIORITY_MAX, PRIORITY_MIN
 from tandem.errors import BadRequest
-from tandem.kv_budget import BUDGET_TOKENS_MAX, SINKS_DEFAULT
-from tandem.retention import PRIORITY_MAX, PRIORITY_MIN
 
 STOP_STRINGS_MAX = 4
 STOP_CHARACTERS_MAX = 1024

@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from tandem.cached_tokens import CachedTokens
+from tandem.common.cached_tokens import CachedTokens
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import CallDelta
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,17 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
-from tandem.config.router import RouterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.common.perf_model.kv_load import longest_sequence
+from tandem.common.perf_model.predict import NO_PREFILL, Prefill
 from tandem.errors import (
     NeverFits,
     NoWorkers,
     TandemError,
     WorkerLost,
 )
-from tandem.perf_model.kv_load import longest_sequence
-from tandem.perf_model.predict import NO_PREFILL, Prefill
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
+from tandem.net.store.client import UNREACHABLE
 from tandem.router.admission.controller import AdmissionController
 from tandem.router.admission.predict import computing_worker
 from tandem.router.metrics.router import Metrics
@@ -40,8 +42,6 @@ from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.returns import Returns
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
-from tandem.store.client import UNREACHABLE
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,12 +20,13 @@ from contextlib import (
 )
 from dataclasses import dataclass, field, replace
 
-from tandem.adapter import Adapter, digest_of
-from tandem.config.router import RouterConfig
+from tandem.common.adapter import Adapter, digest_of
+from tandem.common.config.router import RouterConfig
 from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
 from tandem.models.source import ModelFolder
 from tandem.models.tokenizer import Tokenizer
-from tandem.observability.traces import NO_TRACING, Attributes, Tracing
+from tandem.net.observability.traces import NO_TRACING, Attributes, Tracing
+from tandem.net.security.limits import Limits
 from tandem.router.admission.tenants import cache_salt
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.gen_ai import operation_of
@@ -56,7 +57,6 @@ from tandem.router.request.request import (
 from tandem.router.request.text import TextStream
 from tandem.router.request.together import Together
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.security.limits import Limits
 
 log = logging.getLogger(__name__)
 

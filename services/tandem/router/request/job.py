@@ -32,12 +32,16 @@ from enum import Enum
 import msgspec
 from msgspec.structs import asdict
 
-from tandem.adapter import Adapter, digest_of
-from tandem.block_hash import block_hash
-from tandem.cached_tokens import CachedTokens
+from tandem.common.adapter import Adapter, digest_of
+from tandem.common.block_hash import block_hash
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.perf_model.predict import Prefill
+from tandem.common.retention import Retention
+from tandem.common.states import transition
 from tandem.errors import AdapterUnavailable, NeverFits, Overloaded
-from tandem.perf_model.predict import Prefill
-from tandem.retention import Retention
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry, TokenRun
+from tandem.net.store.registry import KvCompatibility
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
@@ -45,10 +49,6 @@ from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry, TokenRun
-from tandem.states import transition
-from tandem.store.registry import KvCompatibility
 
 WORKER_SHARE = 0.98  # of the time that is left: the first token has its way back to the router
 FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from tandem.errors import WorkerLost
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.router.request.job import Job
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 if TYPE_CHECKING:
     from tandem.router.request.log import RequestRecord

@@ -1,6 +1,6 @@
 """A KV budget changes a request's limits at the router."""
 
-from tandem.config.router import RouterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.router.request.request import ClientRequest
 

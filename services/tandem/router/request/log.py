@@ -14,10 +14,10 @@ from itertools import islice
 from typing import Any
 
 from tandem.errors import RequestNotFound, TandemError
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.delta import Usage
 from tandem.router.request.job import Job
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from tandem.adapter import Adapter
+from tandem.common.adapter import Adapter
 from tandem.errors import (
     AdapterUnavailable,
     NeverFits,

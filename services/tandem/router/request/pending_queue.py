@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tandem.config.router import RouterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.errors import NoWorkers
 from tandem.router.metrics.router import Metrics
 from tandem.router.workers.cluster_view import ClusterView

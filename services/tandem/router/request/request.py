@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+from tandem.common.kv_budget import KvBudget, check_budget
+from tandem.common.retention import NO_RETENTION, PRIORITY_MAX, Retention
 from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound, OverKeyLimit
-from tandem.grammars.text import StructuredOutput
-from tandem.kv_budget import KvBudget, check_budget
-from tandem.retention import NO_RETENTION, PRIORITY_MAX, Retention
+from tandem.models.grammars.text import StructuredOutput
+from tandem.net.security.limits import NO_LIMITS, Limits
 from tandem.router.placement.hint import PlacementHint
 from tandem.router.request.allowed import (
     BAD_WORD_CHARACTERS_MAX,
@@ -34,7 +35,6 @@ from tandem.router.request.allowed import (
     shorten,
 )
 from tandem.router.request.conversation import Conversation
-from tandem.security.limits import NO_LIMITS, Limits
 
 MESSAGES_MAX = 4096
 MAX_TOKENS_MAX = 2**31 - 1

@@ -8,8 +8,8 @@ an answer with tool calls                they are pinned while the tool runs (ke
 
 from collections.abc import Callable, Sequence
 
+from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, Retention
 from tandem.errors import BadRequest
-from tandem.retention import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, Retention
 from tandem.router.request.allowed import KEY_CHARACTERS_MAX, refusal
 
 # OpenAI's retentions: KV stays for 5 minutes of inactivity at least, or for a day. Some of its

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from tandem.adapter import Adapter
-from tandem.config.engine import ADAPTER_NAME
+from tandem.common.adapter import Adapter
+from tandem.common.config.engine import ADAPTER_NAME
 from tandem.errors import BadRequest, ModelNotFound, NotNow, NoWorkers, TandemError
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.security.audit_trail import AuditTrail, Caller
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.changes import logged_change
 from tandem.router.scaling.control import SEEN_DEADLINE_S, ClusterControl
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.security.audit_trail import AuditTrail, Caller
-from tandem.store.registry import WorkerRecord
 
 log = logging.getLogger(__name__)
 

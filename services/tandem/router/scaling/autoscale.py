@@ -19,17 +19,17 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from tandem.autoscaler.demand import Demand, DemandMeter, Observation
-from tandem.autoscaler.policy import Autoscaler, Decision
-from tandem.config.router import RouterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.errors import TandemError
-from tandem.observability.metrics import gauges
+from tandem.net.observability.metrics import gauges
+from tandem.net.security.audit_trail import AuditTrail, Caller
+from tandem.net.store.client import UNREACHABLE, UNREADABLE
+from tandem.net.store.script import Script
+from tandem.router.autoscaler.demand import Demand, DemandMeter, Observation
+from tandem.router.autoscaler.policy import Autoscaler, Decision
 from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.security.audit_trail import AuditTrail, Caller
-from tandem.store.client import UNREACHABLE, UNREADABLE
-from tandem.store.script import Script
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.security.audit_trail import AuditTrail, Caller
+from tandem.net.security.audit_trail import AuditTrail, Caller
 
 log = logging.getLogger(__name__)
 

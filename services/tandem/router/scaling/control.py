@@ -11,17 +11,17 @@ import grpc
 import grpc.aio
 import msgspec
 
-from tandem.config.router import RouterConfig
+from tandem.common.config.router import RouterConfig
+from tandem.common.pool_sizes import check_sizes
 from tandem.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
-from tandem.pool_sizes import check_sizes
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.security.audit_trail import AuditTrail, Caller
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.scaling.departures import Departures
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
-from tandem.security.audit_trail import AuditTrail, Caller
-from tandem.store.registry import WorkerRecord
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import time
 import uuid
 from contextlib import suppress
 
-from tandem.store.client import UNREACHABLE, Client
-from tandem.store.script import Script
+from tandem.net.store.client import UNREACHABLE, Client
+from tandem.net.store.script import Script
 
 CLAIM_S = 3.0  # until all routers know of a worker that leaves
 

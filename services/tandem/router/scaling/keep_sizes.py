@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tandem.config.router import SERVICE_ACCOUNT
+from tandem.common.config.router import SERVICE_ACCOUNT
 from tandem.errors import DeadlineExceeded, ScaleAway, TandemError
 from tandem.router.scaling.free_groups import RAY_CLUSTERS, free_groups
 from tandem.router.scaling.kubernetes import answer_of, open_client
@@ -165,7 +165,7 @@ def run_job(run: Callable[[httpx.AsyncClient, Sequence[str]], Awaitable[None]]) 
 
 def main() -> int:
     """Returns the exit status; 1 stops the upgrade before it changes anything."""
-    from tandem.observability.logs import configure_logging
+    from tandem.net.observability.logs import configure_logging
 
     configure_logging("keep-sizes")
     return run_job(run)

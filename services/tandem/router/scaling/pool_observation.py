@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from statistics import median_high
 
-from tandem.autoscaler.demand import PoolSeen
-from tandem.perf_model.predict import likely_rates
-from tandem.perf_model.rates import DecodeRate, WorkerRates
+from tandem.common.perf_model.predict import likely_rates
+from tandem.common.perf_model.rates import DecodeRate, WorkerRates
+from tandem.router.autoscaler.demand import PoolSeen
 from tandem.router.placement.costs import WorkerSnapshot
 
 

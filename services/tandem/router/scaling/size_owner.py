@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.router import RouterConfig
+from tandem.common.config.router import RouterConfig
 from tandem.errors import NotNow, TandemError
+from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.pools import ask_sizes, told_pools
-from tandem.security.audit_trail import AuditTrail, Caller
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale

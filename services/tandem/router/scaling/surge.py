@@ -134,7 +134,7 @@ async def run(client: httpx.AsyncClient, words: Sequence[str]) -> None:
 
 def main() -> int:
     """Returns the exit status, which is `run_job`'s."""
-    from tandem.observability.logs import configure_logging
+    from tandem.net.observability.logs import configure_logging
 
     configure_logging("surge")
     return run_job(run)

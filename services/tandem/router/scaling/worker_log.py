@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 from tandem.errors import NotNow, WorkerLost, WorkerNotFound
-from tandem.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.scaling.control import ClusterControl
 from tandem.router.workers.rows import host_of
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import WorkerRecord
 
 
 async def read_worker_log(

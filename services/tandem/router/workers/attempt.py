@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tandem.errors import InternalError, TandemError, from_code
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 
 class Attempt:

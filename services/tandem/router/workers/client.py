@@ -19,15 +19,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.backoff import Backoff, doubling_at_random
+from tandem.common.backoff import Backoff, doubling_at_random
+from tandem.common.perf_model.kv_load import GroupLoad
+from tandem.common.perf_model.predict import Prefill
 from tandem.errors import WorkerLeft, WorkerLost
-from tandem.perf_model.kv_load import GroupLoad
-from tandem.perf_model.predict import Prefill
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
+from tandem.net.store.registry import Load
 from tandem.router.workers.attempt import Attempt
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
-from tandem.store.registry import Load
 
 log = logging.getLogger(__name__)
 

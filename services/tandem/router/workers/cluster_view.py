@@ -17,11 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from tandem.adapter import Adapter
-from tandem.autoscaler.policy import Decision
-from tandem.config.cluster import ClusterConfig
-from tandem.perf_model.kv_load import longest_sequence
-from tandem.perf_model.predict import Prefill
+from tandem.common.adapter import Adapter
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.perf_model.kv_load import longest_sequence
+from tandem.common.perf_model.predict import Prefill
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.store.client import UNREACHABLE, Client
+from tandem.net.store.registry import KvCompatibility, Registry, WorkerRecord
+from tandem.net.store.silence import Silences
+from tandem.router.autoscaler.policy import Decision
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
@@ -34,10 +38,6 @@ from tandem.router.workers.pools import read_control
 from tandem.router.workers.problem_watch import ProblemWatch
 from tandem.router.workers.rows import Gone, Seen, worker_rows
 from tandem.router.workers.troubles import clock_of_router
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.store.client import UNREACHABLE, Client
-from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
-from tandem.store.silence import Silences
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.store.client import UNREADABLE
-from tandem.store.control_state import BEAT_INTERVAL_S, ControllerBeat, Head
+from tandem.net.store.client import UNREADABLE
+from tandem.net.store.control_state import BEAT_INTERVAL_S, ControllerBeat, Head
 
 _SILENT_S = 2.5 * BEAT_INTERVAL_S
 _T = TypeVar("_T", ControllerBeat, Head)

@@ -13,11 +13,11 @@ from collections import Counter
 
 import msgspec
 
-from tandem.cancellation import cancel
-from tandem.security.audit_trail import AuditEntry, AuditTrail
-from tandem.store.client import Client
-from tandem.store.journal import Journal
-from tandem.store.registry import WorkerRecord
+from tandem.common.process.cancellation import cancel
+from tandem.net.security.audit_trail import AuditEntry, AuditTrail
+from tandem.net.store.client import Client
+from tandem.net.store.journal import Journal
+from tandem.net.store.registry import WorkerRecord
 
 _STREAM = "all"
 _TELL_EVERY_S = 1.0

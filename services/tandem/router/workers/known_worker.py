@@ -8,10 +8,10 @@ prefill worker has done since is taken off: first tokens are seen long before it
 from collections import deque
 from dataclasses import dataclass, field
 
-from tandem.perf_model.predict import NO_PREFILL, Prefill, beside_decode, summed
+from tandem.common.perf_model.predict import NO_PREFILL, Prefill, beside_decode, summed
+from tandem.net.store.registry import Load, WorkerRecord
 from tandem.router.placement.choose import WorkerSnapshot
 from tandem.router.workers.client import WorkerClient
-from tandem.store.registry import Load, WorkerRecord
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ differ, so a notice is dated by when it changed, by this router's own clock.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tandem.store.registry import Loading
+from tandem.net.store.registry import Loading
 
 _FORGOTTEN_AFTER_S = 60.0
 

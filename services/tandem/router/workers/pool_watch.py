@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.config.cluster import ROUTER_POOLS
+from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.pools import pool_states
 from tandem.router.workers.rows import WorkerRow
-from tandem.store.registry import WorkerRecord
 
 _GONE = {"stopped", "lost", "failed"}  # rows of processes that have ended
 

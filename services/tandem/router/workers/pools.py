@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 import msgspec
 
-from tandem.config.cluster import ROUTER_POOLS, Pool
+from tandem.common.config.cluster import ROUTER_POOLS, Pool
 from tandem.errors import NoWorkers
-from tandem.store.client import UNREACHABLE, UNREADABLE, Client
-from tandem.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
-from tandem.store.registry import WorkerRecord
+from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
+from tandem.net.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
+from tandem.net.store.registry import WorkerRecord
 
 # Nobody takes them while there is no controller.
 _PENDING_MAX = 64

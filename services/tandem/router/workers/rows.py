@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tandem.config.cluster import ROUTER_POOLS
+from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
-from tandem.store.registry import WorkerRecord
 
 _PROBLEMS_MAX = 2  # that the sentence names
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Literal
 
-from tandem.store.registry import WorkerRecord
+from tandem.net.store.registry import WorkerRecord
 
 _NO_ANSWER = re.compile("silent|time|unavailable|connect", re.IGNORECASE)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from tandem.rpc.block_bytes import encode
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.block_bytes import encode
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolOwner
 
 MESSAGE_BYTES = 1 << 20  # about; whole blocks, at least one

@@ -12,12 +12,12 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.errors import LeaseLost
-from tandem.rpc.block_bytes import FETCH_BLOCKS, PROBE, decode
-from tandem.rpc.channels import close_soon, foreign_cancellation_raises
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.block_bytes import FETCH_BLOCKS, PROBE, decode
+from tandem.net.rpc.channels import close_soon, foreign_cancellation_raises
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolOwner, Reservation
 from tandem.transfer.protocol import PROBE_BYTES, BlockPull
 
@@ -101,7 +101,7 @@ class GrpcTransport:
         return time.monotonic() - started
 
     def fetch(self, stream: int, request: pb.FetchBlocksRequest, deadline_s: float) -> Any:
-        """A call of FetchBlocks whose messages are bytes (services/tandem/rpc/block_bytes.py)."""
+        """A call of FetchBlocks whose messages are bytes (tandem/net/rpc/block_bytes.py)."""
         return self._call(stream, FETCH_BLOCKS, request, deadline_s)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.backoff import Backoff, doubling
+from tandem.common.backoff import Backoff, doubling
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import (
     BadRequest,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.config.transfer import NixlTcp
+from tandem.common.config.transfer import NixlTcp
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
 _MEMORY_TRANSPORTS = {"all", "sm", "shm", "cma"}  # UCX's names

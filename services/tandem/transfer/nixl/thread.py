@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.errors import InternalError, TandemError
 from tandem.transfer.nixl import messages
 from tandem.transfer.nixl.agent import NixlAgent

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.errors import LeaseLost, WorkerLost
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.nixl.messages import PullResult, RemotePool
 from tandem.transfer.protocol import BlockPull
 

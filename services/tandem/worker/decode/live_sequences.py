@@ -15,8 +15,8 @@ import msgspec
 from tandem.engine.sequence import finish_reason
 from tandem.engine.types import NewTokens
 from tandem.errors import WorkerLost
-from tandem.observability.logs import about
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.observability.logs import about
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.convert import cached_message, logprobs_message
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState

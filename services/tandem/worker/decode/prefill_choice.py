@@ -17,9 +17,9 @@ with both ways (perf_model/soonest.py). What is missing after a load is planned 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.perf_model.predict import ASK_S, Expected, Holder, expect, is_faster_here
-from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
-from tandem.perf_model.soonest import Producer
+from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is_faster_here
+from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
+from tandem.common.perf_model.soonest import Producer
 
 NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
 _UNMEASURED = default_pair("nixl")

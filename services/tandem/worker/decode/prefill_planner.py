@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from tandem.config.worker import WorkerConfig
-from tandem.engine.types import SequenceSpec
-from tandem.perf_model.predict import (
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.perf_model.predict import (
     RATES_OFF,
     Holder,
     believed,
@@ -21,11 +20,12 @@ from tandem.perf_model.predict import (
     prefill_seconds,
     queue_seconds,
 )
-from tandem.perf_model.rates import PairRate, WorkerRates, default_pair
-from tandem.perf_model.soonest import Producer
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import WorkerRecord
-from tandem.store.silence import Silences
+from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
+from tandem.common.perf_model.soonest import Producer
+from tandem.engine.types import SequenceSpec
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.registry import WorkerRecord
+from tandem.net.store.silence import Silences
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,

@@ -20,8 +20,8 @@ import msgspec
 
 from tandem.engine.types import Mode, Reserved, SequenceSpec
 from tandem.errors import LeaseLost, Overloaded, ProducerSilent, TandemError
-from tandem.observability.logs import about
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.observability.logs import about
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.decode.live_sequences import LiveSequences
 from tandem.worker.decode.prefill_choice import PrefillPlan
 from tandem.worker.decode.prefill_planner import PrefillPlanner

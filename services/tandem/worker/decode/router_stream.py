@@ -9,7 +9,7 @@ import logging
 from collections import deque
 
 from tandem.errors import TandemError, WorkerLost
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.transit import Transit
 
 log = logging.getLogger(__name__)

@@ -29,11 +29,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.states import transition
 from tandem.engine.types import Reserved, SequenceSpec
-from tandem.observability.traces import NO_SPAN, Attributes, RequestSpan
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.states import transition
+from tandem.net.observability.traces import NO_SPAN, Attributes, RequestSpan
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.kv_pulls.lease import PullStats
 from tandem.worker.prefill.prefix_choice import PrefixPlan

@@ -10,9 +10,9 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 
 from tandem.engine.types import Mode, NewTokens, Reserved
-from tandem.observability.logs import about
-from tandem.observability.traces import NO_SPAN, Attributes
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.observability.logs import about
+from tandem.net.observability.traces import NO_SPAN, Attributes
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.convert import sequence_spec, trace_headers
 from tandem.worker.decode.live_sequences import LiveSequences
 from tandem.worker.decode.prefill_planner import PrefillPlanner

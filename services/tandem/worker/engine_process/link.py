@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from tandem.config.worker import WorkerConfig
-from tandem.endings import oom_kills, told_status
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.process.endings import oom_kills, told_status
+from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
-from tandem.observability.logs import STACKS_SIGNAL
-from tandem.retention import Kept, Retention
-from tandem.socket_folder import make_socket_folder
+from tandem.net.observability.logs import STACKS_SIGNAL
+from tandem.net.socket_folder import make_socket_folder
 from tandem.transfer.grpc.reservations import PoolView, Reservations
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull

@@ -8,12 +8,12 @@ as pulls settle: a long step does not delay a Release.
 
 import msgspec
 
-from tandem.config.engine import EngineConfig
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.engine import EngineConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
-from tandem.perf_model.rates import WorkerRates
-from tandem.retention import Kept, Retention
 from tandem.transfer.nixl import messages as transfer
 
 

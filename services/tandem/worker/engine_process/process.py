@@ -28,6 +28,7 @@ import msgspec
 import torch
 import zmq
 
+from tandem.common.process.garbage import exempt_loaded
 from tandem.engine.cache.pool_bytes import pool_bytes
 from tandem.engine.cache.pool_memory import populate
 from tandem.engine.engine import Engine
@@ -35,10 +36,9 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError
-from tandem.garbage import exempt_loaded
-from tandem.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
-from tandem.observability.logs import about, configure_logging
+from tandem.net.observability.logs import about, configure_logging
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.messages import LocalPool, PullResult
 from tandem.transfer.nixl.thread import TransferThread

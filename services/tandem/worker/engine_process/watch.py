@@ -9,8 +9,8 @@ Knows no request; the worker says whether anybody waits.
 import asyncio
 from collections.abc import Callable
 
-from tandem.config.worker import WorkerConfig
-from tandem.store.registry import Load
+from tandem.common.config.worker import WorkerConfig
+from tandem.net.store.registry import Load
 from tandem.worker.engine_process.link import EngineLink
 
 TURN_S = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import xxhash
 
 from tandem.errors import BlockMismatch, LeaseLost
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolView
 
 _BLOCKS_A_TURN = 8  # hashed before others on the event loop have their turn

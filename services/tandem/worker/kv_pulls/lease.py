@@ -16,11 +16,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.cached_tokens import NONE_CACHED, CachedTokens
-from tandem.config.worker import WorkerConfig
+from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.config.worker import WorkerConfig
 from tandem.engine.types import SequenceSpec
 from tandem.errors import LeaseLost, Overloaded, WorkerLost
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.convert import cached_of, rate_message, sequence_input
 from tandem.worker.kv_pulls.lease_stream import LeaseStream, open_stream
 from tandem.worker.kv_pulls.puller import Puller

@@ -18,12 +18,12 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.config.transfer import TransferConfig
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.transfer import TransferConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.errors import LeaseLost, ProducerSilent, TandemError
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.channels import foreign_cancellation_raises
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.channels import foreign_cancellation_raises
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 

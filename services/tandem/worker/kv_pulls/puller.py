@@ -16,10 +16,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from tandem.config.transfer import TransferConfig
+from tandem.common.config.transfer import TransferConfig
 from tandem.engine.cache.block_spans import BlockSpans
 from tandem.errors import BlockMismatch
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.kv_pulls.bytes_in_flight import BytesInFlight

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 
-from tandem.adapter import Adapter
-from tandem.config.engine import EngineConfig
+from tandem.common.adapter import Adapter
+from tandem.common.config.engine import EngineConfig
+from tandem.common.hang_limit import hang_limit
 from tandem.engine.adapter_slots import READ_DEADLINE_S
 from tandem.engine.types import AdapterLoad
 from tandem.errors import ConfigError
-from tandem.hang_limit import hang_limit
 from tandem.models.config import ModelConfig
 from tandem.models.lora import WEIGHTS_FILE, open_lora
 from tandem.models.source import resolve
-from tandem.store.registry import AdapterState, WorkerRecord
+from tandem.net.store.registry import AdapterState, WorkerRecord
 from tandem.worker.metrics.adapters import adapter_metrics
 
 log = logging.getLogger(__name__)

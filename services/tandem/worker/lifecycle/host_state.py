@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.worker import WorkerConfig
-from tandem.memory import read_memory
-from tandem.observability.log_file import FILE_VARIABLE
+from tandem.common.config.worker import WorkerConfig
+from tandem.models.memory import read_memory
+from tandem.net.observability.log_file import FILE_VARIABLE
 
 _LOOK_S = 2.0
 

@@ -23,9 +23,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tandem.adapter import Adapter
-from tandem.cancellation import cancel
-from tandem.config.worker import WorkerConfig
+from tandem.common.adapter import Adapter
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.process.cancellation import cancel
 from tandem.engine.types import BlockChanges, StepReport, StoredBlock
 from tandem.errors import ConfigError
 from tandem.models.source import resolve

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 from redis.exceptions import RedisError
 
-from tandem.cancellation import cancel
-from tandem.config.worker import WorkerConfig
-from tandem.store.client import UNREACHABLE, connect
-from tandem.store.registry import Loading, Registry
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.process.cancellation import cancel
+from tandem.net.store.client import UNREACHABLE, connect
+from tandem.net.store.registry import Loading, Registry
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Ready
 

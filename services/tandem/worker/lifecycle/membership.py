@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from tandem.cancellation import cancel
-from tandem.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig
+from tandem.common.process.cancellation import cancel
 from tandem.engine.types import StepReport
+from tandem.net.store.client import UNREACHABLE, connect
+from tandem.net.store.registry import KvCompatibility, Registry, WorkerRecord
 from tandem.prefix_index.holders import holder_of
 from tandem.prefix_index.publisher import Publisher
 from tandem.prefix_index.redis import RedisIndex
-from tandem.store.client import UNREACHABLE, connect
-from tandem.store.registry import KvCompatibility, Registry, WorkerRecord
 from tandem.worker.lifecycle.role import RoleChange
 
 log = logging.getLogger(__name__)

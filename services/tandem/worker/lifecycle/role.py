@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from tandem.config.cluster import Role
+from tandem.common.config.cluster import Role
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.prefill.service import PrefillService
 

@@ -13,14 +13,14 @@ import grpc
 import msgspec
 from msgspec.structs import asdict
 
-from tandem.adapter import Adapter
-from tandem.config.cluster import Role
+from tandem.common.adapter import Adapter
+from tandem.common.config.cluster import Role
 from tandem.errors import ConfigError
-from tandem.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
+from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
-from tandem.store.registry import KvCompatibility
 from tandem.transfer.nixl.reach import host_identity
 from tandem.worker.convert import load_message, plain_of, rate_message, retention_of
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 
 import grpc.aio
 
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.engine.types import Reserved, StepReport
 from tandem.errors import TandemError, from_code
-from tandem.rpc.auth import token_metadata
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.link import ANSWER_DEADLINE_S, EngineLink
 from tandem.worker.engine_process.messages import CommitImport, ImportBlocks, Remove
 from tandem.worker.metrics.worker import WorkerMetrics

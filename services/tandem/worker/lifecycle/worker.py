@@ -16,20 +16,20 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.block_hash import HASH_VERSION
-from tandem.config.worker import WorkerConfig
+from tandem.common.block_hash import HASH_VERSION
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.process.garbage import exempt_loaded
 from tandem.errors import ConfigError, WorkerLost
-from tandem.garbage import exempt_loaded
-from tandem.observability.traces import make_tracing
-from tandem.rpc.auth import KindInterceptor, TokenInterceptor
-from tandem.rpc.block_bytes import EncodedByHandler
-from tandem.rpc.certificates import CertificateFiles
-from tandem.rpc.failures import FailureInterceptor, log_lost_peers_calmly
-from tandem.rpc.options import SERVER_OPTIONS
-from tandem.rpc.peer_calls import add_port
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from tandem.store.registry import KvCompatibility, Load, State, WorkerRecord
+from tandem.net.observability.traces import make_tracing
+from tandem.net.rpc.auth import KindInterceptor, TokenInterceptor
+from tandem.net.rpc.block_bytes import EncodedByHandler
+from tandem.net.rpc.certificates import CertificateFiles
+from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.net.rpc.options import SERVER_OPTIONS
+from tandem.net.rpc.peer_calls import add_port
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from tandem.net.store.registry import KvCompatibility, Load, State, WorkerRecord
 from tandem.transfer.nixl.messages import Broken
 from tandem.worker.convert import load_message, plain_of
 from tandem.worker.decode.prompt_prefill import Producers

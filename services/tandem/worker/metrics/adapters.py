@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.metrics_core import Metric
 
 from tandem.engine.types import AdapterLoad
-from tandem.observability.metrics import gauges
+from tandem.net.observability.metrics import gauges
 
 
 def adapter_metrics(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from tandem.observability.metrics import gauges
+from tandem.net.observability.metrics import gauges
 from tandem.prefix_index.publisher import Publisher
 
 

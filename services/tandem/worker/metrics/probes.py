@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tandem.bounded_server import WsgiApp
+from tandem.net.bounded_server import WsgiApp
 
 LOOP_HANG_S = 15.0
 ASK_INTERVAL_S = 10.0

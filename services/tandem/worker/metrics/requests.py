@@ -4,19 +4,41 @@ Of a decode worker they are of whole requests, of a prefill worker of its leases
 time. A request that was moved counts at each worker for what it did there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from tandem.engine_counts import EngineTally
-from tandem.observability.metrics import E2E_S, ITL_S, TTFT_S, MetricSet, counter, histogram
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.engine_counts import EngineTally
+from tandem.engine.types import SequenceSpec
+from tandem.net.observability.metrics import E2E_S, ITL_S, TTFT_S, MetricSet, counter, histogram
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
-if TYPE_CHECKING:
-    from tandem.worker.decode.sequence import DecodeSequence
-    from tandem.worker.prefill.leases import Lease
+
+class ServedSequence(Protocol):
+    """What is counted of a decode worker's sequence; times are monotonic seconds."""
+
+    spec: SequenceSpec
+    timings: pb.SequenceTimings
+    cached: CachedTokens
+    num_sent: int
+    submitted_at: float
+    first_token_at: float
+
+
+class ServedLease(Protocol):
+    """What is counted of a prefill worker's lease; times are monotonic seconds, 0: not yet."""
+
+    transport: str
+    opened_at: float
+    admitted_at: float
+    shared_wait_s: float
+    prefilled_at: float
+    is_ahead: bool
+
+    @property
+    def queue_s(self) -> float: ...
 
 
 class RequestMetrics(MetricSet):
@@ -63,7 +85,7 @@ class RequestMetrics(MetricSet):
         super().__init__(registry, common)
         self._tally = tally
 
-    def on_first_token(self, sequence: DecodeSequence) -> None:
+    def on_first_token(self, sequence: ServedSequence) -> None:
         self._ttft.observe(sequence.first_token_at - sequence.submitted_at)
         self._queue.observe(sequence.timings.queue_ms / 1000)
         if sequence.timings.shared_wait_ms:
@@ -73,7 +95,7 @@ class RequestMetrics(MetricSet):
         self._hits.inc(sequence.cached.total)
         self._tally.add_prompt(sequence.spec.num_prompt_tokens, sequence.cached)
 
-    def on_end(self, sequence: DecodeSequence, now: float) -> None:
+    def on_end(self, sequence: ServedSequence, now: float) -> None:
         if not sequence.num_sent:
             return
         decode_s = now - sequence.first_token_at
@@ -82,7 +104,7 @@ class RequestMetrics(MetricSet):
         if sequence.num_sent > 1:
             self._tpot.observe(decode_s / (sequence.num_sent - 1))
 
-    def on_lease_end(self, lease: Lease, now: float) -> None:
+    def on_lease_end(self, lease: ServedLease, now: float) -> None:
         self._lease.observe(now - lease.opened_at)
         if lease.admitted_at:
             self._queue.observe(lease.queue_s)

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from tandem.engine.types import EngineLoad, TierLoad
-from tandem.observability.metrics import gauges
+from tandem.net.observability.metrics import gauges
 
 _GAUGES: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
     ("blocks", "Blocks that the tier can hold", lambda tier: tier.blocks_total),

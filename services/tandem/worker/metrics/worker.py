@@ -14,15 +14,15 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tandem.bounded_server import BoundedServer
+from tandem.common.engine_counts import EngineTally
+from tandem.common.perf_model.kv_load import TierUse, kv_use
+from tandem.common.perf_model.rates import PairRate
 from tandem.engine.types import EngineLoad, StepReport
-from tandem.engine_counts import EngineTally
-from tandem.memory import read_memory
-from tandem.observability.metrics import MetricSet, counter, gauge, gauges, histogram
-from tandem.perf_model.kv_load import TierUse, kv_use
-from tandem.perf_model.rates import PairRate
+from tandem.models.memory import read_memory
+from tandem.net.bounded_server import BoundedServer
+from tandem.net.observability.metrics import MetricSet, counter, gauge, gauges, histogram
+from tandem.net.store.registry import Load
 from tandem.prefix_index.publisher import Publisher
-from tandem.store.registry import Load
 from tandem.transfer.nixl.messages import PullResult, Renewed
 from tandem.worker.engine_process.messages import PullsSettled, TransferReply
 from tandem.worker.kv_pulls.lease import ConsumerLease, PullStats

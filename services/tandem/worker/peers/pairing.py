@@ -13,12 +13,12 @@ import logging
 import grpc.aio
 from msgspec.structs import asdict
 
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
-from tandem.rpc.peer_calls import PeerCalls
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
-from tandem.store.registry import KvCompatibility
+from tandem.net.rpc.peer_calls import PeerCalls
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, reach
 from tandem.transfer.nixl.transport import NixlTransport

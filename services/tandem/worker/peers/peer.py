@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from tandem.rpc.channels import close_soon
-from tandem.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.net.rpc.channels import close_soon
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.transfer.protocol import Transport
 
 

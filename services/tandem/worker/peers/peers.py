@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
-from tandem.rpc.channels import foreign_cancellation_raises
-from tandem.store.registry import WorkerRecord
+from tandem.net.rpc.channels import foreign_cancellation_raises
+from tandem.net.store.registry import WorkerRecord
 from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates

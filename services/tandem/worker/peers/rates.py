@@ -11,11 +11,11 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from tandem.config.worker import WorkerConfig
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.perf_model.meters import PairMeter
+from tandem.common.perf_model.predict import queue_seconds
+from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates, default_pair
 from tandem.engine.types import StepReport
-from tandem.perf_model.meters import PairMeter
-from tandem.perf_model.predict import queue_seconds
-from tandem.perf_model.rates import PairRate, TierRate, WorkerRates, default_pair
 from tandem.worker.peers.slow_link import SlowLink
 
 HANG_FLOOR_S = 5.0  # no engine counts as hung sooner

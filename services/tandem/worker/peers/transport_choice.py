@@ -7,8 +7,8 @@ auto                  NIXL, if its reads work and are not slower than gRPC; else
 
 from dataclasses import dataclass
 
-from tandem.config.transfer import Transport
-from tandem.perf_model.rates import PairRate
+from tandem.common.config.transfer import Transport
+from tandem.common.perf_model.rates import PairRate
 from tandem.transfer.nixl.reach import Reach
 
 PULL_BYTES = 4 << 20  # the pull that transports are compared by

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tandem.config.transfer import TransferConfig
-from tandem.observability.traces import NO_SPAN, RequestSpan
+from tandem.common.config.transfer import TransferConfig
+from tandem.net.observability.traces import NO_SPAN, RequestSpan
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 
 

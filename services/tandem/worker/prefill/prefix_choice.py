@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tandem.common.perf_model import predict
+from tandem.common.perf_model.rates import WorkerRates
 from tandem.engine.types import SequenceSpec
-from tandem.perf_model import predict
-from tandem.perf_model.rates import WorkerRates
 
 
 class ConnectedHolder(predict.Holder, frozen=True):

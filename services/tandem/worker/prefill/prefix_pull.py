@@ -13,17 +13,17 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tandem.adapter import digest_of
-from tandem.block_hash import hash_blocks
-from tandem.config.worker import WorkerConfig
+from tandem.common.adapter import digest_of
+from tandem.common.block_hash import hash_blocks
+from tandem.common.config.worker import WorkerConfig
+from tandem.common.perf_model.predict import ASK_S, prefill_seconds
+from tandem.common.perf_model.rates import PairRate
+from tandem.common.perf_model.soonest import Offer
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
-from tandem.observability.logs import about
-from tandem.perf_model.predict import ASK_S, prefill_seconds
-from tandem.perf_model.rates import PairRate
-from tandem.perf_model.soonest import Offer
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.store.registry import KvCompatibility
+from tandem.net.observability.logs import about
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.store.registry import KvCompatibility
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.peer import Peer

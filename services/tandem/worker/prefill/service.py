@@ -22,9 +22,9 @@ import grpc
 
 from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Reserved
 from tandem.errors import BadRequest, InternalError, NoWorkers, QueueFull
-from tandem.observability.logs import about
-from tandem.observability.traces import NO_SPAN
-from tandem.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.net.observability.logs import about
+from tandem.net.observability.traces import NO_SPAN
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.producer import BlockServer
 from tandem.worker.convert import cached_message, logprobs_message, sequence_spec, trace_headers
 from tandem.worker.engine_process import messages

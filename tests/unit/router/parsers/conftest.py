@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from tandem.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS

@@ -15,9 +15,9 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from tandem.config.answers import AnswerConfig
+from tandem.common.config.answers import AnswerConfig
 from tandem.errors import BadRequest
-from tandem.grammars.text import grammar_text
+from tandem.models.grammars.text import grammar_text
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.parsers.model_format import ModelFormat

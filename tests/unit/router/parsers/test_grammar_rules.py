@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher
 
-from tandem.config.answers import AnswerConfig
-from tandem.grammars.text import StructuredOutput, grammar_text
+from tandem.common.config.answers import AnswerConfig
+from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.text import TextStream
 from tests.unit.router.parsers.conftest import drawn, vocabulary

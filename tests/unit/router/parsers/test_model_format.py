@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from tandem.config.answers import AnswerConfig, ReasoningParser, ToolParser
+from tandem.common.config.answers import AnswerConfig, ReasoningParser, ToolParser
 from tandem.errors import BadRequest
 from tandem.models.source import resolve
 from tandem.models.tokenizer import Tokenizer

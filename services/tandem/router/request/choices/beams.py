@@ -27,10 +27,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import count
 
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.choices.interleave import interleave
 from tandem.router.request.job import Job, Progress, Step
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 
 @dataclass(frozen=True, slots=True)

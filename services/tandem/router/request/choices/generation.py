@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from tandem.config.autoscale import AutoscaleConfig
+from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.errors import DeadlineExceeded
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.limits.limiter import Reservation
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
@@ -21,7 +22,6 @@ from tandem.router.request.job import Job, JobState, Step
 from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RequestRecord
 from tandem.router.request.text import Piece, TextStream
-from tandem.rpc.tandem.v1.worker_pb2 import LogprobEntry
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from tandem.grammars.text import StructuredOutput
+from tandem.models.grammars.text import StructuredOutput
 from tandem.router.parsers.machine import Machine
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.conversation import Conversation

@@ -13,7 +13,7 @@ turns at all of them (`fair_executor.py`), each piece is a job of its own, and a
 leaves one running job at most. A tokenizer that does not end its job in time is ended. Knows no
 worker and no placement.
 
-One more process checks grammars (grammars/check.py), and starts with the first. Tenants take turns
+One more process checks grammars (grammar_checker.py), and starts with the first. Tenants take turns
 at these checks, too:
 
     two at a time, 0.5 s of CPU time each --> nearly all are done
@@ -43,15 +43,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.block_hash import Chain, hash_blocks
+from tandem.common.block_hash import Chain, hash_blocks
 from tandem.errors import BadRequest, CompilerBusy, ConfigError, TokenizerLate
-from tandem.grammars.check import RETRY_AFTER_S, GrammarChecker
-from tandem.grammars.text import StructuredOutput, refused
 from tandem.models.broken_files import first_line
+from tandem.models.grammars.text import StructuredOutput, refused
 from tandem.models.tokenizer import RenderedText, Tokenizer, check_unicode
 from tandem.models.tokenizer_check import MEMORY_BYTES
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
+from tandem.router.request.prompt.grammar_checker import RETRY_AFTER_S, GrammarChecker
 from tandem.router.request.prompt.pieces import (
     CONTEXT_CHARACTERS,
     PIECE_CHARACTERS,

@@ -1,0 +1,61 @@
+"""Calls to load and unload LoRA adapters, as vLLM has them."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+
+from tandem.api.http.body import read_json_object
+from tandem.api.http.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller
+from tandem.common.config.router import RouterConfig
+from tandem.errors import BadRequest
+from tandem.router.scaling.adapters import AdapterControl
+
+# vLLM's `lora_int_id` is its engine's own number of an adapter.
+_LOAD = {"lora_name": str, "lora_path": str, "load_inplace": bool}
+_UNLOAD = {"lora_name": str, "lora_int_id": int}
+
+
+def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterControl) -> None:
+    """Adds /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+
+    @app.post(LOAD_ADAPTER_PATH)
+    async def load(request: Request) -> Response:
+        """Serves an adapter; answers in words, as vLLM does."""
+        body = _checked(await read_json_object(request, config), _LOAD)
+        name, path = body.get("lora_name"), body.get("lora_path")
+        if not name or not path:
+            raise BadRequest(
+                "Both 'lora_name' and 'lora_path' must be provided.",
+                param="lora_path" if name else "lora_name",
+            )
+        loaded = await control.load(
+            name,
+            path,
+            in_place=body.get("load_inplace", False),
+            who=caller(request.scope),
+        )
+        lines = [f"Success: LoRA adapter '{name}' added successfully."]
+        lines += [f"Not on {worker}: {why}" for worker, why in sorted(loaded.refused.items())]
+        return PlainTextResponse("\n".join(lines))
+
+    @app.post(UNLOAD_ADAPTER_PATH)
+    async def unload(request: Request) -> Response:
+        """Serves an adapter no more; requests that use it go on."""
+        body = _checked(await read_json_object(request, config), _UNLOAD)
+        if not (name := body.get("lora_name")):
+            raise BadRequest("'lora_name' must be provided.", param="lora_name")
+        await control.unload(name, who=caller(request.scope))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _checked(body: dict[str, Any], allowed: dict[str, type]) -> dict[str, Any]:
+    """Returns the fields that are set. Raises BadRequest naming one that is not allowed."""
+    for name, value in body.items():
+        if name not in allowed:
+            raise BadRequest(
+                f"the body has {name[:80]!r}; allowed are {', '.join(allowed)}", param=name[:80]
+            )
+        if value is not None and type(value) is not allowed[name]:
+            raise BadRequest(f"{name} must be of type {allowed[name].__name__}", param=name)
+    return {name: value for name, value in body.items() if value is not None}

@@ -1,0 +1,183 @@
+"""The cluster for operators: `/v1/cluster` (state, sizes, roles, drains, audits)."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.api.http.body import parse_object, read_body, read_json_object
+from tandem.api.http.errors import JsonResponse
+from tandem.api.http.guard import RESET_PATH, caller
+from tandem.common.config.router import RouterConfig
+from tandem.common.perf_model.kv_load import kv_use
+from tandem.common.perf_model.predict import queue_seconds
+from tandem.common.perf_model.rates import WorkerRates
+from tandem.errors import BadRequest
+from tandem.net.observability.log_file import Place
+from tandem.prefix_index.audit import Differences
+from tandem.router.index.audit import IndexAudit
+from tandem.router.request.generator import Generator
+from tandem.router.scaling.control import ClusterControl
+from tandem.router.scaling.worker_log import read_own_log, read_worker_log
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.known_worker import KnownWorker
+from tandem.router.workers.rows import headline, problems_of, worker_rows
+
+# Fields of a worker's record, and of its KV compatibility, that are told as they are.
+_TOLD = ("worker_id", "role", "state", "transports", "memory_free_bytes", "memory_total_bytes")
+_TOLD_OF_PROCESS = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
+_TOLD_OF_KV = ("compute_dtype", "numerics", "block_size")
+
+
+def add_cluster_routes(
+    app: FastAPI,
+    config: RouterConfig,
+    generator: Generator,
+    control: ClusterControl,
+    audit: IndexAudit,
+) -> None:
+
+    async def read_allowed(request: Request, *names: str) -> dict[str, Any]:
+        body = await read_json_object(request, config)
+        if unknown := set(body) - set(names):
+            allowed = " and ".join(names)
+            param = min(unknown)[:80]
+            raise BadRequest(f"the body has {param!r}; allowed: {allowed}", param=param)
+        return body
+
+    @app.get("/v1/cluster")
+    async def state() -> Response:
+        pools = await control.sizes.pools()
+        return JsonResponse(cluster_state(config, generator, control.view, pools))
+
+    @app.post("/v1/cluster", status_code=202)
+    async def scale(request: Request) -> Response:
+        """Asks the owner of the pools for these sizes; GET shows when they are reached."""
+        body = await read_json_object(request, config)
+        sizes = await control.scale(body, who=caller(request.scope))
+        return JsonResponse({"wanted": sizes}, 202)
+
+    @app.post("/v1/cluster/workers/{worker_id}/role")
+    async def set_role(worker_id: str, request: Request) -> Response:
+        """Moves a worker to the other pool, or to the named one, and answers once it has moved."""
+        body = await read_allowed(request, "role")
+        if not isinstance(role := body.get("role", ""), str):
+            raise BadRequest("role must be prefill or decode", param="role")
+        return JsonResponse(await control.set_role(worker_id, role, who=caller(request.scope)))
+
+    @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
+    async def drain(worker_id: str, request: Request) -> Response:
+        """Drains a worker, within `deadline_s`; GET no longer lists it once it has left. The last
+        decode worker needs `force`."""
+        body = await read_allowed(request, "deadline_s", "force")
+        if not isinstance(force := body.get("force", False), bool):
+            raise BadRequest("force must be true or false", param="force")
+        deadline_s, who = body.get("deadline_s", 0.0), caller(request.scope)
+        await control.drain(worker_id, deadline_s, force=force, who=who)
+        return JsonResponse({"draining": worker_id}, 202)
+
+    @app.get("/v1/cluster/workers/{worker_id}/log")
+    async def log(worker_id: str, request: Request) -> Response:
+        """Returns a part of the log of a worker, or of this router, and the place where it ends:
+        with `?after=PLACE`, what comes then. An empty text: there is no more yet."""
+        after = Place.parse(request.query_params.get("after", ""))
+        if worker_id == config.router_id:
+            text, end = await read_own_log(after)
+        else:
+            text, end = await read_worker_log(control, worker_id, after)
+        return JsonResponse({"text": text.decode(errors="replace"), "after": str(end)})
+
+    @app.post(RESET_PATH)
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Drops what no request uses from the prefix caches of all workers, or of `worker_id`."""
+        # vLLM's clients send no body.
+        body = parse_object(await read_body(request, config) or b"{}")
+        if unknown := set(body) - {"worker_id"}:
+            raise BadRequest(f"the body has {unknown}; allowed is worker_id", param="worker_id")
+        if not isinstance(worker_id := body.get("worker_id", ""), str):
+            raise BadRequest("worker_id must be a worker's id", param="worker_id")
+        dropped = await control.reset_prefix_cache(worker_id, who=caller(request.scope))
+        return JsonResponse({"dropped_blocks": dropped})
+
+    @app.post("/v1/cluster/index/verify")
+    async def verify(request: Request) -> Response:
+        """Verifies a sample of entries, or every entry with `{"all": true}`."""
+        body = await read_json_object(request, config)
+        if not isinstance(body.get("all", False), bool) or body.keys() - {"all"}:
+            raise BadRequest('the body must be {} or {"all": true}', param="all")
+        found = await audit.verify(everything=body.get("all", False))
+        return JsonResponse({"workers": {name: _audited(f) for name, f in found.items()}})
+
+
+def cluster_state(
+    config: RouterConfig, generator: Generator, view: ClusterView, pools: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    workers = sorted(view.known(), key=lambda w: (w.record.role, w.record.worker_id))
+    reason = generator.not_ready_reason()
+    rows = worker_rows(view.seen(), view.gone, pools, time.time(), view.loading)
+    wrong = view.cluster_problems().values()
+    problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
+    return {
+        "headline": headline(problems, pools),
+        "cluster_id": config.cluster.cluster_id,
+        "model": generator.served_name,
+        "max_model_len": generator.max_model_len,
+        "router": {"id": config.router_id, "ready": not reason, "reason": reason},
+        "redis": view.redis_state,
+        "pools": pools,
+        "known_workers": [asdict(row) for row in rows],
+        "autoscale": {
+            "mode": config.autoscale.mode,
+            "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
+        },
+        "workers": [_worker(w, view) for w in workers],
+    }
+
+
+def _audited(found: Differences) -> dict[str, Any]:
+    return {
+        "checked": found.num_checked,
+        "missing": found.missing,
+        "stale": found.stale,
+        "in_tree": found.in_tree,
+        "error": found.error,
+        "ok": not (found.any or found.error),
+    }
+
+
+def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
+    record, load, client = worker.record, worker.load, worker.client
+    return {
+        "pool": record.pool or record.role,
+        "compatible": view.is_compatible(record),
+        "connected": client.is_up if client else None,
+        **{name: getattr(record, name) for name in (*_TOLD, *_TOLD_OF_PROCESS)},
+        **{name: getattr(record.compatibility, name) for name in _TOLD_OF_KV},
+        "kv_use": kv_use(load),
+        "load": {
+            **msgspec.structs.asdict(load),
+            "groups": list(map(msgspec.structs.asdict, load.groups)),
+        },
+        "tiers": list(map(msgspec.structs.asdict, record.tiers)),
+        "requests_here": client.num_inflight if client else 0,
+        "rates": _rates(record.rates),
+        "pairs": {
+            peer: {"bytes_per_s": pair.bytes_per_s, "latency_ms": pair.latency_s * 1000}
+            for peer, pair in record.pairs.items()
+        },
+    }
+
+
+def _rates(rates: WorkerRates) -> dict[str, float] | None:
+    """Returns the rates that the worker has measured; None while it has measured nothing."""
+    if not rates.measured:
+        return None
+    step_s = queue_seconds(rates, rates.step_tokens)
+    return {
+        "prefill_tokens_per_s": rates.step_tokens / step_s,  # of a full step at a prompt's start
+        "decode_step_ms": rates.decode.step_s * 1000,
+        "decode_sequence_ms": rates.decode.sequence_s * 1000,  # more for each in the step
+    }

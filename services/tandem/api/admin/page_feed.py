@@ -1,0 +1,287 @@
+"""The live feed of the operators' page: `GET /v1/cluster/live`, as server-sent events.
+
+    run ----once a second, if anyone looks----> snapshot --delta, encoded once--> every viewer
+     `-----every 5 s, in any case-------------> History
+
+    event `full`    all of it: to a viewer that is new, and to one that was too slow for deltas
+    event `delta`   what changed since the event before; `now` at least, so that a viewer knows
+                    that the router lives
+
+One snapshot serves all viewers, however many there are. Bounds: VIEWERS_MAX viewers; PENDING_MAX
+events that wait for one viewer, then it gets a `full` instead; STREAM_S seconds for a stream, so
+that a key which is revoked stops working there, too.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.api import sse
+from tandem.api.admin.snapshot import (
+    EVENTS_MAX,
+    WORKER_COLUMNS,
+    Snapshot,
+    delta,
+    take_snapshot,
+)
+from tandem.api.http.stream import until_disconnect
+from tandem.common.config.router import RouterConfig
+from tandem.common.perf_model.kv_load import held_shares
+from tandem.common.process.cancellation import cancel
+from tandem.errors import QueueFull, TandemError
+from tandem.net.security.audit_trail import AuditTrail
+from tandem.router.metrics.history import COLUMNS, STEP_S, History, WorkerSums
+from tandem.router.metrics.router import Metrics
+from tandem.router.request.generator import Generator
+from tandem.router.scaling.control import ClusterControl
+from tandem.router.workers.events import Event
+
+log = logging.getLogger(__name__)
+
+LIVE_PATH = "/v1/cluster/live"
+INTERVAL_S = 1.0
+VIEWERS_MAX = 32
+PENDING_MAX = 8
+STREAM_S = 600.0
+_EVENTS_EVERY_S = 2.0
+_EVENTS_DEADLINE_S = 1.0
+_RETRY_AFTER_S = 10.0
+_AFTER_BUG_S = 30.0
+
+
+class Viewer:
+    """One open page: the events that wait for it."""
+
+    def __init__(self, feed: "PageFeed") -> None:
+        self._feed = feed
+        self._pending: deque[bytes] = deque()
+        self._lacks_all = True
+        self._news = asyncio.Event()
+
+    def offer(self, event: bytes) -> None:
+        """Queues an event; a viewer that takes none gets all anew later."""
+        if len(self._pending) >= PENDING_MAX:
+            self._pending.clear()
+            self._lacks_all = True
+        if not self._lacks_all:
+            self._pending.append(event)
+        self._news.set()
+
+    def end(self) -> None:
+        self._news.set()
+
+    async def next(self) -> bytes:
+        """Waits for the next event; returns no bytes once the feed is closed."""
+        while not self._feed.is_closed:
+            if self._lacks_all and (full := self._feed.full()):
+                self._lacks_all = False
+                self._pending.clear()
+                return full
+            if self._pending:
+                return self._pending.popleft()
+            self._news.clear()
+            await self._news.wait()
+        return b""
+
+
+class PageFeed:
+    """The feed of one router; `run` keeps it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        generator: Generator,
+        control: ClusterControl,
+        metrics: Metrics,
+        trail: AuditTrail,
+    ) -> None:
+        self.config = config
+        self.is_closed = False
+        self._generator = generator
+        self._control = control
+        self._view = control.view
+        self._metrics = metrics
+        self._trail = trail
+        self._history = History(metrics)
+        self._viewers: set[Viewer] = set()
+        self._wanted = asyncio.Event()
+        self._started_at = time.time()
+        self._snapshot = Snapshot()
+        self._num_sampled = 0  # samples of the history that viewers have
+        self._full = b""  # of the last snapshot; empty: not encoded yet
+        self._seen_at = 0.0  # when the last snapshot was taken; 0: viewers have none
+        self._events: list[Event] = []
+
+    def check_room(self) -> None:
+        """Raises QueueFull if there are too many viewers."""
+        if len(self._viewers) >= VIEWERS_MAX:
+            raise QueueFull(
+                f"{VIEWERS_MAX} pages of this router are open already",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    @contextlib.contextmanager
+    def viewing(self) -> Iterator[Viewer]:
+        """Adds a viewer for a while."""
+        viewer = Viewer(self)
+        self._viewers.add(viewer)
+        self._wanted.set()
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self.is_closed = True
+        for viewer in self._viewers:
+            viewer.end()
+
+    async def run(self) -> None:
+        """Samples and looks until it is cancelled."""
+        sampling = asyncio.create_task(self._sample_for_ever())
+        reading = asyncio.create_task(self._read_events_for_ever())
+        try:
+            while True:
+                await self._wanted.wait()
+                try:
+                    await self.look(time.time())
+                except Exception:
+                    log.exception("the page cannot be shown; requests are served all the same")
+                    await asyncio.sleep(_AFTER_BUG_S)
+                await asyncio.sleep(INTERVAL_S)
+                if not self._viewers:
+                    self._wanted.clear()
+                    self._seen_at = 0.0
+        finally:
+            self.close()
+            await cancel(sampling, reading)
+
+    async def look(self, now: float) -> None:
+        """Takes a snapshot, and offers all viewers what changed."""
+        pools = await self._control.sizes.pools()
+        before, self._snapshot = (
+            self._snapshot,
+            take_snapshot(
+                self.config,
+                self._generator,
+                self._view,
+                pools,
+                self._events,
+                started_at=self._started_at,
+                now=now,
+            ),
+        )
+        is_first, self._seen_at, self._full = not self._seen_at, now, b""
+        flows = self._metrics.flows.take()
+        samples = self._history.since(self._num_sampled)
+        self._num_sampled = self._history.num_taken
+        if is_first:
+            for viewer in self._viewers:
+                viewer.end()
+            return
+        changed = {"now": now, **delta(before, self._snapshot)}
+        if samples:
+            changed["samples"] = samples
+        if flows:
+            changed["flows"] = flows
+        event = sse.event(changed, "delta")
+        for viewer in self._viewers:
+            viewer.offer(event)
+
+    def full(self) -> bytes:
+        """Returns the event with all of the last snapshot; no bytes if none was taken of late."""
+        if not self._seen_at:
+            return b""
+        if not self._full:
+            snapshot = self._snapshot
+            seen = self._history.since(0)
+            unseen = self._history.num_taken - self._num_sampled
+            everything: dict[str, Any] = {
+                "now": self._seen_at,
+                "worker_columns": WORKER_COLUMNS,
+                "sample_columns": COLUMNS,
+                "step_s": STEP_S,
+                "head": snapshot.head,
+                "workers": snapshot.workers,
+                "requests": list(snapshot.requests.values()),
+                "events": snapshot.events,
+                "samples": seen[: len(seen) - unseen],  # the rest comes with the next delta
+            }
+            self._full = sse.event(everything, "full")
+        return self._full
+
+    def sample(self, now: float) -> None:
+        """Takes a sample of the history."""
+        known = self._view.known()
+        loads = [worker.load for worker in known]
+        sums = WorkerSums(
+            blocks_total=sum(load.blocks_total for load in loads),
+            blocks_used=sum(load.blocks_used for load in loads),
+            blocks_cached=sum(load.blocks_cached for load in loads),
+            num_pulls=sum(load.num_pulls for load in loads),
+            num_leases=sum(load.num_leases for load in loads),
+            held_shares=held_shares(worker.record.tiers for worker in known),
+        )
+        self._history.take(now, sums)
+        if not self._viewers:
+            self._metrics.flows.take()  # nobody looks
+
+    async def _sample_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            self.sample(time.time())
+
+    async def _read_events_for_ever(self) -> None:
+        """Reads the events while anyone looks. Those that were read last stay if Redis is away."""
+        while True:
+            await self._wanted.wait()
+            try:
+                with contextlib.suppress(TandemError, TimeoutError):
+                    async with asyncio.timeout(_EVENTS_DEADLINE_S):
+                        self._events = await self._view.events.read(EVENTS_MAX, self._trail)
+            except Exception:  # as an entry that a router of another version wrote
+                log.exception("the page cannot show new events")
+                await asyncio.sleep(_AFTER_BUG_S)
+            await asyncio.sleep(_EVENTS_EVERY_S)
+
+
+class LiveStream(Response):
+    """The stream of one viewer."""
+
+    def __init__(self, feed: PageFeed) -> None:
+        """Raises QueueFull if there are too many, before anything is sent."""
+        feed.check_room()
+        super().__init__(
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+            media_type="text/event-stream",
+        )
+        del self.headers["content-length"]  # an open stream has no length
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._feed.viewing() as viewer:
+            try:
+                await until_disconnect(receive, self._send_all(viewer, send))
+            except (ClientDisconnect, OSError):
+                log.debug("a page is closed")
+
+    async def _send_all(self, viewer: Viewer, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STREAM_S):
+                while event := await viewer.next():
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

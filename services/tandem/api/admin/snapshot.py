@@ -1,0 +1,154 @@
+"""The cluster as the operators' page shows it, and what changed between two looks.
+
+A snapshot has four parts, and `delta` names what differs in each:
+
+    head      one object: the router, pools, what is wrong; sent whole if anything in it changed
+    workers   a row for each known worker, alive or not, by id; in the order of WORKER_COLUMNS
+    requests  the latest requests by id, with their stages and why they were placed so
+    events    the latest events, the newest first
+
+It has no prompt, no text and no key.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from tandem.common.config.router import RouterConfig
+from tandem.common.perf_model.kv_load import kv_use
+from tandem.router.request.generator import Generator
+from tandem.router.request.log import RequestRecord
+from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.events import Event
+from tandem.router.workers.known_worker import KnownWorker
+from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_rows
+
+REQUESTS_MAX = 50
+EVENTS_MAX = 50
+_PAIRS_MAX = 64  # peers whose transports a row tells of
+_MEMORY_LOW_SHARE = 0.05
+WORKER_COLUMNS = (
+    *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
+    *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
+    "tiers",  # name, blocks that it holds, and blocks that it can hold, of each
+)
+_TOLD = ("id", "kind", "created", "outcome", "error", "placement", "decode_worker")
+_TOLD_TOO = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    head: dict[str, Any] = field(default_factory=dict)
+    workers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    requests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+
+def take_snapshot(
+    config: RouterConfig,
+    generator: Generator,
+    view: ClusterView,
+    pools: Mapping[str, Mapping[str, Any]],
+    events: list[Event],
+    *,
+    started_at: float,
+    now: float,
+) -> Snapshot:
+    """Returns the state as of `now`, in seconds since the epoch."""
+    rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
+    reason, wrong = generator.not_ready_reason(), view.cluster_problems().values()
+    problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
+    head = {
+        "headline": headline(problems, pools),
+        "is_well": not problems and view.redis_state == "ok",
+        "router_id": config.router_id,
+        "num_routers": pools.get("router", {}).get("running", 1),
+        "version": metadata.version("tandem-llm"),
+        "started_at": started_at,
+        "cluster_id": config.cluster.cluster_id,
+        "model": generator.served_name,
+        "max_model_len": generator.max_model_len,
+        "redis": view.redis_state,
+        "is_ready": not reason,
+        "public": {
+            "host": config.host,
+            "port": config.http_port,
+            "scheme": "https" if config.tls.tls_cert else "http",
+        },
+        "pools": {name: _pool(state) for name, state in pools.items()},
+        "autoscale": {
+            "mode": config.autoscale.mode,
+            "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
+        },
+    }
+    known = {worker.record.worker_id: worker for worker in view.known()}
+    return Snapshot(
+        head,
+        {row.worker_id: _row(row, known.get(row.worker_id)) for row in rows},
+        {r.request_id: _request(r) for r in generator.requests.latest(REQUESTS_MAX)},
+        events,
+    )
+
+
+def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
+    """Returns what a viewer that has `before` lacks; parts without a change are left out."""
+    changed: dict[str, Any] = {}
+    if before.head != after.head:
+        changed["head"] = after.head
+    if rows := _changed(before.workers, after.workers):
+        changed["workers"] = rows
+    if gone := before.workers.keys() - after.workers.keys():
+        changed["gone"] = sorted(gone)
+    if requests := _changed(before.requests, after.requests):
+        changed["requests"] = list(requests.values())
+    if before.events != after.events:
+        changed["events"] = after.events
+    return changed
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in after.items() if before.get(key) != value}
+
+
+def _pool(state: Mapping[str, Any]) -> dict[str, Any]:
+    running = state.get("running", state.get("registered"))
+    return {
+        "wanted": state.get("wanted", state.get("replicas")),
+        "running": running,
+        "ready": state.get("ready"),
+    }
+
+
+def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
+    if worker is None:
+        role = row.pool
+        return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, "", "", "", False, ())
+    record, load = worker.record, worker.load
+    cached = 100 * load.blocks_cached / load.blocks_total if load.blocks_total else 0.0
+    is_low = record.memory_free_bytes < _MEMORY_LOW_SHARE * record.memory_total_bytes
+    return (
+        *(row.pool, record.role, row.state, row.note),
+        *(load.num_running, load.num_waiting, load.num_leases, load.num_pulls),
+        *(round(100 * kv_use(load)), round(cached)),
+        _transports(rate.transport for rate in record.pairs.values()),
+        *(record.address, record.host, is_low),
+        tuple((tier.name, tier.blocks_held, tier.blocks_total) for tier in record.tiers),
+    )
+
+
+def _transports(transports: Iterable[str]) -> str:
+    found = dict.fromkeys(sorted(t for t, _ in zip(transports, range(_PAIRS_MAX), strict=False)))
+    return ", ".join(found)
+
+
+def _request(record: RequestRecord) -> dict[str, Any]:
+    told = record.as_dict()
+    usage = told["usage"]
+    return {
+        **{name: told[name] for name in (*_TOLD, *_TOLD_TOO)},
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "stages_ms": told["stages_ms"],
+    }

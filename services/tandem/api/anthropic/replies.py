@@ -1,0 +1,206 @@
+"""Answers in Anthropic's form: the events of a stream, and a whole message, which is what a client
+makes of these events.
+
+    message_start, ping, { content_block_start, content_block_delta ..., content_block_stop } ...,
+    message_delta, message_stop
+
+A block is text, thinking, or the call of one tool. It ends where another kind of text begins.
+https://platform.claude.com/docs/en/build-with-claude/streaming
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec.structs import asdict
+
+from tandem.api.anthropic.errors import error_body
+from tandem.api.openai.parsed import ParsedRequest
+from tandem.api.openai.tools import arguments_of
+from tandem.api.sse import event
+from tandem.errors import TandemError
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.parsers.machine import CallDelta
+from tandem.router.request.delta import Delta, Usage
+from tandem.router.request.retention import TTLS_S
+
+# The names of a block's text, in the block itself and in its deltas.
+_TEXT = {
+    "text": ("text", "text_delta"),
+    "thinking": ("thinking", "thinking_delta"),
+    "tool_use": ("partial_json", "input_json_delta"),
+}
+
+
+def usage_body(usage: Usage, pin_s: float = 0.0) -> dict[str, Any]:
+    """Returns the usage. Anthropic counts tokens that were cached, or that `cache_control` has
+    cached for `pin_s` seconds, beside the others of the input."""
+    created = max(0, usage.storable_tokens - usage.cached_tokens) if pin_s else 0
+    body: dict[str, Any] = {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
+        "cache_creation_input_tokens": created,
+        "cache_creation": {
+            f"ephemeral_{ttl}_input_tokens": created if seconds == pin_s else 0
+            for ttl, seconds in TTLS_S.items()
+        },
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+    if usage.cached_by_tier is not None:
+        body["cache_read_input_tokens_by_tier"] = asdict(usage.cached_by_tier)
+    return body
+
+
+class MessageReplies:
+    """The reply to one body."""
+
+    num_choices = 1
+
+    def __init__(
+        self, parsed: ParsedRequest, model: str, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Takes what every API's replies take; messages have no log probabilities."""
+        self.reply_id = f"msg_{parsed.request_id}"
+        self._model = model
+        self._pin_s = parsed.requests[0].retention.pin_s
+        self._blocks = _Blocks()
+        self._has_begun = False
+
+    def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """Returns the message of all deltas."""
+        (deltas,) = choices
+        message: dict[str, Any] = {}
+        partial = ""  # the text of the block that is open
+        for one in (e for delta in deltas for e in self._events(delta)):
+            if one["type"] == "message_start":
+                message = one["message"]
+            elif one["type"] == "content_block_start":
+                message["content"].append(one["content_block"])
+                partial = ""
+            elif one["type"] == "content_block_delta" and "signature" in one["delta"]:
+                message["content"][-1]["signature"] = one["delta"]["signature"]
+            elif one["type"] == "content_block_delta":
+                name, _ = _TEXT[message["content"][-1]["type"]]
+                partial += one["delta"][name]
+            elif one["type"] == "content_block_stop":
+                _fill(message["content"][-1], partial)
+            elif one["type"] == "message_delta":
+                message |= {**one["delta"], "usage": one["usage"]}
+        return message
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Returns the events of a delta."""
+        return b"".join(event(one, one["type"]) for one in self._events(delta))
+
+    def ending(self) -> bytes:
+        """Returns nothing: `message_stop` came with the last delta."""
+        return b""
+
+    def failure(self, error: TandemError) -> bytes:
+        """Returns the event that ends a stream before its end."""
+        return event(error_body(error), "error")
+
+    def _events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield {"type": "message_start", "message": self._empty_message(delta)}
+            yield {"type": "ping"}
+        yield from self._blocks.push(delta)
+        if delta.finish_reason:
+            stop_reason, stop_sequence = _stopped(delta, has_calls=self._blocks.num_calls > 0)
+            stopped = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+            usage = usage_body(delta.usage, self._pin_s)
+            yield {"type": "message_delta", "delta": stopped, "usage": usage}
+            yield {"type": "message_stop"}
+
+    def _empty_message(self, delta: Delta) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_body(delta.usage, self._pin_s),
+        }
+
+
+class _Blocks:
+    """Turns deltas into the events of blocks."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._index = -1
+        self._open = ""  # the type of the block that is open
+        self._thought = hashlib.sha256()
+
+    def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        if delta.reasoning:
+            yield from self._add("thinking", delta.reasoning)
+        if delta.text:
+            yield from self._add("text", delta.text)
+        for call in delta.tool_calls:
+            yield from self._add_call(call)
+        if delta.finish_reason:
+            yield from self._close()
+
+    def _add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if self._open != kind:
+            yield from self._close()
+            more = {"signature": ""} if kind == "thinking" else {}
+            yield self._begin({"type": kind, kind: "", **more})
+        if kind == "thinking":
+            self._thought.update(text.encode())
+        yield self._delta(text)
+
+    def _add_call(self, call: CallDelta) -> Iterator[dict[str, Any]]:
+        if call.name:
+            yield from self._close()
+            self.num_calls += 1
+            yield self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        if call.arguments:
+            yield self._delta(call.arguments)
+
+    def _begin(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._index += 1
+        self._open = block["type"]
+        return {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        name, kind = _TEXT[self._open]
+        delta = {"type": kind, name: text}
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if not self._open:
+            return
+        if self._open == "thinking":
+            # Clients drop thinking without a signature, or refuse it. Ours says which text it is.
+            signature = base64.b64encode(self._thought.digest()).decode()
+            delta = {"type": "signature_delta", "signature": signature}
+            yield {"type": "content_block_delta", "index": self._index, "delta": delta}
+            self._thought = hashlib.sha256()
+        yield {"type": "content_block_stop", "index": self._index}
+        self._open = ""
+
+
+def _fill(block: dict[str, Any], text: str) -> None:
+    """Puts the text of a block into it."""
+    if block["type"] == "tool_use":
+        block["input"] = arguments_of(text)
+    else:
+        block[block["type"]] = text
+
+
+def _stopped(delta: Delta, *, has_calls: bool) -> tuple[str, str | None]:
+    """Returns why the answer ended, and the stop sequence that ended it."""
+    if delta.finish_reason == "length":
+        return "max_tokens", None
+    if has_calls:
+        return "tool_use", None
+    if isinstance(delta.stop_reason, str):
+        return "stop_sequence", delta.stop_reason
+    return "end_turn", None

@@ -1,0 +1,460 @@
+"""Bodies of Anthropic's messages, and their way into the chats that `openai.requests` parses.
+
+A message's blocks become messages of a chat: each result of a tool is one of its own, text between
+results is the user's, and an assistant's text, thinking and calls are one message.
+https://platform.claude.com/docs/en/api/messages
+"""
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from tandem.api.openai.fields import UnusedFields
+from tandem.api.openai.parsed import ParsedRequest
+from tandem.api.openai.requests import parse_chat, validate
+from tandem.api.openai.structured import Strict
+from tandem.common.retention import PRIORITY_DEFAULT
+from tandem.errors import BadRequest, ThreadNotFound
+from tandem.router.request.allowed import ALLOWED, shorten
+from tandem.router.request.conversation import Conversation
+from tandem.router.request.retention import TTLS_S
+
+# The fields of a chat that have another name here.
+NAMES = {
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config",
+    "response_format": "output_config",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+}
+_BOOKKEEPING = ("diagnostics", "inference_geo", "metadata", "service_tier")
+_UNUSED = UnusedFields(
+    ignored=frozenset((*_BOOKKEEPING, "betas", "user_profile_id", "workspace_id")),
+    neutral={
+        "container": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    },
+)
+_ALLOWED = {
+    "messages": "a non-empty list of messages, each with a role (user, assistant or system) and a "
+    "content that is a string or a non-empty list of blocks: text, tool_use and thinking (of an "
+    "assistant), tool_result (of a user)",
+    "system": "a string or a list of text blocks",
+    "max_tokens": "an integer of at least 1",
+    "stop_sequences": ALLOWED["stop"],
+    "tools": 'a list of tools such as {"name": ..., "description": ..., "input_schema": {...}}; '
+    "tools that Anthropic's servers run are not supported",
+    "tool_choice": 'an object with the type "auto", "any", "tool" (with name) or "none"',
+    "thinking": 'an object with the type "enabled", "disabled" or "adaptive"',
+    "context_management": 'an object with edits that change nothing, such as {"edits": [{"type": '
+    '"clear_thinking_20251015", "keep": "all"}]}',
+    "thread": 'an object with the type "create", or "continue" and a previous_message_id',
+    "output_config": 'an object with effort ("low", "medium", "high", "xhigh" or "max") and '
+    'format, such as {"type": "json_schema", "schema": {...}}',
+    "output_format": 'an object such as {"type": "json_schema", "schema": {...}}, and only without '
+    "output_config.format, its newer name",
+    "cache_control": 'an object with the type "ephemeral" and a ttl of "5m" or "1h"',
+}
+_KINDS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+}
+
+
+class _Part(BaseModel):
+    """A part of a body. It ignores further keys."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class CacheControl(Strict):
+    """A mark up to which a client wants its prompt cached. All of it is; what is before the last
+    mark is pinned."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class _Markable(_Part):
+    cache_control: CacheControl | None = None
+
+    def marks(self) -> list[CacheControl]:
+        """Returns the marks on this part, and on those inside."""
+        return [] if self.cache_control is None else [self.cache_control]
+
+
+def _wrong(message: str, **about: object) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", message, about)
+
+
+def _as_blocks(content: object) -> object:
+    """Makes a string one block of text, and refuses blocks of a type that no message has."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    known = {kind for kinds in _KINDS.values() for kind in kinds}
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            raise _wrong(
+                "block {index} is of the type {kind}, which is not supported; this model takes "
+                "text only",
+                index=index,
+                kind=repr(kind[:40]),
+            )
+    return content
+
+
+class TextBlock(_Markable):
+    type: Literal["text"]
+    text: str
+
+
+_Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+
+
+class ThinkingBlock(_Part):
+    """Thinking of an earlier answer. Its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(_Markable):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Markable):
+    """A tool's answer. Chat templates have no place for `is_error`; the content says what it is."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = []
+    is_error: bool = False
+
+    def marks(self) -> list[CacheControl]:
+        """Returns the marks on the result, and on its texts."""
+        return [*super().marks(), *(mark for text in self.content for mark in text.marks())]
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class InputMessage(_Part):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_as_blocks), Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Self:
+        for index, block in enumerate(self.content):
+            if block.type not in _KINDS[self.role]:
+                raise _wrong(
+                    "block {index} is of the type {kind}, which a message of the role {role} does "
+                    "not have",
+                    index=index,
+                    kind=repr(block.type),
+                    role=self.role,
+                )
+        return self
+
+    def to_chat(self) -> list[dict[str, Any]]:
+        """Returns the messages of a chat that say the same."""
+        if self.role == "assistant":
+            return [self._as_assistant()]
+        messages: list[dict[str, Any]] = []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                result = {"tool_call_id": block.tool_use_id, "content": _parts(block.content)}
+                messages.append({"role": "tool", **result})
+            elif isinstance(block, TextBlock):
+                if not messages or messages[-1]["role"] == "tool":
+                    messages.append({"role": self.role, "content": []})
+                messages[-1]["content"] += _parts([block])
+        return messages
+
+    def _as_assistant(self) -> dict[str, Any]:
+        texts = [b for b in self.content if isinstance(b, TextBlock)]
+        thoughts = [b.thinking for b in self.content if isinstance(b, ThinkingBlock)]
+        calls = [_call(b) for b in self.content if isinstance(b, ToolUseBlock)]
+        message: dict[str, Any] = {"role": "assistant", "content": _parts(texts) or None}
+        if thoughts:
+            message["reasoning_content"] = "".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+class Tool(_Markable):
+    """A function of the client's own. Anthropic's other tools have a type with a date."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.input_schema
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+def _check_tool(tool: object) -> object:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise _wrong(
+            "its type is {kind}; only tools of the client's own are supported",
+            kind=repr(kind[:40]),
+        )
+    return tool
+
+
+class ToolChoice(_Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise _wrong('the type "tool" has a name, and no other has one')
+        return self
+
+    def to_chat(self) -> str | dict[str, Any]:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(_Part):
+    """`budget_tokens` has no effect: nothing but `max_tokens` bounds what a model thinks. All of it
+    is shown, whatever `display` says."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    def wanted(self) -> bool | None:
+        """Returns whether the model is to think; None: as it does by itself."""
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
+class OutputFormat(_Part):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """`effort` is a hint, which a chat template may not take."""
+
+    unused = UnusedFields()
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self.effort is not None:
+            fields["reasoning_effort"] = "xhigh" if self.effort == "max" else self.effort
+        if self.format is not None:
+            schema = {"name": "output", "schema": self.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+def _check_edit(edit: object) -> object:
+    kind = edit.get("type") if isinstance(edit, dict) else None
+    if isinstance(kind, str) and kind != "clear_thinking_20251015":
+        raise _wrong(
+            "its type is {kind}, which would change the conversation", kind=repr(kind[:40])
+        )
+    return edit
+
+
+class ClearThinking(Strict):
+    """An edit of the conversation that clears nothing."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Annotated[
+        Literal["all"], BeforeValidator(lambda keep: "all" if keep == {"type": "all"} else keep)
+    ]
+
+
+class ContextManagement(Strict):
+    edits: list[Annotated[ClearThinking, BeforeValidator(_check_edit)]] = []
+
+
+class Thread(_Part):
+    """A conversation that the server is to keep, which this one does not."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_previous(self) -> Self:
+        if self.type == "continue" and not self.previous_message_id:
+            raise _wrong('the type "continue" has a previous_message_id')
+        return self
+
+    def find(self) -> None:
+        """Raises ThreadNotFound for a thread to continue: clients replay the conversation then."""
+        if self.type == "continue":
+            raise ThreadNotFound(
+                f"no conversation is kept that ended with {shorten(self.previous_message_id)}; "
+                'send all of its messages, without thread or with the type "create"',
+                param="thread",
+            )
+
+
+class CountTokensBody(Strict):
+    """The fields that say what the prompt is."""
+
+    unused = _UNUSED
+    allowed = _ALLOWED
+    parts = {"output_config": OutputConfig}
+
+    model: str = Field("", description=ALLOWED["model"])
+    messages: list[InputMessage] = Field(description=_ALLOWED["messages"])
+    system: _Texts = Field([], description=_ALLOWED["system"])
+    tools: list[Annotated[Tool, BeforeValidator(_check_tool)]] = Field(
+        [], description=_ALLOWED["tools"]
+    )
+    tool_choice: ToolChoice | None = Field(None, description=_ALLOWED["tool_choice"])
+    thinking: Thinking | None = Field(None, description=_ALLOWED["thinking"])
+    output_config: OutputConfig | None = Field(None, description=_ALLOWED["output_config"])
+    output_format: OutputFormat | None = Field(None, description=_ALLOWED["output_format"])
+    cache_control: CacheControl | None = Field(None, description=_ALLOWED["cache_control"])
+    context_management: ContextManagement | None = Field(
+        None, description=_ALLOWED["context_management"]
+    )
+    thread: Thread | None = Field(None, description=_ALLOWED["thread"])
+
+    def pin_s(self) -> float:
+        """Returns the longest time that a mark asks for, in seconds."""
+        blocks = [block for message in self.messages for block in message.content]
+        parts = [
+            part for part in (*self.system, *self.tools, *blocks) if isinstance(part, _Markable)
+        ]
+        marks = [mark for part in parts for mark in part.marks()]
+        marks += [] if self.cache_control is None else [self.cache_control]
+        return max((TTLS_S[mark.ttl] for mark in marks), default=0.0)
+
+    def pinned(self) -> Self | None:
+        """Returns a request that begins as this one and ends with the last mark; None without a
+        mark, or if all is marked. The tools count as a part of the system's message."""
+        if self.cache_control is not None:
+            return None
+        for index, message in reversed(list(enumerate(self.messages))):
+            if marked := [i for i, block in enumerate(message.content) if _is_marked(block)]:
+                cut = message.model_copy(update={"content": message.content[: marked[-1] + 1]})
+                return self.model_copy(update={"messages": [*self.messages[:index], cut]})
+        if any(map(_is_marked, (*self.system, *self.tools))):
+            # Some templates write the system's message into the user's.
+            nothing = InputMessage(role="user", content=[TextBlock(type="text", text="")])
+            return self.model_copy(update={"messages": [nothing]})
+        return None
+
+    def to_chat(self) -> dict[str, Any]:
+        """Returns the body of a chat that asks for the same. A final message of the assistant is
+        the beginning of the answer."""
+        messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        for message in self.messages:
+            messages += message.to_chat()
+        chat: dict[str, Any] = {"model": self.model, "messages": messages}
+        if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            chat["continue_final_message"] = True
+        if self.tools:
+            chat["tools"] = [tool.to_chat() for tool in self.tools]
+        if self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice.to_chat()
+            chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        config = self.output_config or OutputConfig()
+        if self.output_format is not None:
+            if config.format is not None:
+                raise BadRequest(
+                    f"output_format must be {_ALLOWED['output_format']}", param="output_format"
+                )
+            config = config.model_copy(update={"format": self.output_format})
+        return chat | config.to_chat()
+
+
+class MessagesBody(CountTokensBody):
+    max_tokens: int = Field(description=_ALLOWED["max_tokens"])
+    stop_sequences: list[str] = Field([], description=_ALLOWED["stop_sequences"])
+    stream: bool = Field(False, description=ALLOWED["stream"])
+    temperature: float = Field(1.0, description=ALLOWED["temperature"])
+    top_p: float = Field(1.0, description=ALLOWED["top_p"])
+    top_k: int = Field(0, description=ALLOWED["top_k"])
+    kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
+
+    def to_chat(self) -> dict[str, Any]:
+        """Returns the body of a chat that asks for the same answer."""
+        same = {"max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority"}
+        return {
+            **super().to_chat(),
+            **{name: getattr(self, name) for name in same & self.model_fields_set},
+            "stop": self.stop_sequences,
+        }
+
+
+def parse_messages(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Returns the request for an answer. Raises BadRequest, for some fields in the words of a chat:
+    `NAMES` has those of this API."""
+    return _parse(validate(MessagesBody, body), request_id)
+
+
+def parse_count(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Returns a request with the prompt. Raises BadRequest in the same way."""
+    return _parse(validate(CountTokensBody, body), request_id)
+
+
+def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
+    if body.thread is not None:
+        body.thread.find()
+    parsed = parse_chat(body.to_chat(), request_id)
+    (request,) = parsed.requests
+    thinking = body.thinking.wanted() if body.thinking is not None else None
+    assert isinstance(request.prompt, Conversation)
+    chat = replace(request.prompt, thinking=thinking, effort_is_hint=True)
+    retention = msgspec.structs.replace(request.retention, pin_s=body.pin_s())
+    marked = replace(request, prompt=chat, retention=retention)
+    if (pinned := body.pinned()) is not None:
+        begins = parse_chat(pinned.to_chat(), request_id).requests[0].prompt
+        messages = begins.messages if isinstance(begins, Conversation) else ()
+        part = replace(
+            chat, messages=messages, add_generation_prompt=False, continue_final_message=False
+        )
+        marked = replace(marked, pinned_chat=part)
+    return replace(parsed, requests=(marked,))
+
+
+def _is_marked(part: object) -> bool:
+    return isinstance(part, _Markable) and bool(part.marks())
+
+
+def _text(blocks: list[TextBlock]) -> str:
+    return "".join(block.text for block in blocks)
+
+
+def _parts(blocks: list[TextBlock]) -> list[dict[str, Any]]:
+    """Returns the parts of a chat's content."""
+    return [{"type": "text", "text": block.text} for block in blocks]
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": json.dumps(block.input)}
+    return {"id": block.id, "type": "function", "function": function}

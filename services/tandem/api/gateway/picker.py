@@ -1,0 +1,207 @@
+"""The endpoint picker: it places a request as a router does, and names the front to send it to.
+
+    request --tokenize, look up the tree, choose--> decode worker --its front--> HOST:PORT, hint
+
+It picks among the decode workers that have a front, and among the gateway's subset of them if it
+names one. A request that it cannot read or whose key it does not know goes to any of them: the
+front answers it with the error in the form of its API. Knows nothing of the gateway's protocol.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tandem.api.gateway.fronts import FrontTable
+from tandem.api.gateway.prompts import read_request
+from tandem.common.config.router import RouterConfig
+from tandem.errors import NoWorkers, Overloaded, QueueFull, TandemError
+from tandem.net.security.access import Access
+from tandem.router.admission.tenants import TENANT_HEADER, tenant_of
+from tandem.router.metrics.router import Metrics
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.placement.choose import Placement
+from tandem.router.placement.hint import PlacementHint, sign
+from tandem.router.request.dispatcher import Dispatcher
+from tandem.router.request.generator import REQUESTS_MAX, Generator
+from tandem.router.request.job import Job
+from tandem.router.request.request import ClientRequest
+from tandem.router.workers.cluster_view import ClusterView
+
+OBJECTIVE_HEADER = "x-gateway-inference-objective"
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as a gateway tells of it."""
+
+    path: str
+    headers: Mapping[str, Sequence[str]]  # by lower-case name
+    request_id: str  # of the header x-request-id
+    subset: frozenset[str] | None = None  # endpoints or hosts to pick from; None: all
+
+    def values(self, name: str) -> list[str]:
+        return list(self.headers.get(name, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Endpoints, the best one first, and the signed hint for its front; empty if it has none."""
+
+    endpoints: tuple[str, ...]
+    hint: str = ""
+    job: Job | None = None  # what is counted among the workers' load until `release`
+
+
+class EndpointPicker:
+    """Picks endpoints for all requests of a gateway. The caller releases each pick."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        view: ClusterView,
+        generator: Generator,
+        dispatcher: Dispatcher,
+        fronts: FrontTable,
+        access: Access,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._generator = generator
+        self._dispatcher = dispatcher
+        self.fronts = fronts
+        self.access = access
+        self._metrics = metrics
+        self._rng = random.Random()
+        self._num_open = 0  # requests that are being placed
+        self._awaited_until = 0.0  # monotonic seconds: a request found no decode worker
+
+    async def pick(self, asked: Asked, body: bytes) -> Pick:
+        """Picks endpoints for a request. Raises NoWorkers if there is none, and QueueFull or
+        Overloaded if the request is refused for its load."""
+        self._num_open += 1
+        try:
+            pick = await self._pick(asked, body)
+        except TandemError as error:
+            self._metrics.picks.labels(reason=error.code).inc()
+            raise
+        finally:
+            self._num_open -= 1
+        reason = "unread"
+        if pick.job is not None and pick.job.routing.routed is not None:
+            reason = pick.job.routing.routed.reason.partition(":")[0]
+        self._metrics.picks.labels(reason=reason).inc()
+        return pick
+
+    @property
+    def num_awaited(self) -> int:
+        """Returns 1 if a request found no decode worker, for as long as a router would hold it, and
+        else 0. The picker does not hold it; the autoscaler is to wake the pool all the same."""
+        is_awaited = time.monotonic() < self._awaited_until
+        return int(is_awaited and not self._view.has_decode_worker())
+
+    def release(self, pick: Pick, *, has_token: bool) -> None:
+        """Takes a pick off its workers' load when its answer began or is over. May be called any
+        number of times."""
+        if pick.job is not None:
+            self._dispatcher.note_elsewhere(pick.job, has_token=has_token)
+
+    async def _pick(self, asked: Asked, body: bytes) -> Pick:
+        if self._num_open > REQUESTS_MAX:
+            raise QueueFull(
+                f"{REQUESTS_MAX} requests are being placed already", retry_after_s=RETRY_AFTER_S
+            )
+        endpoints = self._endpoints(asked.subset)
+        priority = self._priority(asked)
+        if priority < 0 and not self._dispatcher.admission.has_capacity():
+            raise Overloaded(
+                "all workers are busy, and the request's objective lets it be refused then",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        try:
+            async with asyncio.timeout(self._config.hold_deadline_s):
+                job = await self._prepare(asked, body)
+                if job is None:
+                    return Pick(self._with_fallbacks(self._rng.choice(list(endpoints)), endpoints))
+                if priority > 0:
+                    job.routing.is_urgent = job.routing.has_turn = True
+                placement = await self._place(job, endpoints)
+        except TimeoutError:
+            raise QueueFull(
+                f"the request had no turn within {self._config.hold_deadline_s:g} s",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        worker_id = placement.decode.worker_id
+        prefill = placement.prefill_candidates
+        hint = PlacementHint(
+            asked.request_id,
+            time.time(),
+            worker_id,
+            prefill[0].worker_id if prefill else "",
+        )
+        signed = sign(hint, self._config.cluster.token)
+        return Pick(self._with_fallbacks(worker_id, endpoints), signed, job)
+
+    def _endpoints(self, subset: frozenset[str] | None) -> dict[str, str]:
+        """Returns the endpoints to pick from, by decode worker. Raises NoWorkers if there is
+        none."""
+        usable = {w.worker_id for w in self._view.snapshots() if w.usable and w.role == "decode"}
+        found = {
+            worker_id: endpoint
+            for worker_id, endpoint in self.fronts.endpoints.items()
+            if worker_id in usable
+            and (subset is None or endpoint in subset or endpoint.rpartition(":")[0] in subset)
+        }
+        if not usable:
+            self._awaited_until = time.monotonic() + self._config.hold_deadline_s
+        if not found:
+            among = "" if subset is None else " among those that the gateway names"
+            raise NoWorkers(
+                f"no decode worker with a front is ready{among}", retry_after_s=RETRY_AFTER_S
+            )
+        return found
+
+    def _with_fallbacks(self, worker_id: str, endpoints: Mapping[str, str]) -> tuple[str, ...]:
+        others = [endpoint for other, endpoint in endpoints.items() if other != worker_id]
+        num_others = min(len(others), self._config.gateway.picker_fallbacks)
+        return endpoints[worker_id], *self._rng.sample(others, num_others)
+
+    def _priority(self, asked: Asked) -> int:
+        named = asked.values(OBJECTIVE_HEADER)
+        return self._config.gateway.objectives.get(named[0], 0) if len(named) == 1 else 0
+
+    async def _prepare(self, asked: Asked, body: bytes) -> Job | None:
+        """Returns the request with its prompt as tokens; None for one that its front refuses, or
+        that has no prompt."""
+        model = self._generator.model
+        try:
+            request = read_request(asked.path, body, asked.request_id)
+            if request is None or model is None:
+                return None
+            request = self._of_caller(asked, request)
+            return await self._generator.prepare(
+                request, model, Timeline(), self._generator.together()
+            )
+        except TandemError:
+            return None
+
+    def _of_caller(self, asked: Asked, request: ClientRequest) -> ClientRequest:
+        """Returns the request with its tenant, whose blocks have hashes of their own."""
+        key = self.access.check("user", asked.values("authorization"), now=time.time())
+        named = asked.values(TENANT_HEADER)
+        tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
+        return replace(request, tenant=tenant)
+
+    async def _place(self, job: Job, endpoints: Mapping[str, str]) -> Placement:
+        """Places among the workers of these endpoints."""
+        others = [w for w in self._view.snapshots() if w.worker_id not in endpoints]
+        job.routing.refused |= {w.epoch for w in others if w.role == "decode"}
+        placement = await self._dispatcher.place(job)
+        if placement is None or placement.decode.worker_id not in endpoints:
+            raise NoWorkers(
+                "the decode workers that could take it have just left", retry_after_s=RETRY_AFTER_S
+            )
+        return placement

@@ -1,0 +1,136 @@
+"""The gRPC API `tandem.v1.Cluster` for operators. It only translates, like `api/admin/cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.api.grpc.access import CallGuard, caller
+from tandem.common.perf_model.kv_load import kv_use
+from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
+from tandem.net.security.audit_trail import Caller
+from tandem.router.scaling.adapters import AdapterControl
+from tandem.router.scaling.control import ClusterControl
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Cluster"].full_name
+_Answer = Callable[[Any, Caller], Awaitable[Any]]
+
+
+class GrpcCluster:
+    """Serves the cluster API; add its `handlers` to a gRPC server."""
+
+    def __init__(self, control: ClusterControl, adapters: AdapterControl, guard: CallGuard) -> None:
+        self._view = control.view
+        self._guard = guard
+        self._control = control
+        self._adapters = adapters
+
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        methods: dict[str, tuple[_Answer, Any]] = {
+            "GetCluster": (self._get_cluster, pb.GetClusterRequest),
+            "ScalePools": (self._scale_pools, pb.ScalePoolsRequest),
+            "SetWorkerRole": (self._set_worker_role, pb.SetWorkerRoleRequest),
+            # The old name of SetWorkerRole.
+            "FlipWorker": (self._set_worker_role, pb.SetWorkerRoleRequest),
+            "DrainWorker": (self._drain_worker, pb.DrainWorkerRequest),
+            "ResetPrefixCache": (self._reset_prefix_cache, pb.ResetWorkersCacheRequest),
+            "LoadLoraAdapter": (self._load_adapter, pb.LoadLoraAdapterRequest),
+            "UnloadLoraAdapter": (self._unload_adapter, pb.UnloadLoraAdapterRequest),
+        }
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {name: self._handler(name, *method) for name, method in methods.items()},
+        )
+
+    async def _get_cluster(
+        self, request: pb.GetClusterRequest, who: Caller
+    ) -> pb.GetClusterResponse:
+        records = sorted(
+            ((w.record, w.load) for w in self._view.known()), key=lambda r: r[0].worker_id
+        )
+        fields = ("wanted", "running", "ready", "serving")
+        pools = await self._control.sizes.pools()
+        pools = {name: {"wanted": s.get("replicas", 0), **s} for name, s in pools.items()}
+        return pb.GetClusterResponse(
+            pools=[
+                pb.PoolState(name=name, **{f: state.get(f, 0) for f in fields})
+                for name, state in pools.items()
+            ],
+            workers=[
+                pb.WorkerState(
+                    worker_id=record.worker_id,
+                    role=record.role,
+                    pool=record.pool or record.role,
+                    state=record.state,
+                    num_running=load.num_running,
+                    num_waiting=load.num_waiting,
+                    num_leases=load.num_leases,
+                    kv_use=kv_use(load),
+                )
+                for record, load in records
+            ],
+            decisions=[
+                pb.AutoscaleDecision(pool=d.role, size=d.to, why=d.line)
+                for d in self._view.decisions
+            ],
+        )
+
+    async def _scale_pools(
+        self, request: pb.ScalePoolsRequest, who: Caller
+    ) -> pb.ScalePoolsResponse:
+        return pb.ScalePoolsResponse(wanted=await self._control.scale(dict(request.sizes), who=who))
+
+    async def _set_worker_role(
+        self, request: pb.SetWorkerRoleRequest, who: Caller
+    ) -> pb.SetWorkerRoleResponse:
+        done = await self._control.set_role(request.worker_id, request.role, who=who)
+        return pb.SetWorkerRoleResponse(
+            worker_id=done.worker_id, role=done.role, took_s=done.took_s
+        )
+
+    async def _drain_worker(
+        self, request: pb.DrainWorkerRequest, who: Caller
+    ) -> pb.DrainWorkerResponse:
+        await self._control.drain(
+            request.worker_id, request.deadline_s, force=request.force, who=who
+        )
+        return pb.DrainWorkerResponse()
+
+    async def _reset_prefix_cache(
+        self, request: pb.ResetWorkersCacheRequest, who: Caller
+    ) -> pb.ResetWorkersCacheResponse:
+        dropped = await self._control.reset_prefix_cache(request.worker_id, who=who)
+        return pb.ResetWorkersCacheResponse(dropped_blocks=dropped)
+
+    async def _load_adapter(
+        self, request: pb.LoadLoraAdapterRequest, who: Caller
+    ) -> pb.LoadLoraAdapterResponse:
+        loaded = await self._adapters.load(
+            request.lora_name,
+            request.lora_path,
+            in_place=request.load_inplace,
+            who=who,
+        )
+        return pb.LoadLoraAdapterResponse(digest=loaded.adapter.digest, refused=loaded.refused)
+
+    async def _unload_adapter(
+        self, request: pb.UnloadLoraAdapterRequest, who: Caller
+    ) -> pb.UnloadLoraAdapterResponse:
+        await self._adapters.unload(request.lora_name, who=who)
+        return pb.UnloadLoraAdapterResponse()
+
+    def _handler(
+        self, method: str, answer: _Answer, request_type: Any
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            key = await self._guard.check("operator", context, method)
+            return await answer(request, caller(context, key))
+
+        return grpc.unary_unary_rpc_method_handler(
+            serve,
+            request_deserializer=request_type.FromString,
+            response_serializer=lambda message: message.SerializeToString(),
+        )

@@ -1,0 +1,99 @@
+"""A request's body: bounded while it arrives, then parsed to plain data.
+
+Strict JSON (RFC 8259): NaN and Infinity, invalid UTF-8 and lone surrogates are refused.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from tandem.common.config.router import RouterConfig
+from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson
+from tandem.net.security.body_budget import Body
+
+# A too large body is read to its end and dropped, up to here: a client that still writes when the
+# connection closes sees a reset connection, and not the answer.
+DISCARD_BYTES_MAX = 64 << 20
+# A connection buffers about as much anyway, and its address has a bound on connections. So a short
+# request is read whatever unfinished bodies there are.
+_FREE_BYTES = 64 << 10
+
+
+async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
+    """Reads the body. Raises BadRequest, NotJson, and what `read_body` raises."""
+    _check_content_type(request)
+    return parse_object(await read_body(request, config))
+
+
+async def read_body(request: Request, config: RouterConfig) -> bytearray:
+    """Reads the body as bytes. Raises BodyTooLarge, BodyTooLate, BodiesFull, TooManyRequests;
+    starlette ClientDisconnect."""
+    deadline = asyncio.timeout(config.body_deadline_s)
+
+    def revoke() -> None:
+        if not deadline.expired():
+            deadline.reschedule(0)
+
+    state = request.state
+    with state.bodies.body(state.address, revoke, free_bytes=_FREE_BYTES) as account:
+        try:
+            async with deadline:
+                return await _read_bounded(request, config.body_bytes_max, account)
+        except TimeoutError:
+            account.check()
+            late = f"the body did not arrive within {config.body_deadline_s:g} s"
+            raise BodyTooLate(late) from None
+
+
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Raises BadRequest when it is not a JSON object."""
+    if not body:
+        raise BadRequest("the body must be a JSON object; it is empty")
+    try:
+        # msgspec reports bad UTF-8 only where it looks; this is one pass over the bytes.
+        value = msgspec.json.decode(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body must be UTF-8; byte {error.start} is not") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body must be a JSON object: {error}") from None
+    except RecursionError:
+        raise BadRequest("the body must be a JSON object that is not nested so deep") from None
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body must be a JSON object, not {_json_type(value)}")
+    return value
+
+
+def _check_content_type(request: Request) -> None:
+    """Raises NotJson for a body that says to be something else. One that says nothing is read."""
+    sent = request.headers.get("content-type", "")
+    media_type = sent.partition(";")[0].strip().lower()
+    if media_type and media_type != "application/json" and not media_type.endswith("+json"):
+        raise NotJson(f"send the header Content-Type: application/json, not {sent[:100]!r}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise NotJson(f"send the body as it is, without Content-Encoding, not as {coding[:100]!r}")
+
+
+async def _read_bounded(request: Request, bytes_max: int, account: Body) -> bytearray:
+    body = bytearray()
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= bytes_max:
+            account.take(len(chunk))
+            body += chunk
+        elif num_bytes > DISCARD_BYTES_MAX:
+            break
+        else:
+            body.clear()
+            account.release()
+    if num_bytes > bytes_max:
+        raise BodyTooLarge(f"the body must have at most {bytes_max} bytes")
+    return body
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,93 @@
+"""Answers with an error, in the form of the API that was called: Anthropic's or OpenAI's.
+
+After the first streamed byte an error is one more event, and then the stream ends. `[DONE]` does
+not follow it (vLLM sends it): it says that the answer is whole. OpenAI's own clients raise at the
+event and never look for more.
+"""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+from tandem.api.anthropic import errors as anthropic
+from tandem.api.openai import errors as openai
+from tandem.errors import InternalError, TandemError
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_response(error: TandemError, scope: Scope | None = None) -> Response:
+    """Returns the answer to a call; without its `scope`, in OpenAI's form."""
+    headers = dict(error.headers)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_whole_s)
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"  # RFC 6750 wants it
+    if error.http_status in (408, 413):
+        headers["connection"] = "close"
+    if scope is not None and anthropic.is_anthropic(scope):
+        return JsonResponse(anthropic.error_body(error), anthropic.status_of(error), headers)
+    return JsonResponse(openai.error_body(error), error.http_status, headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Installs handlers that give every error of every route the one shape."""
+
+    async def on_tandem(request: Request, error: Exception) -> Response:
+        assert isinstance(error, TandemError)
+        return error_response(error, request.scope)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status = error.status_code
+        headers = dict(error.headers or {})
+        if status == 405:
+            headers["Allow"] = ", ".join(_allowed_methods(request))
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+        form = anthropic if anthropic.is_anthropic(request.scope) else openai
+        message = _not_served(request) if status == 404 else str(error.detail)
+        return JsonResponse(form.plain_error(status, message, code), status, headers)
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        # starlette raises it again after the answer, so that the server logs it.
+        hidden = InternalError(f"an error inside the router: {type(error).__name__}")
+        return error_response(hidden, request.scope)
+
+    app.add_exception_handler(TandemError, on_tandem)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _not_served(request: Request) -> str:
+    """Returns the message for an unknown path. Clients differ in whether a base URL ends in /v1, so
+    it names the path that was meant if that is only about this."""
+    path: str = request.scope["path"]
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    scope = {**request.scope, "path": meant}
+    is_served = any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    hint = f"; {meant} is" if is_served else ""
+    return f"the path {path[:80]!r} is not served here{hint}"
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Returns the methods of all routes of the path; starlette knows those of one."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found | {"HEAD"} if "GET" in found else found)

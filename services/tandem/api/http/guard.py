@@ -1,0 +1,252 @@
+"""The guards in front of all routes: they refuse calls without a key that allows them, and calls
+that a web page made a browser send. The public listener and the admin listener have one each.
+
+A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
+stop that. Generations of all APIs and tokenizing have only the first rule: they change nothing in
+the cluster, and pages of `--cors-origins` call them (`front.py`).
+
+Host      A page can point its own name at 127.0.0.1 (DNS rebinding). A router on a loopback address
+          refuses each call whose `Host` is not a loopback name, its own `host` or an allowed name.
+          The admin listener does so for all calls over loopback, whatever its address. The public
+          one on other addresses does not: sidecars and clients in a cluster use many names.
+Origin,   A call that may change something has to come as `application/json`, which a foreign page
+Content-  cannot send without a preflight, and the router answers none with leave. An `Origin`,
+Type      where the call has one, has to be the address that the call went to.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.api.anthropic.errors import is_anthropic
+from tandem.api.http.errors import error_response
+from tandem.common.config.router import RouterConfig
+from tandem.errors import (
+    Forbidden,
+    ForeignPage,
+    NotJson,
+    NotPublic,
+    RequestNotFound,
+    TandemError,
+    Unauthenticated,
+)
+from tandem.net.security.access import Access, Need, is_loopback
+from tandem.net.security.audit_trail import AuditTrail, Caller
+from tandem.net.security.key_service import RECORDS_PATH
+from tandem.net.security.keys import KeyRecord
+
+log = logging.getLogger(__name__)
+
+# Every other route is guarded, so that a new one is guarded without a word here.
+_GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+_TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+_UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
+# vLLM's names.
+RESET_PATH = "/reset_prefix_cache"
+LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_ADMIN = ("/", "/metrics", RESET_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
+PAGE_PREFIX = "/page/"  # files of the page `/`
+PROBES = ("/health", "/ready", "/started", "/ping")
+_PORTS = {"http": 80, "https": 443}
+_TEXT_MAX = 100  # characters of what a client sent, in messages and logs
+
+
+class RequestGuard(ABC):
+    """ASGI middleware. Answers a refused call itself, and logs each refusal. Counts the requests of
+    each client's address while they are unanswered."""
+
+    def __init__(
+        self, app: ASGIApp, names: Iterable[str], access: Access, trail: AuditTrail
+    ) -> None:
+        """`names` are those of this listener, beside localhost."""
+        self._app = app
+        self._access = access
+        self._trail = trail
+        self._names = {"localhost", *names}
+
+    @abstractmethod
+    def need(self, path: str) -> Need:
+        """Returns what a call of this path needs. Raises NotPublic if it is served elsewhere."""
+
+    @abstractmethod
+    def checks_host(self, address: str) -> bool:
+        """Returns whether calls that came in over this address of ours have to name the router."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        address = self._address(scope)
+        scope.setdefault("state", {}).update(address=address, bodies=self._access.bodies)
+        with contextlib.ExitStack() as place:
+            try:
+                if scope["path"] not in PROBES:  # probes are answered in any case
+                    place.enter_context(self._access.clients.request(address))
+                self._check(scope)
+            except TandemError as error:
+                claimed = self._access.claimed(_credentials(scope))
+                tell_refusal(self._trail, scope, error, claimed)
+                if isinstance(error, Unauthenticated):
+                    await asyncio.sleep(self._access.throttle.fail(address, time.monotonic()))
+                await error_response(error, scope)(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+
+    def _address(self, scope: Scope) -> str:
+        peer = (scope["client"] or ("unknown",))[0]
+        return self._access.clients.address(peer, Headers(scope=scope).getlist("x-forwarded-for"))
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        path: str = scope["path"]
+        if self.checks_host((scope["server"] or ("",))[0]):
+            self._check_host(headers.getlist("host"))
+        needed = self.need(path)
+        if scope["method"] not in ("GET", "HEAD") and not _is_unguarded(path):
+            _check_origin(headers)
+            _check_json(headers)
+        key = self._access.check(needed, _credentials(scope), now=time.time())
+        scope.setdefault("state", {})["key"] = key
+
+    def _check_host(self, hosts: list[str]) -> None:
+        for host in hosts:
+            name = _host_name(host)
+            if name not in self._names and not is_loopback(name):
+                raise ForeignPage(
+                    f"the Host {host[:_TEXT_MAX]!r} is not this router's; use localhost, 127.0.0.1 "
+                    "or a name of --allowed-hosts"
+                )
+
+
+def public_need(path: str) -> Need | None:
+    """Returns what a call of the public port needs: a user's key, if the path is not named here.
+    None for the calls that only the admin port serves."""
+    if path in (*PROBES, RECORDS_PATH):  # records have a signature
+        return "nothing"
+    if path == "/load":
+        return "metrics"
+    if path in _ADMIN or path.startswith(("/v1/cluster", "/v1/keys", PAGE_PREFIX)):
+        return None
+    return "user"
+
+
+class PublicGuard(RequestGuard):
+    """The guard of the public port."""
+
+    def __init__(
+        self, app: ASGIApp, config: RouterConfig, access: Access, trail: AuditTrail
+    ) -> None:
+        super().__init__(app, (config.host.lower(), *config.allowed_hosts), access, trail)
+        self._on_loopback = is_loopback(config.host)
+        self._admin = f"port {config.admin.port} of {config.admin.host}"
+
+    def need(self, path: str) -> Need:
+        """Returns what a call needs."""
+        if (needed := public_need(path)) is None:
+            raise NotPublic(
+                f"{path[:_TEXT_MAX]} is served on the router's admin port only, which is "
+                f"{self._admin} (--admin-host, --admin-port)"
+            )
+        return needed
+
+    def checks_host(self, address: str) -> bool:
+        return self._on_loopback and is_loopback(address)
+
+
+class AdminGuard(RequestGuard):
+    """The guard of the admin port."""
+
+    def __init__(
+        self, app: ASGIApp, config: RouterConfig, access: Access, trail: AuditTrail
+    ) -> None:
+        super().__init__(app, (config.admin.host.lower(), *config.allowed_hosts), access, trail)
+
+    def need(self, path: str) -> Need:
+        """Returns what a call needs; whatever is not named here, an operator's key."""
+        # The page itself and its files are the same for everybody.
+        if path in (*PROBES, "/") or path.startswith(PAGE_PREFIX):
+            return "nothing"
+        return "metrics" if path == "/metrics" else "operator"
+
+    def checks_host(self, address: str) -> bool:
+        return is_loopback(address)
+
+
+def tell_refusal(
+    trail: AuditTrail, scope: Mapping[str, Any], error: TandemError, key: KeyRecord | None = None
+) -> None:
+    """Logs a refused call. The audit trail has those that are about keys and tenants."""
+    who, asked = caller(scope, key), f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
+    log.warning("refused %r of %s: %s", asked, who, error.message)
+    if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
+        trail.add_refusal(who, asked, error)
+
+
+def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
+    """Describes the sender of a request: its address, whom a proxy asks for, and its key."""
+    key = scope.get("state", {}).get("key") or key
+    peer = ":".join(map(str, scope["client"] or ("unknown",)))
+    forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
+    address = f"{peer} over HTTP" + (f" for {forwarded[:_TEXT_MAX]!r}" if forwarded else "")
+    return Caller(address, key.key_id, key.tenant) if key else Caller(address)
+
+
+def _is_unguarded(path: str) -> bool:
+    # A page needs a preflight to delete a kept response, and OpenAI's client sends no body with it.
+    return path in _UNGUARDED or path.startswith("/v1/responses/")
+
+
+def _credentials(scope: Mapping[str, Any]) -> list[str]:
+    """Returns the values of the header `Authorization`. Clients of Anthropic's API may send their
+    key as `x-api-key`."""
+    headers = Headers(scope=scope)  # type: ignore[arg-type]
+    sent = headers.getlist("authorization")
+    if sent or not is_anthropic(scope):
+        return sent
+    return [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+
+
+def _check_origin(headers: Headers) -> None:
+    """Refuses foreign origins. Only a proxy can send `X-Forwarded-Proto` without a preflight."""
+    scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
+    here = _address(f"{scheme}://{headers.get('host', '')}")
+    for origin in headers.getlist("origin"):
+        if here is None or _address(origin) != here:
+            raise ForeignPage(
+                f"the Origin {origin[:_TEXT_MAX]!r} is not this router's: a web page of another "
+                "origin may change nothing here"
+            )
+
+
+def _check_json(headers: Headers) -> None:
+    sent = headers.getlist("content-type")
+    if [value.partition(";")[0].strip().lower() for value in sent] != ["application/json"]:
+        raise NotJson(
+            "send the header Content-Type: application/json, not "
+            + repr(", ".join(sent)[:_TEXT_MAX] or "none")
+        )
+
+
+def _address(origin: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port; None for `null` and whatever else is no origin."""
+    try:
+        parts = urlsplit(origin)
+        port = parts.port or _PORTS[parts.scheme]
+    except (ValueError, KeyError):
+        return None
+    return (parts.scheme, parts.hostname, port) if parts.hostname else None
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a Host header, without its port; empty where it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

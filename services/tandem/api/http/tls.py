@@ -1,0 +1,102 @@
+"""TLS of the HTTP port: the handshake of a connection, before its HTTP protocol gets it.
+
+    accepted --handshake within `header_deadline_s`--> HTTP protocol
+       `-> closed: too late, no TLS (such as plain HTTP), or no place
+
+A connection takes a place from its first packet on. Each handshake takes the certificate of that
+moment.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tandem.api.http.connections import Connections
+from tandem.net.rpc.certificates import CertificateFiles
+
+log = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 5.0  # for the client's goodbye; the connection is cut then
+
+
+class TlsHandshake(asyncio.Protocol):
+    """A connection during its handshake; uvicorn takes it for an HTTP protocol."""
+
+    def __init__(
+        self,
+        *,
+        protocol: Callable[..., asyncio.Protocol],
+        files: CertificateFiles,
+        deadline_s: float,
+        others: Connections,
+        server_state: Any,
+        **more: Any,
+    ) -> None:
+        """`protocol` and `more` make the HTTP protocol."""
+        self._make: Callable[[], asyncio.Protocol] = lambda: protocol(
+            server_state=server_state, **more
+        )
+        self._files = files
+        self._deadline_s = deadline_s
+        self._others = others
+        self._server_state = server_state
+        self._received: list[bytes] = []  # decrypted before the HTTP protocol is there
+        self._ended = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        loop = asyncio.get_running_loop()
+        peer = transport.get_extra_info("peername")
+        if self._others.enter(self, str(peer[0]), loop.time()):
+            transport.abort()
+            return
+        self._server_state.connections.add(self)
+        transport.pause_reading()  # what comes is the handshake's
+        task = loop.create_task(self._shake())
+        self._server_state.tasks.add(task)
+        task.add_done_callback(self._server_state.tasks.discard)
+
+    def data_received(self, data: bytes) -> None:
+        self._received.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended = True
+        self._leave()
+
+    def give_way(self) -> None:
+        self._transport.abort()
+
+    def shutdown(self) -> None:
+        """Ends the connection when the server stops."""
+        self._transport.abort()
+
+    def _leave(self) -> None:
+        self._others.leave(self)
+        self._server_state.connections.discard(self)
+
+    async def _shake(self) -> None:
+        context = self._files.current().context
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            transport = await asyncio.get_running_loop().start_tls(
+                self._transport,
+                self,
+                context,
+                server_side=True,
+                ssl_handshake_timeout=self._deadline_s,
+                ssl_shutdown_timeout=_SHUTDOWN_S,
+            )
+        except OSError as error:  # ssl.SSLError and ConnectionError are ones
+            log.debug("a TLS handshake failed: %r", error)
+            self._transport.abort()
+            return
+        finally:
+            self._leave()
+        if transport is None or self._ended:
+            return
+        protocol = self._make()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        for data in self._received:
+            protocol.data_received(data)

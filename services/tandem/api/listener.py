@@ -1,0 +1,126 @@
+"""The public listener of a router: the HTTP API and the gRPC API, each on a port of its own.
+
+A router of `--api http` has no gRPC port. One of `--api grpc` has both: on its HTTP port it answers
+probes and other routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Collection
+from typing import Any
+
+import grpc
+from starlette.types import ASGIApp
+
+from tandem.api.grpc.connections import Peer
+from tandem.api.grpc.inference import SERVICE
+from tandem.api.grpc.server import Address, GrpcServer
+from tandem.api.http.server import HttpServer, bind
+from tandem.common.config.router import RouterConfig
+from tandem.net.rpc.certificates import CertificateFiles
+from tandem.net.security.clients import Clients
+from tandem.net.store.url import parse
+
+log = logging.getLogger(__name__)
+
+
+class PublicListener:
+    """`bind`, `start` and `stop` in this order."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        inference: grpc.GenericRpcHandler[Any, Any],
+        clients: Clients,
+        live: Collection[Peer],
+        files: CertificateFiles | None = None,
+    ) -> None:
+        """Both ports speak TLS if there are `files`. `live` are the peers with a gRPC call."""
+        self._config = config
+        self._clients = clients
+        self._files = files
+        self._live = live
+        self._sock: socket.socket | None = None
+        self._http: HttpServer | None = None
+        self.grpc: GrpcServer | None = None
+        if config.api != "http":
+            self.grpc = GrpcServer(
+                config,
+                {SERVICE: inference},
+                Address(config.host, config.grpc_port, "--grpc-port"),
+                clients,
+                files,
+            )
+        self.http_port = 0
+        self.grpc_port = 0
+
+    def not_ready_reason(self) -> str:
+        """Returns what keeps this listener alone from serving: nothing."""
+        return ""
+
+    @property
+    def endpoint(self) -> str:
+        """HOST:PORT at which others reach the HTTP API."""
+        return f"{_own_host(self._config)}:{self.http_port}"
+
+    @property
+    def own_url(self) -> str:
+        """URL at which other routers reach this one."""
+        return f"{'http' if self._files is None else 'https'}://{self.endpoint}"
+
+    def bind(self) -> None:
+        """Binds both ports. Raises ConfigError for a taken one."""
+        config = self._config
+        self._sock = bind(
+            config.host,
+            config.http_port,
+            port_option="--http-port",
+            send_deadline_s=config.send_deadline_s,
+        )
+        self.http_port = self._sock.getsockname()[1]
+        if self.grpc is not None:
+            self.grpc_port = self.grpc.bind()
+
+    async def start(self) -> None:
+        """Serves gRPC, if it is to."""
+        if self.grpc is not None:
+            await self.grpc.start()
+
+    def serve(self, app: ASGIApp) -> asyncio.Task[None]:
+        """Serves `app` over HTTP. Returns the task of the server."""
+        assert self._sock is not None
+        self._http = HttpServer(app, self._config, self._clients, self._files)
+        host = self._config.host
+        ports = f"HTTP {host}:{self.http_port}" + (
+            f", gRPC {host}:{self.grpc_port}" if self.grpc else ""
+        )
+        log.info("listening: %s", ports)
+        return asyncio.create_task(self._http.serve(sockets=[self._sock]), name="public")
+
+    async def stop(
+        self, deadline_s: float, serving: asyncio.Task[None], *, gives_way: bool = False
+    ) -> None:
+        """Takes nothing new, and waits for what is live."""
+        if self._http is not None:
+            self._http.begin_stop()
+        ends: list[Awaitable[None]] = [serving]
+        if self.grpc is not None and gives_way:
+            ends.append(self.grpc.give_way(deadline_s, self._live))
+        elif self.grpc is not None:
+            ends.append(self.grpc.stop(deadline_s))
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+def _own_host(config: RouterConfig) -> str:
+    """Returns the address at which other routers reach this one, as it stands in a URL."""
+    host = config.host
+    if host in ("0.0.0.0", "::"):
+        nodes = parse(config.cluster.redis_url).nodes or (("127.0.0.1", 1),)
+        family, _, _, _, address = socket.getaddrinfo(*nodes[0], type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; it only chooses the route
+            host = probe.getsockname()[0]
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,157 @@
+"""Bodies and answers of OpenAI's embeddings.
+
+An embedding is the hidden state of the prompt's last token after the model's final norm, scaled to
+length 1. In a decoder only that token has seen all others. No part of it is an embedding by itself,
+unless a model was trained so, which its files do not say: `dimensions` may only be all of them.
+"""
+
+import base64
+import math
+import sys
+from array import array
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Discriminator, Field, Tag
+
+from tandem.api.openai.choices import generate_choices
+from tandem.api.openai.fields import UnusedFields
+from tandem.api.openai.requests import OnePrompt, TextPrompt, TokenIdsPrompt, prompt_kind
+from tandem.api.openai.structured import Strict
+from tandem.errors import BadRequest, Incompatible
+from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, name_prompt
+from tandem.router.request.delta import Delta, Usage
+from tandem.router.request.generator import Generator
+from tandem.router.request.request import ClientRequest
+
+# OpenAI's. They go to the workers in groups, as the prompts of a completion do.
+INPUTS_MAX = 2048
+NAMES = {"prompt": "input"}
+POOLING = {"pooling": "last", "normalized": True}
+_ALLOWED = {
+    "input": "a non-empty string, a list of token ids, or a list of at most "
+    f"{INPUTS_MAX} such inputs",
+    "encoding_format": "float or base64",
+    "dimensions": "the model's own number of dimensions",
+}
+_Inputs = Annotated[list[OnePrompt], Field(min_length=1, max_length=INPUTS_MAX), Tag("list[str]")]
+
+
+class EmbeddingsBody(Strict):
+    unused = UnusedFields(ignored=frozenset(("user",)))
+    allowed = _ALLOWED
+
+    model: str = Field("", description=ALLOWED["model"])
+    input: Annotated[TextPrompt | TokenIdsPrompt | _Inputs, Discriminator(prompt_kind)] = Field(
+        description=_ALLOWED["input"]
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description=_ALLOWED["encoding_format"]
+    )
+    dimensions: int | None = Field(None, description=_ALLOWED["dimensions"])
+    add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
+    truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
+
+    def to_requests(self, request_id: str) -> list[ClientRequest]:
+        """Returns a request for each input. Raises what `to_requests` does."""
+        is_list = prompt_kind(self.input) == "list[str]"
+        inputs = cast("list[str | list[int]]", self.input if is_list else [self.input])
+        return to_requests(
+            [one if isinstance(one, str) else tuple(one) for one in inputs],
+            self.model,
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            request_id=request_id,
+        )
+
+
+def to_requests(
+    inputs: Sequence[str | tuple[int, ...]],
+    model: str,
+    *,
+    add_special_tokens: bool,
+    truncate_prompt_tokens: int | None,
+    request_id: str,
+) -> list[ClientRequest]:
+    """Returns a request for each input. Raises BadRequest, in the words of a completion: `NAMES`
+    has those of embeddings."""
+    requests = []
+    for index, prompt in enumerate(inputs):
+        try:
+            request = ClientRequest(
+                prompt,
+                model,
+                max_tokens=0,
+                embed=True,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                request_id=request_id if len(inputs) == 1 else f"{request_id}-{index}",
+            )
+        except BadRequest as error:
+            raise name_prompt(error, index) if len(inputs) > 1 else error from None
+        requests.append(request)
+    return requests
+
+
+def check_dimensions(dimensions: int | None, generator: Generator) -> None:
+    """Raises BadRequest for another number than the model has."""
+    if dimensions is None or generator.model is None:
+        return
+    hidden_size = generator.model.folder.config.hidden_size
+    if dimensions != hidden_size:
+        raise BadRequest(
+            f"dimensions must be {hidden_size}, which are all that the model has; it is "
+            f"{dimensions}",
+            param="dimensions",
+        )
+
+
+async def embed(
+    generator: Generator, requests: Sequence[ClientRequest], trace: Mapping[str, str]
+) -> AsyncGenerator[Delta, None]:
+    """Yields a delta for each request, in their order. As many run at once as a completion may
+    have prompts."""
+    for start in range(0, len(requests), CHOICES_MAX):
+        group = requests[start : start + CHOICES_MAX]
+        by_index: dict[int, Delta] = {}
+        async with aclosing(generate_choices(generator, group, trace, start)) as deltas:
+            async for index, delta in deltas:
+                by_index.setdefault(index, delta)
+        for index in range(len(group)):
+            yield by_index[index]
+
+
+def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Returns the answer, given a delta for each input."""
+    total = sum((delta.usage for delta in deltas), Usage(0, 0, 0))
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _encoded(normalized(delta.embedding), body.encoding_format),
+        }
+        for index, delta in enumerate(deltas)
+    ]
+    usage = {
+        "prompt_tokens": total.prompt_tokens,
+        "total_tokens": total.prompt_tokens,
+        "prompt_tokens_details": total.cached_details,
+    }
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+def normalized(state: Sequence[float]) -> "array[float]":
+    """Returns a state scaled to length 1. Raises Incompatible if there is none."""
+    if not state:
+        raise Incompatible("the worker that was asked knows no embeddings; update the workers")
+    length = math.sqrt(math.fsum(value * value for value in state)) or 1.0
+    return array("f", [value / length for value in state])
+
+
+def _encoded(embedding: "array[float]", encoding_format: str) -> str | list[float]:
+    if encoding_format == "float":
+        return embedding.tolist()
+    if sys.byteorder == "big":
+        embedding.byteswap()
+    return base64.b64encode(embedding.tobytes()).decode()

@@ -1,0 +1,213 @@
+"""Replies to OpenAI's clients: whole answers and the chunks of a stream, as plain data."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tandem.api.openai.errors import error_body
+from tandem.api.openai.logprobs import ChoiceLogprobs
+from tandem.api.openai.parsed import ParsedRequest
+from tandem.api.openai.tools import call_body, call_chunk, joined
+from tandem.api.sse import DONE, event
+from tandem.errors import TandemError
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.request.delta import Delta, Usage
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": usage.cached_details,
+        **usage.marks,
+    }
+    if usage.reasoning_tokens:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
+
+
+def summed(usages: Iterable[Usage]) -> Usage:
+    return sum(usages, Usage(0, 0, 0))
+
+
+@dataclass(slots=True)
+class Replies:
+    """The replies to one body. Token ids are where vLLM puts them."""
+
+    parsed: ParsedRequest
+    model: str
+    tokenizer: Tokenizer | None = None  # None: no log probabilities are asked for
+    created: int = field(default_factory=lambda: int(time.time()))
+    _begun: set[int] = field(default_factory=set)  # choices
+    _ended: list[Usage] = field(default_factory=list)  # of each prompt whose choices ended
+    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # of each choice
+
+    @property
+    def is_chat(self) -> bool:
+        return self.parsed.requests[0].kind == "chat"
+
+    @property
+    def reply_id(self) -> str:
+        prefix = "chatcmpl-" if self.is_chat else "cmpl-"
+        return prefix + self.parsed.request_id
+
+    @property
+    def num_choices(self) -> int:
+        return self.parsed.num_choices
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Returns the events of a delta's chunks."""
+        return b"".join(map(event, self.chunks(choice, delta)))
+
+    def ending(self) -> bytes:
+        """Returns the event that says that the answer is whole."""
+        return DONE
+
+    def failure(self, error: TandemError) -> bytes:
+        """Returns the event that ends a stream before its end."""
+        return event(error_body(error))
+
+    def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """Returns the answer of these choices, each given by all of its deltas."""
+        body = self._head("chat.completion" if self.is_chat else "text_completion")
+        body["choices"] = [self._whole_choice(i, deltas) for i, deltas in enumerate(choices)]
+        if self.parsed.return_token_ids and self.is_chat:
+            body["prompt_token_ids"] = choices[0][0].prompt_token_ids
+        if self.is_chat:
+            asked = self.parsed.prompt_logprobs is not None
+            body["prompt_logprobs"] = self._of_choice(0).prompt(choices[0][0]) if asked else None
+        totals = (delta.total for deltas in choices for delta in deltas)
+        body["usage"] = usage_body(summed(total for total in totals if total is not None))
+        return body
+
+    def _whole_choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": self._logprobs_body(index, *deltas),
+            "finish_reason": deltas[-1].finish_reason,
+            "stop_reason": deltas[-1].stop_reason,
+        }
+        if self.is_chat:
+            choice["message"] = _message(text, deltas)
+        else:
+            asked = self.parsed.prompt_logprobs is not None
+            choice["prompt_logprobs"] = self._of_choice(index).prompt(deltas[0]) if asked else None
+            choice["text"] = text
+        if self.parsed.return_token_ids:
+            choice["token_ids"] = [t for delta in deltas for t in delta.token_ids]
+            if not self.is_chat:
+                choice["prompt_token_ids"] = deltas[0].prompt_token_ids
+        return choice
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the chunks for a delta of a choice: usually one.
+
+        A chat's first chunk comes before it; the usage comes after the last one of all choices.
+        """
+        chunks = []
+        if self.is_chat and index not in self._begun:
+            head = {"role": "assistant", "content": ""}
+            chunks.append(self._chunk(index, head, delta, is_head=True))
+        message = _delta_message(delta) if self.is_chat else {}
+        if message or delta.finish_reason or self._tells_each_token:
+            chunks.append(self._chunk(index, message, delta))
+        self._begun.add(index)
+        if delta.total is not None:
+            self._ended.append(delta.total)
+            if self.parsed.include_usage and len(self._ended) == len(self.parsed.requests):
+                usage = usage_body(summed(self._ended))
+                chunks.append({**self._chunk_head(), "choices": [], "usage": usage})
+        return chunks
+
+    @property
+    def _tells_each_token(self) -> bool:
+        """Returns whether a chunk without text tells something, too."""
+        parsed = self.parsed
+        wants_logprobs = parsed.requests[0].logprobs is not None
+        shows_tokens = parsed.return_token_ids or wants_logprobs
+        return not self.is_chat or shows_tokens or parsed.continuous_usage
+
+    def _chunk(
+        self, index: int, message: dict[str, Any], delta: Delta, *, is_head: bool = False
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": None if is_head else self._logprobs_body(index, delta),
+            "finish_reason": None if is_head else delta.finish_reason or None,
+            "stop_reason": None if is_head else delta.stop_reason,
+        }
+        body = self._chunk_head()
+        if self.is_chat:
+            # In each chunk, because clients of SGLang's read it without asking whether it is there.
+            choice["delta"] = {"reasoning_content": None, **message}
+        else:
+            choice["text"] = delta.text
+        if self.parsed.return_token_ids:
+            if not is_head:
+                choice["token_ids"] = delta.token_ids
+            if index not in self._begun and is_head == self.is_chat:
+                target = body if self.is_chat else choice
+                target["prompt_token_ids"] = delta.prompt_token_ids
+        body["choices"] = [choice]
+        if self.parsed.include_usage:
+            body["usage"] = None
+        if self.parsed.continuous_usage:
+            # As at vLLM: a chat's first chunk comes before any token.
+            usage = replace(delta.usage, completion_tokens=0) if is_head else delta.usage
+            body["usage"] = usage_body(usage)
+        return body
+
+    def _logprobs_body(self, index: int, *deltas: Delta) -> dict[str, Any] | None:
+        if self.parsed.requests[0].logprobs is None:
+            return None
+        of_choice = self._of_choice(index)
+        parts = map(of_choice.chat if self.is_chat else of_choice.completion, deltas)
+        body: dict[str, list[Any]] = {}
+        for part in parts:
+            for name, entries in part.items():
+                body.setdefault(name, []).extend(entries)
+        return body
+
+    def _of_choice(self, index: int) -> ChoiceLogprobs:
+        if index not in self._logprobs:
+            assert self.tokenizer is not None
+            request = self.parsed.request_of(index)
+            self._logprobs[index] = ChoiceLogprobs(self.tokenizer, self.parsed, request)
+        return self._logprobs[index]
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
+
+def _message(text: str, deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Returns the message of a whole answer; a key for tools only if it has calls."""
+    calls = joined([call for delta in deltas for call in delta.tool_calls])
+    content = text or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message["reasoning_content"] = "".join(delta.reasoning for delta in deltas) or None
+    if calls:
+        message["tool_calls"] = list(map(call_body, calls))
+    return message
+
+
+def _delta_message(delta: Delta) -> dict[str, Any]:
+    message: dict[str, Any] = {}
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.text:
+        message["content"] = delta.text
+    if delta.tool_calls:
+        message["tool_calls"] = list(map(call_chunk, delta.tool_calls))
+    return message

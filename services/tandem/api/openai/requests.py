@@ -1,0 +1,402 @@
+"""Bodies of OpenAI's completions and chat completions, and their way into ClientRequests.
+
+pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from tandem.api.openai.fields import drop_unknown, strip_unused
+from tandem.api.openai.kv_budget import BudgetField
+from tandem.api.openai.parsed import ParsedRequest
+from tandem.api.openai.retention import RetentionFields
+from tandem.api.openai.structured import StreamOptions, Strict, StructuredFields
+from tandem.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
+from tandem.errors import BadRequest
+from tandem.models.grammars.text import StructuredOutput
+from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
+from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt, Sampling
+
+# OpenAI's and vLLM's default for completions; chats run to the end of the context.
+COMPLETION_MAX_TOKENS = 16
+_SAMPLING = {field.name for field in fields(Sampling)} - {"left_out"}
+_ROLE_ALIASES = {"developer": "system"}
+_ALTERNATIVES = ("str", "list[int]", "list[str]")
+COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
+_ALLOWED = {
+    **ALLOWED,
+    "prompt": f"{ALLOWED['prompt']}, or a list of at most {CHOICES_MAX} such prompts",
+    "logprobs": f"an integer from 0 to {COMPLETION_LOGPROBS_MAX} for a completion, and true or "
+    "false for a chat",
+    "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
+    "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}, and only without stream=true",
+}
+
+
+class TextPart(BaseModel):
+    """It ignores further keys, as a message does: some clients mark parts for a cache."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+def _refuse_content(value: object) -> None:
+    if value:
+        raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
+
+
+# A part of a message that Tandem does not act on. Answers have it too, empty or null, and clients
+# put them back into the conversation.
+_Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
+
+
+def _refuse_other_parts(content: object) -> object:
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "unsupported",
+                "part {index} is of the type {kind}; this model takes text only",
+                {"index": index, "kind": repr(kind[:40])},
+            )
+    return content
+
+
+class ChatMessage(BaseModel):
+    """A message ignores keys that are not named here: some clients keep notes of their own."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: str
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_refuse_other_parts)] = None
+    name: str | None = None
+    tool_calls: list[SentToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # as newer clients of vLLM call it
+    thinking: str | None = None  # as gpt-oss calls it
+    annotations: _Unsupported = None
+    audio: _Unsupported = None
+    function_call: _Unsupported = None
+    refusal: _Unsupported = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        """An assistant may say nothing if it called tools or thought; nobody else may."""
+        says_more = self.tool_calls or self.thought
+        if self.content is None and not (self.role == "assistant" and says_more):
+            raise PydanticCustomError("missing", "it must have a content")
+        return self
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning_content or self.thinking or self.reasoning or ""
+
+    def to_message(self) -> Message:
+        role = _ROLE_ALIASES.get(self.role, self.role)
+        fields: dict[str, Any] = {"name": self.name or ""}
+        if role == "tool":
+            fields["tool_call_id"] = self.tool_call_id or ""
+        if role == "assistant":
+            fields["tool_calls"] = tuple(call.to_tool_call() for call in self.tool_calls or ())
+            fields["reasoning"] = self.thought
+        if isinstance(self.content, list):
+            return Message.of_parts(role, [part.text for part in self.content], **fields)
+        return Message(role, self.content, **fields)
+
+
+class _Body(StructuredFields, BudgetField, RetentionFields):
+    """Fields that completions and chat completions share."""
+
+    parts = {"stream_options": StreamOptions}
+
+    model: str = Field("", description=ALLOWED["model"])
+    temperature: float = Field(1.0, description=ALLOWED["temperature"])
+    top_p: float = Field(1.0, description=ALLOWED["top_p"])
+    top_k: int = Field(0, description=ALLOWED["top_k"])
+    min_p: float = Field(0.0, description=ALLOWED["min_p"])
+    seed: int | None = Field(None, description=ALLOWED["seed"])
+    max_tokens: int | None = Field(None, description=ALLOWED["max_tokens"])
+    stop: str | list[str] = Field([], description=ALLOWED["stop"])
+    stop_token_ids: list[int] = Field([], description=ALLOWED["stop_token_ids"])
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = Field(None, description=ALLOWED["stream_options"])
+    return_token_ids: bool = False
+    presence_penalty: float = Field(0.0, description=ALLOWED["presence_penalty"])
+    frequency_penalty: float = Field(0.0, description=ALLOWED["frequency_penalty"])
+    repetition_penalty: float = Field(1.0, description=ALLOWED["repetition_penalty"])
+    logit_bias: dict[str, float] = Field({}, description=ALLOWED["logit_bias"])
+    min_tokens: int = Field(0, description=ALLOWED["min_tokens"])
+    bad_words: list[str] = Field([], description=ALLOWED["bad_words"])
+    prompt_logprobs: int | None = Field(None, description=_ALLOWED["prompt_logprobs"])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
+    return_tokens_as_token_ids: bool = False
+    echo: bool = False
+    add_special_tokens: bool = Field(True, description=ALLOWED["add_special_tokens"])
+    n: int = Field(1, description=ALLOWED["n"])
+    use_beam_search: bool = Field(False, description=ALLOWED["use_beam_search"])
+    length_penalty: float = Field(1.0, description=ALLOWED["length_penalty"])
+
+    default_max_tokens: ClassVar[int | None] = None
+
+    def to_request(self, prompt: Prompt, request_id: str) -> ClientRequest:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _refusal("prompt_logprobs")
+        if self.use_beam_search and self.stream:
+            raise refusal("use_beam_search", why="true")
+        sampling = self.model_dump(include=_SAMPLING)
+        sampling["logit_bias"] = _by_token_id(self.logit_bias)
+        sampling["left_out"] = MODEL_DEFAULTS - self.model_fields_set
+        return ClientRequest(
+            prompt=prompt,
+            model=self.model,
+            sampling=Sampling(**sampling),
+            max_tokens=self.max_tokens,
+            default_max_tokens=self.default_max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs(),
+            prompt_logprobs=self.num_prompt_logprobs(),
+            echo=self.echo,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            add_special_tokens=self.add_special_tokens,
+            structured_output=self.structured_output(),
+            n=self.n,
+            best_of=self.num_made(),
+            use_beam_search=self.use_beam_search,
+            length_penalty=self.length_penalty,
+            retention=self.retention(),
+            kv_budget=self.budget(),
+            request_id=request_id,
+        )
+
+    def num_made(self) -> int | None:
+        """Returns how many completions are made for the best of them; None: no more than `n`."""
+        return None
+
+    def num_logprobs(self) -> int | None:
+        """Returns how many most likely tokens go with each token's log probability, None for no
+        log probabilities."""
+        raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Returns the same for the prompt's tokens, as the workers are asked."""
+        return self.prompt_logprobs
+
+
+def _refusal(name: str) -> BadRequest:
+    return BadRequest(f"{name} must be {_ALLOWED[name]}", param=name)
+
+
+def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in logit_bias.items()}
+    except ValueError:
+        raise refusal("logit_bias", why="one with a key that is no token id") from None
+
+
+def prompt_kind(prompt: object) -> str | None:
+    if isinstance(prompt, str):
+        return "str"
+    if not isinstance(prompt, list):
+        return None
+    return "list[str]" if prompt and isinstance(prompt[0], str | list) else "list[int]"
+
+
+# Told apart by a function, so that an error says where the prompt that was meant is wrong.
+TextPrompt = Annotated[str, Tag("str")]
+TokenIdsPrompt = Annotated[list[int], Tag("list[int]")]
+OnePrompt = Annotated[TextPrompt | TokenIdsPrompt, Discriminator(prompt_kind)]
+_Prompts = Annotated[list[OnePrompt], Field(max_length=CHOICES_MAX), Tag("list[str]")]
+
+
+class CompletionBody(_Body):
+    default_max_tokens = COMPLETION_MAX_TOKENS
+
+    prompt: Annotated[TextPrompt | TokenIdsPrompt | _Prompts, Discriminator(prompt_kind)] = Field(
+        description=_ALLOWED["prompt"]
+    )
+    logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = Field(
+        None, description=_ALLOWED["logprobs"]
+    )
+    best_of: int | None = Field(None, description=ALLOWED["best_of"])
+
+    def num_made(self) -> int | None:
+        """Returns `best_of`, which a stream cannot have: the best are known at the end."""
+        if self.stream and self.best_of not in (None, self.n):
+            raise refusal("best_of", self.best_of)
+        return self.best_of
+
+    def num_logprobs(self) -> int | None:
+        """Returns what `logprobs` asks for, as OpenAI bounds it."""
+        if not 0 <= (self.logprobs or 0) <= COMPLETION_LOGPROBS_MAX:
+            raise _refusal("logprobs")
+        return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Returns as many as `prompt_logprobs` asks for, or `logprobs` if the prompt is echoed."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
+
+    def prompts(self) -> list[str] | list[str | list[int]]:
+        """Returns the prompts, at least one."""
+        if prompt_kind(self.prompt) == "list[str]":
+            return cast("list[str | list[int]]", self.prompt)
+        return [cast("str | list[int]", self.prompt)]
+
+
+class ConversationFields(Strict):
+    """The fields of a chat that say what its prompt is."""
+
+    messages: list[ChatMessage] = Field(description=ALLOWED["messages"])
+    add_generation_prompt: bool | None = Field(None, description=ALLOWED["add_generation_prompt"])
+    continue_final_message: bool = Field(False, description=ALLOWED["continue_final_message"])
+    add_special_tokens: bool = Field(False, description=ALLOWED["add_special_tokens"])
+    tools: list[Tool] = Field([], description=ALLOWED["tools"])
+    tool_choice: SentToolChoice = Field(ToolChoice(), description=ALLOWED["tool_choice"])
+    parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
+    reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
+    chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
+
+    def to_conversation(self) -> Conversation:
+        """Raises BadRequest for a wrong role, and for two ways to end the prompt."""
+        head = self.add_generation_prompt
+        return Conversation(
+            tuple(message.to_message() for message in self.messages),
+            tools=tuple(self.tools),
+            tool_choice=self.tool_choice.choice,
+            only_tool=self.tool_choice.function,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning_effort,
+            template_options=self.chat_template_kwargs,
+            add_generation_prompt=not self.continue_final_message if head is None else head,
+            continue_final_message=self.continue_final_message,
+            add_special_tokens=self.add_special_tokens,
+        )
+
+
+class ChatBody(ConversationFields, _Body):
+    max_completion_tokens: int | None = Field(None, description=ALLOWED["max_tokens"])
+    logprobs: bool = Field(False, description=_ALLOWED["logprobs"])
+    top_logprobs: int = Field(0, description=_ALLOWED["top_logprobs"])
+
+    def num_logprobs(self) -> int | None:
+        """Returns `top_logprobs` if `logprobs` is true."""
+        is_refused = self.top_logprobs and not self.logprobs
+        if is_refused or not 0 <= self.top_logprobs <= LOGPROBS_MAX:
+            raise _refusal("top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+    def structured_output(self) -> StructuredOutput | None:
+        """Returns the form of the text; forced calls leave none for `response_format`."""
+        form = super().structured_output()
+        has_text = self.tool_choice.choice != "required"
+        return form if has_text or form is None or form.field != "response_format" else None
+
+
+def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
+    """Takes what is not known out of a body of this kind. Returns the names of the fields."""
+    unknown = drop_unknown(body, kind.supported, kind.unused)
+    for part, its_kind in kind.parts.items():
+        if isinstance(sent := body.get(part), dict):
+            inside = drop_unknown(sent, its_kind.supported, its_kind.unused)
+            unknown += [f"{part}.{name}" for name in inside]
+    return unknown
+
+
+def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Raises BadRequest naming the field at fault and what is allowed."""
+    parsed = validate(CompletionBody, body)
+    prompts = parsed.prompts()
+    requests = []
+    for index, prompt in enumerate(prompts):
+        try:
+            request = parsed.to_request(
+                prompt if isinstance(prompt, str) else tuple(prompt),
+                request_id if len(prompts) == 1 else f"{request_id}-{index}",
+            )
+        except BadRequest as error:
+            is_about_one = error.param == "prompt" and len(prompts) > 1
+            raise name_prompt(error, index) if is_about_one else error from None
+        requests.append(request)
+    num_sequences = len(requests) * requests[0].num_sequences
+    if num_sequences > CHOICES_MAX:
+        name = "n" if requests[0].num_sequences == requests[0].n else "best_of"
+        raise refusal(name, why=f"{requests[0].num_sequences} for each of {len(requests)} prompts")
+    return _told(parsed, request_id, *requests)
+
+
+def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
+    """Raises BadRequest naming the field at fault and what is allowed."""
+    parsed = validate(ChatBody, body)
+    if parsed.max_tokens is None:
+        parsed.max_tokens = parsed.max_completion_tokens
+    elif parsed.max_completion_tokens is not None:
+        raise BadRequest(
+            "only one of max_tokens and max_completion_tokens may be sent", param="max_tokens"
+        )
+    request = parsed.to_request(parsed.to_conversation(), request_id)
+    return _told(parsed, request_id, request)
+
+
+def _told(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedRequest:
+    options = body.stream_options or StreamOptions()
+    return ParsedRequest(
+        request_id=request_id,
+        requests=requests,
+        stream=body.stream,
+        include_usage=options.include_usage,
+        continuous_usage=options.include_usage and options.continuous_usage_stats,
+        return_token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
+        tokens_as_ids=body.return_tokens_as_token_ids,
+    )
+
+
+_BodyT = TypeVar("_BodyT", bound=Strict)
+
+
+def validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
+    """Raises BadRequest naming the field at fault and what is allowed."""
+    try:
+        return kind.model_validate(strip_unused(body, kind.supported, kind.unused))
+    except ValidationError as error:
+        raise _as_bad_request(error, {**_ALLOWED, **kind.allowed}) from None
+
+
+def _as_bad_request(error: ValidationError, allowed: Mapping[str, str]) -> BadRequest:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = first["loc"]
+    name = str(place[0])
+    is_missing = first["type"] == "missing" and len(place) == 1
+    verb = "is missing; it" if is_missing else "is not valid; it"
+    # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
+    inside = [str(part) for part in place[1:7] if part not in _ALTERNATIVES]
+    where = ".".join([name, *inside])
+    is_ours = first["type"] == "unsupported"  # pydantic's own says less than what is allowed
+    detail = f" ({where}: {first['msg']})" if inside or is_ours else ""
+    return BadRequest(f"{name} {verb} must be {allowed[name]}{detail}", param=name)

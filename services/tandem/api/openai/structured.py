@@ -1,0 +1,132 @@
+"""The fields that give a completion its form: OpenAI's `response_format`, and the additions of vLLM
+and SGLang."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tandem.api.openai.fields import CHAT_FIELDS, UnusedFields
+from tandem.errors import BadRequest
+from tandem.models.grammars.text import Kind, StructuredOutput
+from tandem.router.request.allowed import ALLOWED, refusal
+
+_Schema = dict[str, Any] | bool
+
+
+class Strict(BaseModel):
+    """A body, or a part of one, without fields that are not named."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    supported: ClassVar[frozenset[str]]
+    unused: ClassVar[UnusedFields] = CHAT_FIELDS
+    allowed: ClassVar[Mapping[str, str]] = {}  # values of fields that other bodies do not have
+    # Objects in the body whose unknown keys are dropped as those of the body itself are.
+    parts: ClassVar[Mapping[str, type["Strict"]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.supported = frozenset(cls.model_fields)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
+
+
+class JsonSchema(Strict):
+    """`strict`: false ignores keywords of the schema that are not supported."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: _Schema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def wanted(self) -> StructuredOutput | None:
+        """Returns the form; None for text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise refusal("response_format")
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return StructuredOutput("response_format", "json_object")
+        source = json.dumps(self.json_schema.schema_)
+        lenient = self.json_schema.strict is False
+        return StructuredOutput("response_format", "json_schema", source, lenient)
+
+
+class StructuredOutputs(Strict):
+    json_: _Schema | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def wanted(self) -> StructuredOutput:
+        """Returns the form."""
+        given = {
+            name: value
+            for name, value in self.model_dump(by_alias=True).items()
+            if value is not None and value is not False
+        }
+        if len(given) != 1:
+            raise refusal("structured_outputs")
+        [(name, value)] = given.items()
+        return _wanted("structured_outputs", name, value)
+
+
+# Fields that are a form by themselves: vLLM's, then SGLang's.
+_FORMS = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+
+
+class StructuredFields(Strict):
+    """The fields of a body of which at most one gives its completions a form."""
+
+    response_format: ResponseFormat | None = Field(None, description=ALLOWED["response_format"])
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description=ALLOWED["structured_outputs"]
+    )
+    guided_json: dict[str, Any] | str | None = Field(None, description=ALLOWED["guided_json"])
+    guided_regex: str | None = Field(None, description=ALLOWED["guided_regex"])
+    guided_choice: list[str] | None = Field(None, description=ALLOWED["guided_choice"])
+    guided_grammar: str | None = Field(None, description=ALLOWED["guided_grammar"])
+    regex: str | None = Field(None, description=ALLOWED["regex"])
+    ebnf: str | None = Field(None, description=ALLOWED["ebnf"])
+
+    def structured_output(self) -> StructuredOutput | None:
+        """Returns the form that the body asks for; None for any. Raises BadRequest."""
+        named = [
+            field.wanted() for field in (self.response_format, self.structured_outputs) if field
+        ]
+        for field, name in _FORMS.items():
+            if (value := getattr(self, field)) is not None:
+                named.append(_wanted(field, name, value))
+        wanted = [form for form in named if form is not None]
+        if len(wanted) > 1:
+            fields = " and ".join(form.field for form in wanted)
+            raise BadRequest(
+                f"only one of {fields} may give the answer its form", param=wanted[1].field
+            )
+        return wanted[0] if wanted else None
+
+
+def _wanted(field: str, name: str, value: Any) -> StructuredOutput:
+    if value in ("", []):
+        raise refusal(field, why="empty")
+    kind: Kind = "json_schema" if name == "json" else name  # type: ignore[assignment]
+    if kind == "json_object":
+        return StructuredOutput(field, kind)
+    source = value if isinstance(value, str) else json.dumps(value)
+    return StructuredOutput(field, kind, source)

@@ -1,0 +1,59 @@
+"""The input items of a kept response, in pages.
+
+https://platform.openai.com/docs/api-reference/responses/input-items
+"""
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.api.responses.items import Item
+from tandem.errors import BadRequest
+
+_LIMIT, _LIMIT_MAX = 20, 100
+_ORDERS = ("asc", "desc")
+# The first letters of the ids of an item's type.
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+def told_items(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Returns a request's items as an answer tells them, each with an id of its own."""
+    return [
+        {
+            "id": f"{_PREFIXES[item.type]}_{uuid.uuid4().hex}",
+            "status": "completed",
+            **item.model_dump(exclude_none=True),
+        }
+        for item in items
+    ]
+
+
+def page_of(items: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the page that the query asks for. Raises BadRequest for a malformed query."""
+    limit, order = asked.get("limit", str(_LIMIT)), asked.get("order", "desc")
+    if not re.fullmatch("[1-9][0-9]{0,2}", limit) or int(limit) > _LIMIT_MAX:
+        raise BadRequest(
+            f"limit must be an integer from 1 to {_LIMIT_MAX}; it is {limit[:40]!r}", param="limit"
+        )
+    if order not in _ORDERS:
+        raise BadRequest(f"order must be asc or desc; it is {order[:40]!r}", param="order")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    if after := asked.get("after", ""):
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise BadRequest(f"after names no input item: {after[:80]!r}", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(ordered),
+    }

@@ -1,0 +1,116 @@
+"""The output items of a response, and the events that tell of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tandem.api.openai.logprobs import ChoiceLogprobs
+from tandem.router.parsers.machine import CallDelta
+from tandem.router.request.delta import Delta
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+# The names of the events about a part's text.
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class OutputItems:
+    """Turns deltas into items. `items` has all that have ended."""
+
+    def __init__(self, request_id: str, logprobs: ChoiceLogprobs | None) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.has_begun = False
+        self._request_id = request_id
+        self._logprobs = logprobs
+        self._measured: list[dict[str, Any]] = []  # of tokens whose text has not come yet
+        self._item: dict[str, Any] | None = None  # the one that is open
+        self._text = ""  # of its part, or its arguments
+        self._told: list[dict[str, Any]] = []  # log probabilities of its text
+
+    def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yields the events of a delta."""
+        self.has_begun = True
+        if self._logprobs is not None:
+            measured = self._logprobs.chat(delta)["content"]
+            # The token that ends an answer by itself is no text.
+            ends = delta.finish_reason not in ("", "length")
+            self._measured += measured[:-1] if ends else measured
+        if delta.reasoning:
+            yield from self._add("reasoning", delta.reasoning)
+        if delta.text:
+            yield from self._add("message", delta.text)
+        for call in delta.tool_calls:
+            yield from self._add_call(call)
+        if delta.text or delta.reasoning or delta.tool_calls:
+            self._measured = []
+        if delta.finish_reason:
+            if self._item is None and not self.items:
+                yield from self._open("message")  # an answer has one item at least
+            yield from self._close("incomplete" if delta.finish_reason == "length" else "completed")
+
+    def _add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if self._item is None or self._item["type"] != kind:
+            yield from self._close()
+            yield from self._open(kind)
+        self._text += text
+        more = {}
+        if kind == "message":
+            self._told += self._measured
+            more["logprobs"] = self._measured
+        yield self._about(f"{_TEXTS[kind]}.delta", content_index=0, delta=text, **more)
+
+    def _add_call(self, call: CallDelta) -> Iterator[dict[str, Any]]:
+        if call.name:
+            yield from self._close()
+            yield from self._open("function_call", call_id=call.id, name=call.name, arguments="")
+        if call.arguments:
+            self._text += call.arguments
+            yield self._about("function_call_arguments.delta", delta=call.arguments)
+
+    def _open(self, kind: str, **more: Any) -> Iterator[dict[str, Any]]:
+        item = {
+            "id": f"{_PREFIXES[kind]}_{self._request_id}_{len(self.items)}",
+            "type": kind,
+            "status": "in_progress",
+            **more,
+        }
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        self._item, self._text, self._told = item, "", []
+        yield self._placed("output_item.added", item=dict(item))
+        if kind in _TEXTS:
+            yield self._about("content_part.added", content_index=0, part=self._part())
+
+    def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        item = self._item
+        if item is None:
+            return
+        kind = item["type"]
+        if kind in _TEXTS:
+            more = {"logprobs": self._told} if kind == "message" else {}
+            yield self._about(f"{_TEXTS[kind]}.done", content_index=0, text=self._text, **more)
+            yield self._about("content_part.done", content_index=0, part=self._part())
+            item["content"] = [self._part()]
+        else:
+            item["arguments"] = self._text
+            named = {"name": item["name"], "arguments": self._text}
+            yield self._about("function_call_arguments.done", **named)
+        item["status"] = status
+        yield self._placed("output_item.done", item=item)
+        self.items.append(item)
+        self._item = None
+
+    def _part(self) -> dict[str, Any]:
+        """Returns the part of the open item."""
+        assert self._item is not None
+        kind = _TEXTS[self._item["type"]]
+        if kind == "reasoning_text":
+            return {"type": kind, "text": self._text}
+        return {"type": kind, "text": self._text, "annotations": [], "logprobs": self._told}
+
+    def _about(self, kind: str, **more: Any) -> dict[str, Any]:
+        assert self._item is not None
+        return self._placed(kind, item_id=self._item["id"], **more)
+
+    def _placed(self, kind: str, **more: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "output_index": len(self.items), **more}

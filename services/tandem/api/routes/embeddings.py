@@ -1,0 +1,44 @@
+"""The route of OpenAI's embeddings."""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.api.http.errors import JsonResponse
+from tandem.api.http.stream import until_disconnect
+from tandem.api.openai.embeddings import (
+    NAMES,
+    EmbeddingsBody,
+    check_dimensions,
+    embed,
+    embeddings_reply,
+)
+from tandem.api.openai.openapi import body_route
+from tandem.api.openai.requests import validate
+from tandem.api.routes.generation import GenerationRoutes
+from tandem.router.request.allowed import renamed
+from tandem.router.request.delta import Delta
+from tandem.router.request.request import ClientRequest
+
+
+def add_embedding_route(app: FastAPI, routes: GenerationRoutes) -> None:
+    """Adds /v1/embeddings."""
+    generator = routes.generator
+
+    async def whole(request: Request, asked: Sequence[ClientRequest]) -> list[Delta]:
+        async with aclosing(embed(generator, asked, routes.trace(request))) as deltas:
+            return [delta async for delta in deltas]
+
+    @app.post("/v1/embeddings", **body_route(EmbeddingsBody))
+    async def embeddings(request: Request) -> Response:
+        sent, headers = await routes.read(request, EmbeddingsBody)
+        with renamed(NAMES):
+            body = validate(EmbeddingsBody, sent)
+            check_dimensions(body.dimensions, generator)
+            requests = body.to_requests(request.state.request_id)
+            asked = routes.of_caller(request, requests)
+            deltas = await until_disconnect(request.receive, whole(request, asked))
+        answer = embeddings_reply(body, generator.name_of(body.model or ""), deltas)
+        return JsonResponse(answer, headers={**deltas[-1].limit_headers, **headers})

@@ -1,0 +1,136 @@
+"""The way of a generation over HTTP, which the APIs share: from a body to its answer or its stream.
+
+    read (bounded, unknown fields out) --> the API parses --> answer: as a whole, or as events
+
+A request that sends `x-tandem-timing: 1` gets its stages back as `Server-Timing` (W3C), which
+browsers and proxies know. Of a stream the header has what lies before the first token, when it is
+sent; all of it follows as a comment before the stream's ending, which clients of server-sent events
+ignore. Of several prompts the headers tell of one: the first with a token (a stream), or the last
+to end.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.api.http.body import read_json_object
+from tandem.api.http.errors import JsonResponse
+from tandem.api.http.stream import (
+    Answer,
+    EventStream,
+    collect,
+    first_delta,
+    until_disconnect,
+)
+from tandem.api.openai.choices import generate_choices
+from tandem.api.openai.fields import warn
+from tandem.api.openai.requests import drop_unknown_fields
+from tandem.api.openai.structured import Strict
+from tandem.common.config.router import RouterConfig
+from tandem.models.tokenizer import Tokenizer
+from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of
+from tandem.router.placement.hint import HINT_HEADER, PlacementHint
+from tandem.router.placement.hint import read as read_hint
+from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
+from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Generator
+from tandem.router.request.request import ClientRequest
+from tandem.router.request.retention import is_of_session
+
+# A body's type; a body of several types tells its own.
+BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class GenerationRoutes:
+    """The steps that the routes of all APIs share."""
+
+    def __init__(self, config: RouterConfig, generator: Generator) -> None:
+        self.config = config
+        self.generator = generator
+
+    async def read(self, request: Request, kind: BodyKind) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns the body without the fields that nobody knows, and the answer's headers, which
+        name these fields. Raises what `read_json_object` does."""
+        body = await read_json_object(request, self.config)
+        own = kind if isinstance(kind, type) else kind(body)
+        headers: dict[str, str] = {}
+        if not self.config.strict_fields:
+            warn(headers, "unknown fields are ignored", drop_unknown_fields(own, body))
+        return body, headers
+
+    def tenant(self, request: Request) -> str:
+        """Returns the tenant of a call. Raises BadRequest for a malformed header."""
+        named = request.headers.getlist(TENANT_HEADER)
+        return tenant_of(request.state.key, named, trusted=self.config.trust_tenant_header)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns the model's tokenizer; None until the model is loaded."""
+        return self.generator.model.tokenizer if self.generator.model is not None else None
+
+    def of_caller(
+        self, request: Request, asked: Sequence[ClientRequest], *, is_whole: bool = False
+    ) -> list[ClientRequest]:
+        """Returns the requests with what is known of who sent them, and how the answer is sent."""
+        caller = {
+            "tenant": self.tenant(request),
+            "limits": limits_of(request.state.key),
+            "client_id": request.state.client_id,
+            "is_of_session": is_of_session(request.headers.getlist),
+            "is_whole": is_whole,
+            "hint": self._hint(request),
+        }
+        return [replace(one, **caller) for one in asked]
+
+    def _hint(self, request: Request) -> PlacementHint | None:
+        """Returns the placement that an endpoint picker chose for a request to this front."""
+        value, own = request.headers.get(HINT_HEADER), self.config.gateway.front_of
+        if value is None or not own:
+            return None
+        hint = read_hint(
+            value, self.config.cluster.token, request_id=request.state.client_id, now=time.time()
+        )
+        is_own = hint is not None and hint.decode == own
+        outcome = "followed" if is_own else "invalid" if hint is None else "other_worker"
+        self.generator.metrics.hints.labels(outcome=outcome).inc()
+        return hint if is_own else None
+
+    def trace(self, request: Request) -> dict[str, str]:
+        """Returns the headers of the client's trace."""
+        sent = request.headers
+        return {name: sent[name] for name in _TRACE_HEADERS if name in sent}
+
+    async def answer(
+        self,
+        request: Request,
+        requests: Sequence[ClientRequest],
+        replies: Answer,
+        headers: Mapping[str, str],
+        *,
+        stream: bool,
+    ) -> Response:
+        """Returns the answer to a call: one generation for each of `requests`."""
+        sent = request.headers
+        asked = self.of_caller(request, requests, is_whole=not stream)
+        deltas = generate_choices(self.generator, asked, self.trace(request))
+        tells_timing = asks(sent.get(TIMING_HEADER))
+
+        def answer_headers(last: Delta) -> dict[str, str]:
+            own = {**last.limit_headers, **headers}
+            if asks(sent.get(PLACEMENT_HEADER)):
+                own[PLACEMENT_HEADER] = last.placement
+            if last.timeline is not None and tells_timing:
+                own["server-timing"] = last.timeline.server_timing()
+            return own
+
+        if stream:
+            first = await first_delta(request, deltas)
+            told = answer_headers(first.delta)
+            return EventStream(first, deltas, replies, told, tells_timing=tells_timing)
+        body, last = await until_disconnect(request.receive, collect(deltas, replies))
+        return JsonResponse(body, headers=answer_headers(last))

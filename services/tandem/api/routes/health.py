@@ -1,0 +1,34 @@
+"""Answers to probes, which both HTTP listeners of a router give."""
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from tandem.api.http.errors import JsonResponse, error_response
+from tandem.errors import NoWorkers
+from tandem.router.request.generator import Generator
+
+
+def add_health_routes(app: FastAPI, generator: Generator) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """The process answers; see /ready for whether requests are served."""
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/started")
+    async def started() -> Response:
+        """Answers 200 once the model is loaded: requests are taken and wait for decode workers."""
+        if generator.model is None:
+            return error_response(NoWorkers(generator.not_ready_reason(), retry_after_s=1.0))
+        return JsonResponse({"status": "started"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if reason := generator.not_ready_reason():
+            return error_response(NoWorkers(reason, retry_after_s=1.0))
+        return JsonResponse({"status": "ready"})
+
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        """Answers as /ready does; SageMaker asks this path."""
+        return await ready()

@@ -1,0 +1,48 @@
+"""Routes of Anthropic's API: messages, and the number of tokens of their prompt."""
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.api.anthropic.errors import PATH
+from tandem.api.anthropic.replies import MessageReplies
+from tandem.api.anthropic.requests import (
+    NAMES,
+    CountTokensBody,
+    MessagesBody,
+    parse_count,
+    parse_messages,
+)
+from tandem.api.http.errors import JsonResponse
+from tandem.api.http.stream import until_disconnect
+from tandem.api.openai.fields import warn
+from tandem.api.openai.openapi import body_route, generation_route
+from tandem.api.routes.generation import GenerationRoutes
+from tandem.router.request.allowed import renamed
+
+
+def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
+    """Adds /v1/messages and /v1/messages/count_tokens."""
+
+    @app.post(PATH, **generation_route(MessagesBody))
+    async def messages(request: Request) -> Response:
+        body, headers = await routes.read(request, MessagesBody)
+        with renamed(NAMES):
+            parsed = parse_messages(body, request.state.request_id)
+            warn(headers, "fields without effect", ["thread"] if body.get("thread") else [])
+            replies = MessageReplies(parsed, routes.generator.name_of(parsed.requests[0].model))
+            return await routes.answer(
+                request, parsed.requests, replies, headers, stream=parsed.stream
+            )
+
+    @app.post(f"{PATH}/count_tokens", **body_route(CountTokensBody))
+    async def count_tokens(request: Request) -> Response:
+        body, headers = await routes.read(request, CountTokensBody)
+        with renamed(NAMES):
+            parsed = parse_count(body, request.state.request_id)
+            (asked,) = routes.of_caller(request, parsed.requests)
+            warn(headers, "fields without effect", ["thread"] if body.get("thread") else [])
+            generator = routes.generator
+            async with generator.without_workers(asked.tenant, asked.limits) as told:
+                counting = generator.tokenize(asked)
+                token_ids = await until_disconnect(request.receive, counting)
+        return JsonResponse({"input_tokens": len(token_ids)}, headers={**told, **headers})

@@ -1,0 +1,83 @@
+"""Routes that name the served model, in the form of OpenAI's API or of Anthropic's."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.api.anthropic.errors import MODELS_PATH, is_anthropic
+from tandem.api.http.errors import JsonResponse
+from tandem.api.openai.embeddings import POOLING
+from tandem.common.adapter import Adapter
+from tandem.errors import ModelNotFound
+from tandem.router.request.generator import Generator, LoadedModel
+
+
+def add_model_routes(app: FastAPI, generator: Generator) -> None:
+    """Adds /v1/models. A header tells which API a client knows."""
+
+    def bodies(request: Request, model: LoadedModel) -> list[dict[str, Any]]:
+        name, max_model_len = generator.served_name, generator.max_model_len
+        if is_anthropic(request.scope):
+            base = anthropic_model(name, model.created_s, max_model_len)
+            others = (
+                anthropic_model(a.name, a.added_at, max_model_len) for a in generator.adapters
+            )
+            return [base, *others]
+        base = openai_model(model, name, max_model_len)
+        return [base, *(openai_adapter(base, adapter) for adapter in generator.adapters)]
+
+    @app.get(MODELS_PATH)
+    async def models(request: Request) -> Response:
+        data = bodies(request, generator.model) if generator.model is not None else []
+        if not is_anthropic(request.scope):
+            return JsonResponse({"object": "list", "data": data})
+        ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        page = {"data": data, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
+        return JsonResponse(page)
+
+    @app.get(f"{MODELS_PATH}/{{model:path}}")
+    async def model(model: str, request: Request) -> Response:
+        known = bodies(request, generator.model) if generator.model is not None else []
+        if (found := next((each for each in known if each["id"] == model), None)) is None:
+            raise ModelNotFound(
+                f"the model {model[:80]!r} is not served here; {generator.served_name!r} is",
+                param="model",
+            )
+        return JsonResponse(found)
+
+
+def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str, Any]:
+    """Returns the model as OpenAI's API describes it, with vLLM's additions and ours."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "tandem",
+        "root": model.folder.name,
+        "parent": None,
+        "max_model_len": max_model_len,
+        "sampling_defaults": dict(model.sampling),
+        "embedding": {**POOLING, "dimensions": model.folder.config.hidden_size},
+    }
+
+
+def openai_adapter(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+    """Returns a LoRA adapter of a model as vLLM describes one, but for the path of its folder."""
+    of_its_own = {"id": adapter.name, "root": adapter.name, "parent": base["id"]}
+    return {**base, **of_its_own, "created": int(adapter.added_at)}
+
+
+def anthropic_model(name: str, created_s: float, max_model_len: int) -> dict[str, Any]:
+    """Returns a model or an adapter as Anthropic's API describes it."""
+    created = datetime.fromtimestamp(created_s, UTC)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+    }

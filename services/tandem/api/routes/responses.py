@@ -1,0 +1,105 @@
+"""Routes of OpenAI's responses, and those that the router keeps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import TypeAdapter
+from starlette.responses import Response
+
+from tandem.api.http.errors import JsonResponse
+from tandem.api.http.guard import tell_refusal
+from tandem.api.openai.fields import warn
+from tandem.api.openai.openapi import generation_route
+from tandem.api.openai.requests import validate
+from tandem.api.responses.input_items import page_of, told_items
+from tandem.api.responses.items import Item, Items, to_messages
+from tandem.api.responses.kept import KeptResponse, KeptResponses
+from tandem.api.responses.replies import ResponseReplies
+from tandem.api.responses.requests import (
+    NAMES,
+    ResponsesBody,
+    drop_tools,
+    parse_response,
+)
+from tandem.api.routes.generation import GenerationRoutes
+from tandem.errors import BadRequest, ResponseNotFound
+from tandem.net.security.audit_trail import AuditTrail
+from tandem.router.request.allowed import renamed
+
+_PATH = "/v1/responses"
+_ITEMS: TypeAdapter[Sequence[Item]] = TypeAdapter(Items)
+
+
+def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrail) -> None:
+    """Adds /v1/responses, and the calls that read or delete one that is kept."""
+    kept = KeptResponses(routes.config.responses_kept)
+
+    @app.post(_PATH, **generation_route(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        sent, headers = await routes.read(request, ResponsesBody)
+        if not routes.config.strict_fields:
+            warn(headers, "tools that are no functions are ignored", drop_tools(sent))
+        tenant = routes.tenant(request)
+        with renamed(NAMES):
+            body = validate(ResponsesBody, sent)
+            earlier = kept.messages_of(body.previous_response_id, tenant)
+            parsed = parse_response(body, earlier, request.state.request_id)
+            (asked,) = parsed.chat.requests
+            asked = routes.generator.with_defaults(asked)
+            parsed = replace(parsed, chat=replace(parsed.chat, requests=(asked,)))
+
+            def keep(response: dict[str, Any]) -> None:
+                said = to_messages(_ITEMS.validate_python(response["output"]))
+                messages = (*parsed.messages, *said)
+                items = told_items(body.input)
+                kept.keep(response["id"], KeptResponse.of(tenant, response, messages, items))
+
+            replies = ResponseReplies(
+                parsed,
+                routes.generator.name_of(asked.model),
+                routes.tokenizer,
+                keep=keep if kept.is_on and body.store is not False else None,
+            )
+            return await routes.answer(
+                request, parsed.chat.requests, replies, headers, stream=body.stream
+            )
+
+    def refuse_another(request: Request, response_id: str, error: ResponseNotFound) -> None:
+        if kept.is_of_another(response_id, routes.tenant(request)):
+            tell_refusal(trail, request.scope, error)
+
+    def find(request: Request, response_id: str) -> KeptResponse:
+        try:
+            return kept.find(response_id, routes.tenant(request))
+        except ResponseNotFound as error:
+            refuse_another(request, response_id, error)
+            raise
+
+    @app.get(f"{_PATH}/{{response_id}}")
+    async def retrieve(response_id: str, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise BadRequest("stream must be false: a kept response is whole", param="stream")
+        return Response(find(request, response_id).body, media_type=JsonResponse.media_type)
+
+    @app.get(f"{_PATH}/{{response_id}}/input_items")
+    async def input_items(response_id: str, request: Request) -> Response:
+        items = msgspec.json.decode(find(request, response_id).input_items)
+        return JsonResponse(page_of(items, request.query_params))
+
+    @app.post(f"{_PATH}/{{response_id}}/cancel")
+    async def cancel(response_id: str, request: Request) -> Response:
+        find(request, response_id)
+        # OpenAI's words, which clients look for.
+        raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
+
+    @app.delete(f"{_PATH}/{{response_id}}")
+    async def delete(response_id: str, request: Request) -> Response:
+        try:
+            kept.delete(response_id, routes.tenant(request))
+        except ResponseNotFound as error:
+            refuse_another(request, response_id, error)
+            raise
+        return JsonResponse({"id": response_id, "object": "response", "deleted": True})

@@ -1,0 +1,57 @@
+"""Routes that turn text into token ids and back, by the fair executor that prompts go through."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.api.http.errors import JsonResponse
+from tandem.api.http.stream import until_disconnect
+from tandem.api.openai.openapi import body_route
+from tandem.api.openai.requests import validate
+from tandem.api.openai.tokens import (
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizePromptBody,
+    kind_of,
+    parse_tokenize,
+    tokenize_reply,
+)
+from tandem.api.routes.generation import GenerationRoutes
+from tandem.router.admission.tenants import limits_of
+
+
+def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
+    """Adds /tokenize and /detokenize."""
+    generator = routes.generator
+
+    @app.post("/tokenize", **body_route(TokenizePromptBody, TokenizeChatBody))
+    async def tokenize(request: Request) -> Response:
+        body, headers = await routes.read(request, kind_of)
+        parsed, prompts = parse_tokenize(body, routes.tenant(request))
+        asked = routes.of_caller(request, prompts)
+
+        async def count() -> dict[str, Any]:
+            tokens = [await generator.tokenize(each) for each in asked]  # one job at a time
+            assert generator.model is not None
+            spell = generator.model.tokenizer.tokens
+            strings = [spell(ids) for ids in tokens] if parsed.return_token_strs else None
+            return tokenize_reply(parsed, tokens, strings, max_model_len=generator.max_model_len)
+
+        caller = asked[0]
+        async with generator.without_workers(caller.tenant, caller.limits, len(asked)) as told:
+            answer = await until_disconnect(request.receive, count())
+        return JsonResponse(answer, headers={**told, **headers})
+
+    @app.post("/detokenize", **body_route(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body, headers = await routes.read(request, DetokenizeBody)
+        parsed = validate(DetokenizeBody, body)
+        generator.adapter(parsed.model)
+        tenant, limits = routes.tenant(request), limits_of(request.state.key)
+        async with generator.without_workers(tenant, limits) as told:
+            decoding = generator.detokenize(
+                parsed.tokens, tenant=tenant, skip_special_tokens=parsed.skip_special_tokens
+            )
+            text = await until_disconnect(request.receive, decoding)
+        return JsonResponse({"prompt": text}, headers={**told, **headers})

@@ -1,0 +1,25 @@
+"""The usage of tenants: `/v1/usage`. A user's key sees its own tenant, an operator's all."""
+
+import time
+from dataclasses import asdict
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.api.http.errors import JsonResponse
+from tandem.errors import BadRequest
+from tandem.router.limits.usage import UsageMeter, UsageQuery
+
+
+def add_usage_route(app: FastAPI, meter: UsageMeter) -> None:
+    @app.get("/v1/usage")
+    async def usage(request: Request) -> Response:
+        """Requests and tokens of the `last` windows (`day` or `minute`, UTC), by `tenant`."""
+        asked = request.query_params
+        window, last = asked.get("window", "day"), asked.get("last", "1")
+        if not (last.isascii() and last.isdecimal() and len(last) < 10):
+            raise BadRequest("last must be a number of windows", param="last")
+        query = UsageQuery.of(window, int(last), asked.get("tenant"), request.state.key)
+        rows = await meter.read(query, now=time.time())
+        data = [{"object": "usage", "window": window, **asdict(row)} for row in rows]
+        return JsonResponse({"object": "list", "data": data})

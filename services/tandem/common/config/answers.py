@@ -1,0 +1,44 @@
+"""Settings of how a model's answers are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cyclopts import Parameter
+
+from tandem.common.config.groups import REQUESTS
+from tandem.common.options import Options, Seconds
+
+ToolParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "llama3",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "kimi_k2",
+    "phi4_mini",
+    "granite",
+    "harmony",
+    "json",
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]
+
+
+@Parameter(name="*", group=REQUESTS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerConfig(Options):
+    """The options of how answers are made and read, and how long those with calls are kept."""
+
+    generation_config: Literal["auto", "none"] = "auto"
+    """Defaults of sampling. auto: the model's generation_config.json. none: OpenAI's."""
+
+    tool_parser: ToolParser = "auto"
+    """Format of tool calls. auto: the one that fits the model's chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Tags around reasoning. auto: those in the model's chat template."""
+    tool_pin_s: Seconds = 60.0
+    """Seconds that the KV of an answer with tool calls is evicted last, while they run. 0: off."""

@@ -1,0 +1,76 @@
+"""Settings of the autoscaler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from tandem.common.config.groups import AUTOSCALER
+from tandem.common.options import Constant, Count, Options, PositiveSeconds, Seconds, option_name
+from tandem.errors import ConfigError
+
+Autoscale = Literal["off", "dry-run", "on"]
+
+
+def _autoscale_name(field_name: str) -> str:
+    return f"autoscale-{option_name(field_name)}"
+
+
+AutoscaleMode = Annotated[
+    Autoscale,
+    Parameter(
+        name="--autoscale",
+        help="Pool sizes follow the load. dry-run: wanted sizes are exported, for an HPA or KEDA.",
+    ),
+]
+
+
+@Parameter(name="*", group=AUTOSCALER, name_transform=_autoscale_name)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleConfig(Options):
+    """Targets and bounds of the autoscaler, which `services/tandem/router/autoscaler` explains."""
+
+    mode: AutoscaleMode = "off"
+    prefill_min: Count = 1
+    """Smallest number of prefill workers."""
+    prefill_max: Count = 8
+    """Largest number of prefill workers."""
+    decode_min: Count = 1
+    """Smallest number of decode workers."""
+    decode_max: Count = 8
+    """Largest number of decode workers."""
+    ttft_s: PositiveSeconds = 2.0
+    """Service level of the time to first token, in seconds."""
+    ttft_token_s: Seconds = 0.0
+    """Seconds that each prompt token adds to that service level."""
+    itl_s: PositiveSeconds = 0.1
+    """Service level of the time to each next token, in seconds."""
+    cold_start_s: Seconds = 90.0
+    """Seconds from asking for a worker to its first request."""
+    interval_s: PositiveSeconds = 10.0
+    """Seconds between two decisions."""
+    idle_s: Seconds = 40.0
+    """Seconds without a request, after which pools get their smallest size at once. 0: off."""
+    history_s: Constant[float] = 600.0  # of load, that forecasts are drawn from
+    load_quantile: Constant[float] = 0.7  # of ten seconds, to be carried: bursts may queue
+    slo_quantile: Constant[float] = 0.95  # of times, that is to be within the limits
+    utilization: Constant[float] = 0.9  # of a worker's time, at that load
+    kv_use_max: Constant[float] = 0.85  # of a decode worker's KV pool
+    down_window_s: Constant[float] = 600.0  # a pool shrinks to the most that was to be kept in it
+    # A smaller pool must be asked less than this share of what it carries. 0.8 shrinks later: fewer
+    # changes and misses for 6% more worker-hours (docs/autoscaler.md).
+    down_margin: Constant[float] = 1.0
+    down_interval_s: Constant[float] = 60.0  # between two steps down
+    step_down: Constant[float] = 0.25  # of the pool at once, at least one worker
+    reversal_s: Constant[float] = 600.0  # at most one change of direction in it
+
+    def check_together(self) -> None:
+        for pool in ("prefill", "decode"):
+            least, most = getattr(self, f"{pool}_min"), getattr(self, f"{pool}_max")
+            if least > most:
+                raise ConfigError(
+                    f"autoscale-{pool}-min is {least} and autoscale-{pool}-max is {most}; "
+                    "0 <= min <= max is allowed"
+                )

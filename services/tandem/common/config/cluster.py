@@ -1,0 +1,53 @@
+"""Settings that every process of one cluster shares. Its secrets come from the environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from tandem.common.options import arguments
+from tandem.errors import ConfigError
+
+Role = Literal["prefill", "decode"]
+# The pool "grpc" has routers that serve the public gRPC API only: one on each host with a router.
+Pool = Literal["router", "grpc", "prefill", "decode"]
+SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # whose size people set
+ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
+REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
+# URLs of the kinds' own users, for who starts processes: each gets its own as REDIS_URL_VARIABLE.
+REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
+TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
+API_KEY_VARIABLE = "TANDEM_API_KEY"  # of the person at the command line; no process gets it
+CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
+# Tells a router that it will have to end: it serves on, and is not ready any more.
+LEAVE_SIGNAL = signal.SIGUSR1
+RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # by which Ray's agents find the settings of their host
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Settings that every process of one cluster shares."""
+
+    cluster_id: Annotated[str, Parameter(env_var=CLUSTER_ID_VARIABLE)]
+    """Name of the cluster, which its keys in Redis and its processes have."""
+    redis_url: Annotated[str, Parameter(env_var=REDIS_URL_VARIABLE)] = field(repr=False)
+    """URL of Redis, with its password."""
+    token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)
+    """Token with which calls between the cluster's processes authenticate."""
+    record_ttl_s: float = 5.0  # a worker whose record is older is dead
+    record_interval_s: float = 1.0
+
+    @classmethod
+    def from_environment(cls) -> ClusterConfig:
+        """Raises ConfigError naming the variable that is missing."""
+        values: dict[str, Any] = {}
+        for argument in arguments(cls):
+            for variable in argument.parameter.env_var or ():
+                if not os.environ.get(variable):
+                    raise ConfigError(f"the environment variable {variable} is not set")
+                values[argument.keys[0]] = os.environ[variable]
+        return cls(**values)

@@ -1,0 +1,186 @@
+"""Settings of an engine: how its model is computed, its KV pool and its scheduler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter, Token
+
+from tandem.common.config.groups import ENGINE, ModelName, ModelRevision
+from tandem.common.options import (
+    Bounds,
+    Constant,
+    Count,
+    Options,
+    Positive,
+    PositiveOrNone,
+    Seconds,
+    Text,
+    option_name,
+)
+from tandem.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "k8v4", "int4"]
+KvTierPolicy = Literal["lru", "prefix", "priority", "value"]
+Numerics = Literal["fast", "invariant"]
+Kernels = Literal["auto", "native", "torch", "triton"]
+WeightFormat = Literal["auto", "int8"]
+PinShare = Annotated[float, Bounds(least=0, most=1)]
+
+
+ADAPTER_NAME = r"[A-Za-z0-9._:/-]{1,128}"
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """Reads `NAME=PATH,...`, from one text or several. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for entry in filter(None, ",".join(texts).split(",")):
+        name, _, path = entry.partition("=")
+        if not re.fullmatch(ADAPTER_NAME, name) or not path:
+            raise ConfigError(
+                f"lora has {entry!r}; it must be NAME=PATH, the name of 1 to 128 letters, digits "
+                "and . _ : / -"
+            )
+        if name in found:
+            raise ConfigError(f"lora names {name!r} twice")
+        found[name] = str(Path(path).expanduser().absolute())
+    return found
+
+
+def _read_adapters(_: object, tokens: Sequence[Token]) -> dict[str, str]:
+    return parse_adapters([token.value for token in tokens])
+
+
+_Adapters = Parameter(
+    metavar="NAME=PATH,...",
+    converter=_read_adapters,
+    n_tokens=1,
+    accepts_keys=False,
+    negative=(),
+    show_default=False,
+)
+
+
+@Parameter(name="*", group=ENGINE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(Options):
+    """The options of an engine: how its model is computed, its KV pool and its scheduler."""
+
+    device: Device = "auto"
+    """Device that computes the model. auto: CUDA where there is a GPU."""
+    dtype: Dtype = "auto"
+    """Data type of the computation. auto: bfloat16 where the hardware has it, else float32;
+    quantized weights stay quantized. Any other converts them, but for fp8 on native kernels."""
+    kv_dtype: KvDtype = "auto"
+    """Data type of the KV pool. auto: that of the computation. With a scale for each token and
+    head: int8 and fp8_e4m3, about half of bfloat16's memory; not with Triton kernels k8v4, keys of
+    8 bits and values of 4, two fifths; int4, 0.28, and the model is calibrated at its first
+    start. DeepSeek's latents may be int8."""
+    numerics: Numerics = "fast"
+    """invariant: float32, and a sequence's tokens depend on no other sequence."""
+    kernels: Kernels = "auto"
+    """Kernels: native (C++ on CPUs), triton (CUDA) or torch. auto: the fastest ones that fit."""
+    weights: WeightFormat = "auto"
+    """Format of the weights. auto: the data type of the computation; int8: native kernels only."""
+    block_size: Positive = 16
+    """Number of tokens in a KV block."""
+    kv_bytes_max: Annotated[Positive, Parameter(name="--kv-memory")] = 1 << 30
+    """Memory of a worker's KV pool, in bytes."""
+    num_blocks: PositiveOrNone = None
+    """Number of blocks in the KV pool, instead of --kv-memory. 0: by memory."""
+    kv_host_bytes: Annotated[Count, Parameter(name="--kv-host-memory")] = 0
+    """Host memory for copies of KV blocks that leave the pool, in bytes. 0: none."""
+    kv_disk_path: Text = ""
+    """Folder for copies of KV blocks on disk, in which each worker has its own. Default: none."""
+    kv_disk_bytes: Annotated[Positive, Parameter(name="--kv-disk-size")] = 16 << 30
+    """Largest size of a worker's copies on disk, in bytes."""
+    kv_store_url: Text = ""
+    """Object store for copies of KV blocks, s3://BUCKET/PREFIX, which all workers of a model share.
+    Default: none."""
+    kv_store_endpoint: Text = ""
+    """URL of the object store's server. Default: AWS's of the region."""
+    kv_store_region: Text = ""
+    """Region of the object store. Default: AWS_REGION of the environment, else us-east-1."""
+    kv_store_credentials: Text = ""
+    """File with the object store's credentials, in the form of AWS's. Default: AWS_ACCESS_KEY_ID
+    and so on of the environment, else those of the machine."""
+    kv_key_file: Text = ""
+    """File with the keys that copies on disk and in the object store are encrypted with, 64
+    hexadecimal digits a line; the first key encrypts. Default: no encryption."""
+    kv_tier_policy: KvTierPolicy = "value"
+    """Copies that are made and kept. value: those of blocks that were used twice or are likely to
+    return, and the one goes first that is used least and computed soonest. lru: all are made, and
+    the least recently used goes first. prefix: all, and the longest prefix is cut first. priority:
+    all, and the one goes first that had the lowest kv_priority."""
+    kv_pin_share: PinShare = 0.5
+    """Largest part of the KV pool, and of each tier, that requests may have evicted last: 0 to
+    1."""
+    max_model_len: PositiveOrNone = None
+    """Largest number of tokens in a sequence. 0: what the model was trained for."""
+    max_num_seqs: Positive = 64
+    """Largest number of sequences in one step."""
+    max_tokens_per_step: PositiveOrNone = None
+    """Largest number of tokens in one step. 0: 512, on CUDA by the card."""
+    itl_target_s: Seconds = 0.1
+    """Seconds to each next token, to which chunks of prompts in the same step are cut. 0: off."""
+    itl_limit_s: Seconds = 0.0
+    """Seconds to each next token; a sequence that would make them longer waits. 0: off."""
+    shared_wait_s: Seconds = 10.0
+    """Longest wait for blocks that another request computes, in seconds. 0: none waits."""
+    lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
+    """LoRA adapters in PEFT's format: name in the API and folder. May be given several times."""
+    max_loras: Count = 8
+    """Largest number of adapters in the engine's memory, and so in one step. 0: no adapters."""
+    max_lora_rank: Positive = 64
+    """Largest rank of an adapter; one of a larger rank is refused."""
+    queue_max: Positive = 256
+    """Largest number of waiting sequences; a worker refuses further ones."""
+    num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
+    """Number of threads of a worker's engine."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the places where blocks that leave the pool are kept, the fastest first."""
+        asked = {
+            "host": bool(self.kv_host_bytes),
+            "disk": bool(self.kv_disk_path),
+            "store": bool(self.kv_store_url),
+        }
+        return tuple(name for name, is_asked in asked.items() if is_asked)
+
+    @property
+    def has_tiers(self) -> bool:
+        """True if blocks that leave the pool are kept somewhere."""
+        return bool(self.tiers)
+
+    def check_together(self) -> None:
+        if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
+            raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
+        if self.kv_key_file and not (self.kv_disk_path or self.kv_store_url):
+            raise ConfigError(
+                "kv-key-file is set without kv-disk-path and kv-store-url, so it encrypts nothing"
+            )
+        for name in ("kv_store_endpoint", "kv_store_region", "kv_store_credentials"):
+            if getattr(self, name) and not self.kv_store_url:
+                raise ConfigError(f"{option_name(name)} is set without kv-store-url")
+        if self.lora and not self.max_loras:
+            raise ConfigError("lora names adapters, and max-loras is 0; it must be at least 1")
+
+
+@Parameter(name="*", group=ENGINE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineOptions):
+    """The settings of one engine: a model, its KV pool and its scheduler."""
+
+    model: ModelName
+    model_revision: ModelRevision = ""
+    # Tokens that a grammar forces in a row are computed together, so many at most: more of them
+    # would delay the other sequences. 0: one by one. It changes no token.
+    forced_max: Constant[int] = 16
+    report_block_tokens: Constant[bool] = False  # in reports of stored blocks, for KV events

@@ -1,0 +1,73 @@
+"""Settings of a router behind a gateway of the Gateway API Inference Extension."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tandem.common.config.groups import PROCESS
+from tandem.common.options import Count, Options, Switch, Text, by_comma
+from tandem.errors import ConfigError
+
+_OBJECTIVE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?)=(-?\d{1,9})")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):(\d{1,5})")
+
+
+def parse_objectives(text: str) -> dict[str, int]:
+    """`chat=10,batch=-1` as priorities by name. Raises ConfigError."""
+    found: dict[str, int] = {}
+    for entry in filter(None, text.split(",")):
+        match = _OBJECTIVE.fullmatch(entry)
+        if match is None or match[1] in found:
+            raise ConfigError(
+                f"objectives has {entry!r}; it must be NAME=PRIORITY, such as batch=-1, and each "
+                "NAME once"
+            )
+        found[match[1]] = int(match[3])
+    return found
+
+
+@Parameter(name="*", group=PROCESS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions(Options):
+    """A router is an endpoint picker, or the front of a decode worker, or neither."""
+
+    endpoint_picker: Text = ""
+    """HOST:PORT on which an endpoint picker answers gateways, in place of both public ports."""
+    picker_fallbacks: Count = 2
+    """Number of further endpoints in each pick, for a gateway that tries again."""
+    picker_stays: Switch = False
+    """Keep a gateway's stream to the end of the answer, which then passes through the picker."""
+    objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
+        field(default_factory=dict)
+    )
+    """Priorities of InferenceObjectives. Below 0: refused (429) unless workers have capacity."""
+    front_of: Text = ""
+    """Id of the decode worker to whose requests an endpoint picker sends the gateway here."""
+
+    @property
+    def is_router(self) -> bool:
+        """It is true for a router of clients, and false for a picker and a front."""
+        return not (self.endpoint_picker or self.front_of)
+
+    def check_together(self) -> None:
+        if self.endpoint_picker and self.front_of:
+            raise ConfigError(
+                "endpoint-picker and front-of cannot go together: a picker serves no request"
+            )
+        if self.endpoint_picker:
+            self.picker_address()
+
+    def picker_address(self) -> tuple[str, int]:
+        """Returns the host and the port of an endpoint picker. Raises ConfigError."""
+        match = _ADDRESS.fullmatch(self.endpoint_picker)
+        if match is None or int(match[2]) > 65535:
+            raise ConfigError(
+                f"endpoint-picker has {self.endpoint_picker!r}; it must be HOST:PORT, such as "
+                "0.0.0.0:9002"
+            )
+        return match[1], int(match[2])

@@ -1,0 +1,28 @@
+"""Groups of options, and the annotations that several programs share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from tandem.common.options import Text
+
+# Groups of options, in the order of help texts. Those of PROCESS depend on where a process runs,
+# those of MEASUREMENT are for no operator.
+PROCESS = Group("Process", sort_key=1)
+REQUESTS = Group("Requests", sort_key=2)
+HTTP = Group("HTTP", sort_key=3)
+AUTOSCALER = Group("Autoscaler", sort_key=4)
+ENGINE = Group("Engine", sort_key=5)
+TRANSFER = Group("KV transfer", sort_key=6)
+KV_EVENTS = Group("KV events", sort_key=7)
+LIFECYCLE = Group("Lifecycle", sort_key=8)
+MEASUREMENT = Group("Tests and measurements", sort_key=9)
+Own = Parameter(group=PROCESS)
+ModelName = Annotated[
+    str, Parameter(help="Hugging Face folder, GGUF file or hub name.", group=PROCESS)
+]
+ModelRevision = Annotated[
+    Text, Parameter(help="Commit (never changes), tag or branch of a hub model.", group=PROCESS)
+]

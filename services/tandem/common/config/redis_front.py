@@ -1,0 +1,23 @@
+"""Settings of `tandem redis-front`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.common.options import Options, Port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisFrontOptions(Options):
+    """A TLS port in front of a Redis server that listens at a Unix socket."""
+
+    cluster_id: str
+    """Cluster whose routers and workers may connect."""
+    socket: str
+    """Path of the server's Unix socket."""
+    tls_dir: str
+    """Folder with ca.crt, tls.crt and tls.key."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 6379
+    """Port to listen on."""

@@ -1,0 +1,198 @@
+"""Settings of `tandem router`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from tandem.common.config.addresses import AddressConfig
+from tandem.common.config.admin import AdminOptions
+from tandem.common.config.answers import AnswerConfig
+from tandem.common.config.autoscale import AutoscaleConfig
+from tandem.common.config.cluster import SIZED_POOLS, ClusterConfig
+from tandem.common.config.gateway import GatewayOptions
+from tandem.common.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
+from tandem.common.config.tls import PublicTls, TlsDir
+from tandem.common.options import (
+    Constant,
+    Count,
+    Options,
+    Port,
+    Positive,
+    PositiveSeconds,
+    Seconds,
+    Switch,
+    Text,
+    by_comma,
+)
+from tandem.errors import ConfigError
+
+_Http = Parameter(group=HTTP)
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # where a pod has its own
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+")
+_SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)")
+
+
+def parse_scale_objects(text: str) -> dict[str, str]:
+    """`prefill=statefulsets/NAME,router=deployments/NAME` by pool. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for entry in filter(None, text.split(",")):
+        match = _SCALE_OBJECT.fullmatch(entry)
+        if match is None or match[1] not in SIZED_POOLS or match[1] in found:
+            raise ConfigError(
+                f"scale-objects has {entry!r}; it must be POOL=statefulsets/NAME or "
+                f"POOL=deployments/NAME, once for a POOL of {', '.join(SIZED_POOLS)}"
+            )
+        found[match[1]] = match[2]
+    return found
+
+
+def _parse_hosts(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.lower().split(",")))
+
+
+def _parse_origins(text: str) -> tuple[str, ...]:
+    origins = tuple(filter(None, text.split(",")))
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"cors-origins has {origin!r}; it must be * or such as https://app.example:8443"
+            )
+    return origins
+
+
+@Parameter(name="*", group=REQUESTS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionOptions(Options):
+    """The options of a router that say which requests it refuses or delays."""
+
+    ttft_limit_s: Seconds = 120.0
+    """Largest predicted seconds to a first token; a request above it is refused (429). 0: off."""
+    ttft_limit_token_s: Seconds = 0.0
+    """Seconds that each prompt token adds to that limit."""
+    strict_fields: Switch = False
+    """Refuse a request with a field that nobody knows. Else the header `warning` names it."""
+    responses_kept: Count = 0
+    """Number of /v1/responses that a router keeps in memory, to read and continue. 0: none."""
+    kv_budgets: Literal["allow", "refuse"] = "allow"
+    """Whether requests may bound the KV that their tokens see (`kv_budget`)."""
+    logprobs_max: Positive = 500_000
+    """Largest number of log probabilities in one answer, of all its prompts and choices."""
+    cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
+    """Origins whose web pages may call the API of users, such as https://app.example. *: any."""
+    trust_tenant_header: Switch = False
+    """Heed x-tandem-tenant. Only behind a gateway that sets it and drops a client's own."""
+    allow_anonymous: Annotated[Switch, Own] = False
+    """Serve everybody while there is no API key, on an address that is not loopback, too."""
+    keys_file: Annotated[Text, Own] = ""
+    """JSON file of key records, such as a mounted Secret, beside the keys in Redis."""
+    grpc_memory: Positive = 1 << 30
+    """Bytes by which a gRPC replica or an endpoint picker may grow; then it drains and ends."""
+    keys_max_age_s: Seconds = 0.0
+    """Seconds without news of the keys, after which requests with keys are refused. 0: never."""
+
+
+@Parameter(name="*", group=REQUESTS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions(AdmissionOptions):
+    """`tandem router` runs one replica of the router. Its secrets come from the environment."""
+
+    model: ModelName
+    model_revision: ModelRevision = ""
+    served_model_name: Annotated[Text, Own] = ""
+    """Name of the model in the API. Default: the model's own name."""
+    host: Annotated[str, Own] = "127.0.0.1"
+    """Address of both public ports."""
+    api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
+    """Public APIs of this process. grpc: a replica for gRPC alone, with a limit on its memory."""
+    http_port: Annotated[Port, Own] = 8000
+    """Port of the HTTP API. With --api grpc it answers probes and other routers only."""
+    grpc_port: Annotated[Port, Own] = 8001
+    """Port of the gRPC API."""
+    router_id: Annotated[str, Own] = "router-0"
+    """Name of the router."""
+    tls_dir: TlsDir = ""
+    tls: PublicTls = field(default_factory=PublicTls)
+    # Pool -> RESOURCE/NAME, in this pod's namespace: whose scale is the pool's size on Kubernetes.
+    scale_objects: Annotated[
+        Mapping[str, str],
+        Own,
+        by_comma("POOL=RESOURCE/NAME,...", parse_scale_objects),
+    ] = field(default_factory=dict)
+    """Objects of Kubernetes whose scale is a pool's size. Default: the pool controller sets it."""
+    tokenizer_processes: Positive = 1
+    """Number of processes that render and tokenize prompts."""
+    lookup_deadline_s: Seconds = 0.02
+    """Seconds that placement waits for the prefix tree. Raise it for a Redis that is far away."""
+    hold_deadline_s: Seconds = 30.0
+    """Seconds that a request waits for an empty pool. To start from zero: over a cold start."""
+    drain_deadline_s: Seconds = 30.0
+    """Seconds for live requests to end once the router is told to stop."""
+    header_bytes_max: Annotated[Positive, _Http] = 64 << 10
+    """Largest request header, in bytes."""
+    headers_max: Annotated[Positive, _Http] = 100
+    """Largest number of fields in a request header."""
+    header_deadline_s: Annotated[PositiveSeconds, _Http] = 10.0
+    """Seconds from the first byte of a header to its end."""
+    body_deadline_s: Annotated[PositiveSeconds, _Http] = 60.0
+    """Seconds from the end of a header to the end of the body."""
+    keep_alive_s: Annotated[PositiveSeconds, _Http] = 75.0
+    """Seconds that a connection may be idle. Clients should close idle connections sooner."""
+    send_deadline_s: Annotated[PositiveSeconds, _Http] = 60.0
+    """Seconds that a client may take no byte of its answer; then it is cut. Also for gRPC."""
+    connections_max: Annotated[Positive, _Http] = 4096
+    """Largest number of open connections."""
+    unparsed_bytes_max: Annotated[Positive, _Http] = 256 << 20
+    """Largest number of bytes of all request bodies that have arrived and are not parsed yet."""
+    allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
+    """Further names in `Host` that a router on a loopback address accepts, such as a proxy's."""
+    addresses: AddressConfig = field(default_factory=AddressConfig)
+    admin: AdminOptions = field(default_factory=AdminOptions)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    gateway: GatewayOptions = field(default_factory=GatewayOptions)
+    body_bytes_max: Constant[Positive] = 4 << 20
+    hold_requests_max: Constant[Positive] = 256  # while a pool is empty; as many for tenants' turns
+    request_deadline_s: Constant[float] = 600.0
+    service_account: Constant[str] = SERVICE_ACCOUNT  # the folder with its token
+
+    def check_together(self) -> None:
+        if self.api != "both" and self.gateway.endpoint_picker:
+            raise ConfigError("an endpoint picker has no public API: --api goes without it")
+        if self.api == "grpc" and self.gateway.front_of:
+            raise ConfigError(
+                "a front serves the HTTP API: --api grpc and --front-of cannot go together"
+            )
+        of_address = self.addresses.unparsed_bytes_per_address or self.unparsed_bytes_max // 2
+        if min(of_address, self.unparsed_bytes_max) < self.body_bytes_max:
+            raise ConfigError(
+                f"unparsed-bytes-per-address must have room for one body of {self.body_bytes_max} "
+                "bytes, and unparsed-bytes-max for two"
+            )
+
+    @property
+    def has_leaking_port(self) -> bool:
+        """Returns whether strangers reach only a gRPC port, so that the process may end for its
+        memory: gRPC's core never frees the tables of some headers (HPACK)."""
+        return self.api == "grpc" or bool(self.gateway.endpoint_picker)
+
+    @property
+    def connections_per_address_max(self) -> int:
+        """Returns the bound of one address; half of all connections unless it was set."""
+        return self.addresses.connections_per_address or max(1, self.connections_max // 2)
+
+    @property
+    def requests_per_address_max(self) -> int:
+        """Returns the bound of one address, in the same way."""
+        return self.addresses.requests_per_address or max(1, self.connections_max // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(RouterOptions):
+    """The settings of one replica of the router."""
+
+    cluster: Constant[ClusterConfig]

@@ -1,0 +1,68 @@
+"""Settings of how KV blocks travel to a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from tandem.common.config.groups import MEASUREMENT, TRANSFER
+from tandem.common.options import (
+    Constant,
+    Count,
+    NotNegative,
+    Options,
+    Positive,
+    PositiveSeconds,
+    Seconds,
+)
+
+Transport = Literal["auto", "nixl", "grpc"]
+NixlTcp = Literal["off", "insecure"]
+PrefillAt = Literal["auto", "remote", "local"]
+VerifyBlocks = Literal["off", "sample", "all"]
+
+
+@Parameter(name="*", group=TRANSFER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig(Options):
+    """Settings of how KV blocks travel to this worker, and of what is done when they do not."""
+
+    transport: Transport = "auto"
+    """Transport of KV blocks. auto: the fastest one that works between two workers."""
+    nixl_tcp: NixlTcp = "off"
+    """insecure: NIXL may use TCP. Anyone who reaches its port can write the worker's memory."""
+    prefill_at: PrefillAt = "auto"
+    """Pool that computes longer prompts. auto: the one with the lower predicted time."""
+    local_prefill_max_tokens: Count = 64
+    """Largest number of missing tokens that a decode worker always prefills itself."""
+    verify_blocks: VerifyBlocks = "off"
+    """Pulled blocks whose checksums are compared."""
+    delay_s: Annotated[Seconds, Parameter(group=MEASUREMENT, name="--transfer-delay")] = 0.0
+    """Seconds that are added to each pull, for tests."""
+    bytes_per_s: Annotated[
+        NotNegative, Parameter(group=MEASUREMENT, name="--transfer-bandwidth")
+    ] = 0.0
+    """Most bytes per second of all pulls together, for tests. 0: no limit."""
+    overlap: Annotated[bool, Parameter(group=MEASUREMENT)] = True
+    """Pull blocks while the next ones are computed. Without it, pulls start after the last one."""
+    heartbeat_timeout_s: PositiveSeconds = 30.0
+    """Seconds without a step, after which a worker that blocks are pulled from counts as hung."""
+    pull_deadline_s: PositiveSeconds = 30.0
+    """Seconds for one run of blocks; later its blocks are quarantined."""
+    warm_blocks: Count = 0
+    """Number of KV blocks that a new worker imports from its peers. 0: it starts cold."""
+    connect_deadline_s: Constant[float] = 5.0
+    heartbeat_interval_s: Constant[float] = 0.5  # of a producer, on the lease's stream
+    release_deadline_s: Constant[float] = 5.0
+    quarantine_blocks_max: Constant[int] = 256  # beyond it no pulls until the agent is made anew
+    leases_max: Constant[int] = 256  # open at one producer; beyond it refused
+    leases_per_consumer_max: Constant[int] = 128
+    pull_bytes_in_flight_max: Constant[Positive] = 256 << 20  # of this consumer; half from one peer
+    leased_blocks_max_share: Constant[float] = 0.9  # of the pool, finished and not yet released
+
+    @property
+    def verify_every(self) -> int:
+        """Interval of blocks whose checksums are compared; 0: none are."""
+        return {"off": 0, "sample": 16, "all": 1}[self.verify_blocks]

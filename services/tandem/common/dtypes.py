@@ -1,0 +1,86 @@
+"""The dtypes of computation and KV, and their sizes, without a tensor library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tandem.common.config.engine import EngineOptions
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Bits of a number of K and of V. A row of a token's numbers of a head that has fewer than 16 bits
+# each has a scale beside it.
+KV_BITS = {
+    "bfloat16": (16, 16),
+    "float16": (16, 16),
+    "float32": (32, 32),
+    "int8": (8, 8),
+    "fp8_e4m3": (8, 8),
+    "k8v4": (8, 4),
+    "int4": (4.5, 4),  # a quarter of a key's numbers have 6 bits (tandem_kernels.kv_int4_keys)
+}
+_SCALE_BYTES = 2  # float16
+_PART_MULTIPLE = 64  # of bytes, where there are scales: a cache line
+_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
+
+
+class RotatedKey(NamedTuple):
+    """The end of a quantized row of latent attention, which is kept as it is computed."""
+
+    dim: int
+    dtype: str  # a key of DTYPE_BYTES
+
+
+def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
+    """A key of DTYPE_BYTES, not quantized. `has_bfloat16` tells whether the hardware multiplies
+    it."""
+    if config.numerics == "invariant":
+        return "float32"
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if has_bfloat16 else "float32"
+
+
+def cpu_has_bfloat16() -> bool:
+    """Returns whether this CPU multiplies bfloat16; emulated, it is slower than float32."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+            flags = next(
+                (line for line in cpuinfo if line.lower().startswith(("flags", "features"))), ""
+            )
+    except FileNotFoundError:
+        return False
+    return not _BF16_CPU_FLAGS.isdisjoint(flags.split())
+
+
+def is_quantized(kv_dtype: str) -> bool:
+    """Returns whether KV of this dtype has scales beside its numbers."""
+    return kv_dtype not in DTYPE_BYTES
+
+
+def kv_row_bytes(
+    kv_dtype: str, head_dim: int, has_values: bool = True, rotated: RotatedKey | None = None
+) -> tuple[int, int]:
+    """Returns the bytes of a token's K and of its V, of one layer of one head, without scales; of
+    quantized latents those of the latent and of the rotated key."""
+    keys, values = KV_BITS[kv_dtype]
+    if rotated is not None:
+        latent_dim = head_dim - rotated.dim
+        return int(latent_dim * keys) // 8, rotated.dim * DTYPE_BYTES[rotated.dtype]
+    return int(head_dim * keys) // 8, has_values * int(head_dim * values) // 8
+
+
+def kv_part_bytes(
+    kv_dtype: str,
+    block_size: int,
+    head_dim: int,
+    has_values: bool = True,
+    rotated: RotatedKey | None = None,
+) -> int:
+    """Returns the bytes of K and V of one layer of one head in a block; layout.py has their
+    order."""
+    num_bytes = block_size * sum(kv_row_bytes(kv_dtype, head_dim, has_values, rotated))
+    if not is_quantized(kv_dtype):
+        return num_bytes
+    num_bytes += (1 + has_values) * block_size * _SCALE_BYTES
+    return -(-num_bytes // _PART_MULTIPLE) * _PART_MULTIPLE

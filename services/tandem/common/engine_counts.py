@@ -1,0 +1,137 @@
+"""Counts of a worker's engine since the worker started: plain data that travels by msgspec."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem.common.cached_tokens import CachedTokens
+
+# Upper bounds of the tokens of a step, as vLLM's; the last bucket has none.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# The same of pulls over NIXL: seconds, seconds, bytes and blocks.
+PULL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+POST_S = (0.001, *PULL_S)
+PULL_BYTES = tuple(2**exponent for exponent in range(11, 34, 2))
+PULL_BLOCKS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
+
+
+class Observed(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram: the sum of what was observed, and how often it was in each bucket."""
+
+    total: float = 0.0
+    buckets: tuple[int, ...] = ()  # one for each bound, and one above the last; empty: no bounds
+
+
+class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Monotonic counts of pulls over NIXL, kept by the reader; `num_expired` by the producer."""
+
+    seconds: Observed = Observed()  # of whole pulls, in the buckets of PULL_S
+    post_s: Observed = Observed()  # part of them in which NIXL took the reads: POST_S
+    num_bytes: Observed = Observed()  # PULL_BYTES
+    num_blocks: Observed = Observed()  # PULL_BLOCKS
+    num_failed: int = 0  # pulls that failed, not those that were given up
+    num_unconfirmed: int = 0  # leases that were released here, of which no confirmation came
+    num_expired: int = 0  # leases that ended after their KV was complete, without a release
+
+
+class EngineCounts(msgspec.Struct, frozen=True):
+    """Counts that only grow. Each prompt counts at the worker that makes its tokens."""
+
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_here: int = 0  # prompt tokens whose KV was in the worker's pool
+    cached_elsewhere: int = 0  # prompt tokens whose KV a tier or a peer had
+    step_tokens: int = 0  # that all steps computed
+    steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # by the tokens that they computed
+    nixl: NixlCounts = NixlCounts()
+
+
+class _Histogram:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._total = 0.0
+        self._buckets = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self._total += value
+        self._buckets[bisect_left(self._bounds, value)] += 1
+
+    @property
+    def observed(self) -> Observed:
+        return Observed(self._total, tuple(self._buckets))
+
+
+class NixlTally:
+    """Counts of pulls over NIXL for a worker's record."""
+
+    def __init__(self) -> None:
+        self._seconds, self._post_s = _Histogram(PULL_S), _Histogram(POST_S)
+        self._num_bytes, self._num_blocks = _Histogram(PULL_BYTES), _Histogram(PULL_BLOCKS)
+        self._num_failed = self._num_unconfirmed = self._num_expired = 0
+
+    def add_pull(self, *, seconds: float, post_s: float, num_bytes: int, num_blocks: int) -> None:
+        self._seconds.observe(seconds)
+        self._post_s.observe(post_s)
+        self._num_bytes.observe(num_bytes)
+        self._num_blocks.observe(num_blocks)
+
+    def add_failed(self) -> None:
+        self._num_failed += 1
+
+    def add_unconfirmed(self) -> None:
+        self._num_unconfirmed += 1
+
+    def add_expired(self) -> None:
+        self._num_expired += 1
+
+    @property
+    def counts(self) -> NixlCounts:
+        """Returns the counts so far."""
+        return NixlCounts(
+            seconds=self._seconds.observed,
+            post_s=self._post_s.observed,
+            num_bytes=self._num_bytes.observed,
+            num_blocks=self._num_blocks.observed,
+            num_failed=self._num_failed,
+            num_unconfirmed=self._num_unconfirmed,
+            num_expired=self._num_expired,
+        )
+
+
+class EngineTally:
+    """Counts for a worker's record."""
+
+    def __init__(self) -> None:
+        self._num_preemptions = 0
+        self._prompt_tokens = 0
+        self._cached = CachedTokens()
+        self._step_tokens = 0
+        self._steps = [0] * (len(STEP_TOKENS) + 1)
+        self.nixl = NixlTally()
+
+    def add_step(self, num_tokens: int) -> None:
+        self._step_tokens += num_tokens
+        self._steps[bisect_left(STEP_TOKENS, num_tokens)] += 1
+
+    def add_prompt(self, num_tokens: int, cached: CachedTokens) -> None:
+        self._prompt_tokens += num_tokens
+        self._cached += cached
+
+    def add_preemptions(self, num_preemptions: int) -> None:
+        self._num_preemptions += num_preemptions
+
+    @property
+    def counts(self) -> EngineCounts:
+        """Returns the counts so far."""
+        return EngineCounts(
+            num_preemptions=self._num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            cached_here=self._cached.device,
+            cached_elsewhere=self._cached.total - self._cached.device,
+            step_tokens=self._step_tokens,
+            steps=tuple(self._steps),
+            nixl=self.nixl.counts,
+        )

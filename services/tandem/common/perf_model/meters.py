@@ -1,0 +1,181 @@
+"""Online fits of the numbers in `rates.py` to what steps and pulls really took.
+
+Weighted least squares that forgets: each observation is worth its relative error, so that short and
+long ones count alike, and an older one less by `_KEEP` for each that follows (about the last 50
+count). Four things keep it honest on a shared machine:
+
+    an outlier (a step that the machine's scheduler put aside) counts less the further off it is
+    `_CHANGE_AFTER` of them in a row on one side are a change: what was before is forgotten
+    no coefficient is negative
+    what the observations cannot tell apart (all steps of one size) keeps its ratio, at first that
+    of the guess: each fit is drawn to the one before a little
+
+Pure: nobody here reads a clock.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+from tandem.common.perf_model.rates import PairRate, default_pair
+
+_KEEP = 0.98
+_INERTIA = 0.01  # the pull to the fit before, of what the observations say in that direction
+_OUTLIER = 3.0  # expected errors from which an observation counts less
+_CHANGE_AFTER = 8
+_SOLVED_ALWAYS = 64  # observations; after them a fit is solved for anew every so many
+_SOLVED_EVERY = 4
+_ERROR_FIRST = 0.2
+_ERROR_KEEP = 0.9
+_ERROR_MIN = 0.02  # relative; what a quiet machine has at least
+_LATENCY_MIN_S = 1e-5
+_BYTE_MIN_S = 1e-12
+_SECONDS_MIN = 1e-9
+SECONDS_MAX = 1e5
+
+
+class LinearMeter:
+    """Fits seconds = sum of coefficient * feature, all coefficients at least 0."""
+
+    def __init__(self, guess: Sequence[float]) -> None:
+        self._guess = tuple(guess)
+        self._size = len(self._guess)
+        self.coefficients = self._guess
+        self.num_observations = 0
+        self._a: list[list[float]]
+        self._b: list[float]
+        self._start(1.0)
+
+    def observe(self, features: Sequence[float], seconds: float) -> None:
+        """Takes one measurement in. What no clock can have shown is left out."""
+        if not _SECONDS_MIN <= seconds <= SECONDS_MAX:
+            return
+        ratio = seconds / max(_SECONDS_MIN, _dot(self._guess, features))
+        if not self.num_observations:
+            self._start(ratio)
+        off = math.log(seconds / max(_SECONDS_MIN, _dot(self.coefficients, features)))
+        weight = self._weigh(off)
+        if abs(self._outliers) >= _CHANGE_AFTER:
+            self._start(ratio)
+            weight = 1.0
+        self._add([f / seconds for f in features], weight)
+        self.num_observations += 1
+        if self.num_observations < _SOLVED_ALWAYS or self.num_observations % _SOLVED_EVERY == 0:
+            self.coefficients = self._solve()
+
+    def stretch(self, times: float) -> None:
+        """Scales all that was seen: it takes `times` times as long from now on."""
+        self.coefficients = tuple(times * c for c in self.coefficients)
+        self._a = [[x / times**2 for x in line] for line in self._a]
+        self._b = [x / times for x in self._b]
+
+    def _start(self, scale: float) -> None:
+        """Resets the fit to the guess, scaled as a whole by `scale`."""
+        self._error = _ERROR_FIRST  # relative error to expect of an observation
+        self._outliers = 0  # in a row: above 0 too long, below 0 too short
+        self._a = [[0.0] * self._size for _ in self._guess]
+        self._b = [0.0] * self._size
+        self.coefficients = tuple(scale * g for g in self._guess)
+
+    def _weigh(self, off: float) -> float:
+        limit = _OUTLIER * self._error
+        if abs(off) <= limit:
+            self._outliers = 0
+            weight = 1.0
+        else:
+            same_side = (off > 0) == (self._outliers > 0)
+            self._outliers = (self._outliers if same_side else 0) + (1 if off > 0 else -1)
+            weight = limit / abs(off)
+        surprise = min(abs(off), limit)
+        self._error = max(_ERROR_MIN, _ERROR_KEEP * self._error + (1 - _ERROR_KEEP) * surprise)
+        return weight
+
+    def _add(self, row: list[float], weight: float) -> None:
+        """Features over the seconds they took: what is fitted is 1."""
+        for i, x in enumerate(row):
+            self._b[i] = _KEEP * self._b[i] + weight * x
+            line = self._a[i]
+            for j, y in enumerate(row):
+                line[j] = _KEEP * line[j] + weight * x * y
+
+    def _solve(self) -> tuple[float, ...]:
+        """The best coefficients of which none is negative: few enough to try all sets."""
+        a = [line.copy() for line in self._a]
+        b = self._b.copy()
+        for i in range(self._size):
+            extra = _INERTIA * a[i][i]
+            a[i][i] += extra
+            b[i] += extra * self.coefficients[i]
+        best, lowest = self.coefficients, math.inf
+        for size in range(self._size, 0, -1):
+            for kept in combinations([i for i in range(self._size) if a[i][i] > 0], size):
+                solved = _solve_positive(a, b, kept)
+                if solved is None:
+                    continue
+                x = [0.0] * self._size
+                for i, value in zip(kept, solved, strict=True):
+                    x[i] = value
+                # The quadratic form at its own minimum over `kept`.
+                loss = -_dot(b, x)
+                if loss < lowest:
+                    best, lowest = tuple(x), loss
+            if lowest < math.inf:
+                break
+        return best
+
+
+class PairMeter:
+    """Fits pulls over one transport from one peer."""
+
+    def __init__(self, transport: str) -> None:
+        guess = default_pair(transport)
+        self._transport = transport
+        self._fit = LinearMeter((guess.latency_s, 1 / guess.bytes_per_s))
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes > 0:
+            self._fit.observe((1.0, num_bytes), seconds)
+
+    @property
+    def num_observations(self) -> int:
+        return self._fit.num_observations
+
+    @property
+    def rate(self) -> PairRate:
+        """The fitted rate; a pull and a byte always cost a minimum, whatever noise says."""
+        latency_s, byte_s = self._fit.coefficients
+        return PairRate(
+            self._transport, max(latency_s, _LATENCY_MIN_S), 1 / max(byte_s, _BYTE_MIN_S)
+        )
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _solve_positive(
+    a: Sequence[Sequence[float]], b: Sequence[float], kept: Sequence[int]
+) -> list[float] | None:
+    """Solves the equations of the kept unknowns; None when one of them comes out negative."""
+    # Scaled to a diagonal of 1: seconds a byte and seconds a step are 12 digits apart.
+    scale = [1 / math.sqrt(a[i][i]) for i in kept]
+    n = len(kept)
+    rows = [
+        [a[i][j] * scale[p] * scale[q] for q, j in enumerate(kept)] + [b[i] * scale[p]]
+        for p, i in enumerate(kept)
+    ]
+    for column in range(n):  # positive definite: no pivoting needed
+        pivot = rows[column][column]
+        if pivot <= 0:
+            return None
+        for row in rows[column + 1 :]:
+            factor = row[column] / pivot
+            for k in range(column, n + 1):
+                row[k] -= factor * rows[column][k]
+    x = [0.0] * n
+    for i in reversed(range(n)):
+        known = sum(rows[i][k] * x[k] for k in range(i + 1, n))
+        x[i] = (rows[i][n] - known) / rows[i][i]
+        if x[i] < 0:
+            return None
+    return [value * s for value, s in zip(x, scale, strict=True)]

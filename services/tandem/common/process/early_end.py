@@ -1,0 +1,46 @@
+"""The end of a program that is told to stop while it loads, or has no signal handlers of its own.
+
+`python -m tandem.common.process.early_end MODULE ARGUMENT...` runs a program that Ctrl-C ends in
+silence.
+"""
+
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+
+_STATUS = 128 + signal.SIGTERM  # as a shell reports it
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def end_on_sigterm() -> None:
+    """Ends the process at once at SIGTERM, until another handler replaces this one.
+
+    The kernel drops a signal to the first process of a container if the process has no handler for
+    it. Without this one, a pod that is deleted while its program loads would run until its grace
+    period is over. The chart starts programs with SIGTERM blocked (`env --block-signal`), because
+    Python itself takes a while to load: the signal waits until here.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(_STATUS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def quietly(main: Callable[[], int | None]) -> None:
+    """Runs `main` and ends the process with what it returns, or with 130 at Ctrl-C (SIGINT). A
+    person who pressed it needs no traceback."""
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")  # the terminal has shown ^C
+        status = _INTERRUPTED
+    sys.exit(status)
+
+
+def _program() -> None:
+    module = sys.argv.pop(1)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    quietly(_program)

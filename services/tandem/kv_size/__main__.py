@@ -1,6 +1,0 @@
-"""`python -m tandem.kv_size MODEL`, which is `tandem kv-size MODEL`."""
-
-from tandem.kv_size.command import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,156 @@
+"""The memory that a worker needs, and the memory that is free where it starts.
+
+    native kernels   KV pool + packed weights + the largest converted tensor, the embedding
+    other kernels    KV pool + weights in the compute dtype
+
+Native kernels convert and pack one tensor after the other. What is stored in the compute dtype, or
+quantized and kept so, is not converted: it is mapped from its file, and such pages do not count,
+because the system takes them back when memory is short. The launcher
+checks the sum of its workers before it starts any; each engine checks its own need before it
+allocates.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tandem.common.config.engine import EngineOptions
+from tandem.common.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16, kv_part_bytes
+from tandem.models.shape import num_parameters
+from tandem.models.source import ModelFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    place: str  # as a message calls it
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One worker's need. `weights_bytes` is 0 while the model is not known."""
+
+    option: str  # the one that sets the pool's size, with its value
+    pool_bytes: int
+    weights_bytes: int
+
+
+def read_memory(
+    membership: Path = Path("/proc/self/cgroup"), hierarchy: Path = Path("/sys/fs/cgroup")
+) -> Memory:
+    """The machine's memory, or the tightest cgroup's (version 2) that has less of it free."""
+    machine = psutil.virtual_memory()
+    found = [Memory("this machine", machine.available, machine.total)]
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return found[0]
+    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
+    if own is not None:
+        inner = hierarchy / own
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(hierarchy) and (limited := _cgroup_memory(folder)):
+                found.append(limited)
+    return min(found, key=lambda memory: memory.free_bytes)
+
+
+def _cgroup_memory(folder: Path) -> Memory | None:
+    """Returns the memory; None without a limit. Cached file pages count as free (reclaimable)."""
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such controller; "max"
+        return None
+    used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    return Memory("this container", max(0, limit - used), limit)
+
+
+def worker_need(
+    config: EngineOptions, model: ModelFolder | None, *, dtype: str = "", kernels: str = ""
+) -> Need:
+    """`dtype` and `kernels` are what an engine has chosen; default: what a CPU here would."""
+    dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())
+    if config.num_blocks is None:
+        option, pool_bytes = f"--kv-memory {config.kv_bytes_max}", config.kv_bytes_max
+    else:
+        option, pool_bytes = f"--num-blocks {config.num_blocks}", 0
+        if model is not None:
+            shape = model.config
+            kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+            latent = shape.latent
+            part_bytes = kv_part_bytes(
+                kv_dtype,
+                config.block_size,
+                shape.head_dim,
+                has_values=latent is None,
+                rotated=None if latent is None else latent.rotated_key(kv_dtype, dtype),
+            )
+            pool_bytes = config.num_blocks * shape.num_layers * shape.num_kv_heads * part_bytes
+    if config.kv_host_bytes:
+        option += f" --kv-host-memory {config.kv_host_bytes}"
+        pool_bytes += config.kv_host_bytes
+    if model is None:
+        return Need(option, pool_bytes, 0)
+    is_stored = not (model.is_gguf or model.config.quantization or model.config.is_mxfp4)
+    num_weights = model.num_weights if is_stored or model.is_gguf else num_parameters(model.config)
+    shape, kernels = model.config, kernels or config.kernels
+    if keeps_quantized(config, model, kernels):
+        stored_bytes = sum(file.stat().st_size for file in model.weight_files)
+        weights_bytes = int(stored_bytes * _growth_max(model, kernels))
+        if not model.is_gguf and DTYPE_BYTES[dtype] > DTYPE_BYTES[shape.torch_dtype]:
+            # The embedding and the output matrix, which are rarely quantized.
+            weights_bytes += 2 * shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
+        return Need(option, pool_bytes, weights_bytes)
+    if kernels in ("torch", "triton"):
+        return Need(option, pool_bytes, num_weights * DTYPE_BYTES[dtype])
+    packed_bytes = num_weights * (1 if config.weights == "int8" else DTYPE_BYTES[dtype])
+    num_converted = 0
+    if dtype != shape.torch_dtype or not is_stored:
+        num_converted = max(shape.vocab_size * shape.hidden_size, num_weights // shape.num_layers)
+    return Need(option, pool_bytes, packed_bytes + num_converted * DTYPE_BYTES[dtype])
+
+
+def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:
+    """Returns whether the quantized weights of a file stay quantized.
+
+    Any setting that asks for other weights has them converted instead. Native kernels round
+    activations for them, but for fp8, which they expand as other kernels expand all of them.
+    """
+    is_quantized = model.is_gguf or model.config.is_mxfp4 or model.config.quantization is not None
+    if config.weights != "auto" or not is_quantized:
+        return False
+    if kernels in ("torch", "triton"):
+        return config.dtype == "auto"
+    return model.config.is_fp8 or (config.dtype == "auto" and config.numerics == "fast")
+
+
+def _growth_max(model: ModelFolder, kernels: str) -> float:
+    """Returns how many times the bytes of their files quantized weights may take."""
+    scheme = model.config.quantization
+    if kernels in ("torch", "triton"):
+        return 1.06  # zeros of a byte for each 32 inputs
+    return 1.0 if scheme is None else scheme.growth_max
+
+
+def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:
+    """One line that says what is needed, what is free and what helps; empty if it fits."""
+    needed_bytes = num_workers * (need.pool_bytes + need.weights_bytes)
+    if needed_bytes <= memory.free_bytes:
+        return ""
+    parts = f"{_gb(need.pool_bytes)} pool"
+    if need.weights_bytes:
+        parts += f" + {_gb(need.weights_bytes)} weights"
+    who = "a worker needs" if num_workers == 1 else f"{num_workers} workers need"
+    product = parts if num_workers == 1 else f"{num_workers} x ({parts})"
+    fewer = "" if num_workers == 1 else " or start fewer workers"
+    return (
+        f"{need.option}: {who} {product} = {_gb(needed_bytes)}; {memory.place} has "
+        f"{_gb(memory.free_bytes)} free. Lower {need.option.split()[0]}{fewer}"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"

@@ -1,0 +1,139 @@
+"""OpenTelemetry traces: one for each request over router, decode and prefill worker.
+
+Off unless OpenTelemetry's variables ask for them (otlp.py): else its SDK is not loaded, and every
+request has `NO_SPAN`, on the API's no-op tracer. When they are on, its variables choose protocol,
+headers, sampler, limits and names.
+
+    begin (a process takes the request) --> stage, stage, ... (told once they are over) --> end
+
+A span's `headers` (W3C Trace Context) travel with the request to the next process, whose span
+becomes its child. Times are `time.monotonic()` seconds. Spans leave in a thread of their own, from
+a bounded queue: a collector that is slow or gone loses spans and holds up no request.
+
+Names and attributes: OpenTelemetry's semantic conventions for generative AI.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    NoOpTracer,
+    Span,
+    SpanKind,
+    StatusCode,
+    Tracer,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from tandem.net.observability.otlp import (
+    close_within,
+    is_asked_for,
+    make_resource,
+    needs_sdk,
+    protocol,
+)
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+Attributes = Mapping[str, str | int | float | bool]
+_NONE: Attributes = {}
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class RequestSpan:
+    """A request inside one process.
+
+    `headers` make the next process' span a child of this one, and `trace_id` is 32 hexadecimal
+    digits; both are empty where the request is not traced.
+    """
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._context = set_span_in_context(span)
+        self._unix_ns = time.time_ns() - time.monotonic_ns()
+        self.headers: dict[str, str] = {}
+        _PROPAGATOR.inject(self.headers, self._context)
+        self.trace_id = f"{span.get_span_context().trace_id:032x}" if span.is_recording() else ""
+
+    def stage(
+        self, name: str, began_s: float, ended_s: float, attributes: Attributes = _NONE
+    ) -> None:
+        """A stage that is over; nothing when a time is 0, because it did not come to it."""
+        if not (began_s and ended_s and self.trace_id):
+            return
+        span = self._tracer.start_span(
+            name, self._context, attributes=dict(attributes), start_time=self._ns(began_s)
+        )
+        span.end(self._ns(ended_s))
+
+    def end(self, attributes: Attributes = _NONE, *, error: str = "") -> None:
+        self._span.set_attributes(dict(attributes))
+        if error:
+            self._span.set_attribute("error.type", error)
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+    def _ns(self, seconds: float) -> int:
+        return self._unix_ns + round(seconds * 1e9)
+
+
+NO_SPAN = RequestSpan(NoOpTracer(), INVALID_SPAN)
+
+
+class Tracing:
+    """One process' traces; without a provider they are off."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("tandem") if provider is not None else NoOpTracer()
+
+    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
+        """A span from now on, a child of what `headers` name, if they do."""
+        if self._provider is None:
+            return NO_SPAN
+        parent, own = _PROPAGATOR.extract(headers), dict(attributes)
+        span = self._tracer.start_span(name, parent, kind=SpanKind.SERVER, attributes=own)
+        return RequestSpan(self._tracer, span)
+
+    def close(self) -> None:
+        """Sends what is left, for a bounded time."""
+        if self._provider is not None:
+            close_within(self._provider.shutdown)
+
+
+NO_TRACING = Tracing()
+
+
+def make_tracing(service: str, instance: str) -> Tracing:
+    """Makes the tracing that the environment asks for. Raises ConfigError if it is not installed.
+
+    `service` and `instance` name the process (`make_resource`).
+    """
+    if not is_asked_for("TRACES"):
+        return NO_TRACING
+    with needs_sdk("traces"):
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        # By itself it would flush for half a minute when a process exits and no collector answers.
+        provider = TracerProvider(resource=make_resource(service, instance), shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(_exporter()))
+        return Tracing(provider)
+
+
+def _exporter() -> SpanExporter:
+    if protocol("TRACES") == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        return OTLPSpanExporter()
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+
+    return over_http.OTLPSpanExporter()

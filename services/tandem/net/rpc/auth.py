@@ -1,0 +1,120 @@
+"""Checks who calls a worker: holders of the cluster's token, each kind of process its own methods.
+
+Both are checked before the body of a call is read. gRPC reads it when the handler asks, and a
+handler of streams, which is what refuses, never does: a stranger's message costs a flow-control
+window at most. On the wire there is no difference between a stream of one message and one message.
+"""
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from tandem.common.config.tls import Kind, certificate_name
+
+_HEADER = "authorization"
+_REFUSAL = "the cluster's token is missing or wrong"
+_WRONG_KIND = "this call is not for the kind of process that the certificate names"
+_NAMES = "x509_subject_alternative_name"  # of the peer, in gRPC's authentication context
+
+# Of tandem.v1.Worker. A method that is not here has no caller.
+CALLERS: dict[str, Kind] = {
+    "AddAdapter": "router",
+    "Decode": "router",
+    "DescribeAdapter": "router",
+    "Drain": "router",
+    "GetState": "router",
+    "Keep": "router",
+    "ListBlocks": "router",
+    "ReadLog": "router",
+    "RemoveAdapter": "router",
+    "ResetPrefixCache": "router",
+    "SetRole": "router",
+    "Connect": "worker",
+    "FetchBlocks": "worker",
+    "ListChains": "worker",
+    "Prefill": "worker",
+    "Probe": "worker",
+}
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Metadata for a call on the private data plane."""
+    return ((_HEADER, f"Bearer {token}"),)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers UNAUTHENTICATED to calls without the cluster's token."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata).get(_HEADER, "")
+        if handler is None or hmac.compare_digest(str(given).encode(), self._expected):
+            return handler
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+class KindInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers PERMISSION_DENIED to calls from a process whose certificate is of another kind."""
+
+    def __init__(self, cluster_id: str, callers: Mapping[str, Kind] = CALLERS) -> None:
+        self._names = {
+            method: certificate_name(kind, cluster_id).encode() for method, kind in callers.items()
+        }
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method.rpartition("/")[2]
+        return _checked(handler, self._names.get(method, b""))
+
+
+async def _refuse(_: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
+
+
+def _checked(handler: Any, name: bytes) -> Any:
+    """Returns the handler for peers with this name, as a stream: the body is read after that."""
+    serve = (
+        handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
+    )
+
+    async def admit(requests: AsyncIterator[Any], context: Any) -> Any:
+        if name not in context.auth_context().get(_NAMES, ()):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, _WRONG_KIND)
+        if handler.request_streaming:
+            return requests
+        try:
+            return await anext(aiter(requests))
+        except StopAsyncIteration:
+            return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no message")
+
+    async def answer_stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        request = await admit(requests, context)
+        async with aclosing(serve(request, context)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def answer_once(requests: AsyncIterator[Any], context: Any) -> Any:
+        return await serve(await admit(requests, context), context)
+
+    make, answer = (
+        (grpc.stream_stream_rpc_method_handler, answer_stream)
+        if handler.response_streaming
+        else (grpc.stream_unary_rpc_method_handler, answer_once)
+    )
+    return make(answer, handler.request_deserializer, handler.response_serializer)

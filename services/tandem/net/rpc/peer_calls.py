@@ -1,0 +1,153 @@
+"""Channels to the cluster's workers, and their server: mutual TLS, where there are certificates.
+
+    files change -> calls that start go to a new channel; the old one closes after its last call
+
+A client accepts only a certificate with the name of a worker of its own cluster, before it sends
+anything: neither the cluster's token nor a prompt reaches another peer.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import grpc
+import grpc.aio
+
+from tandem.common.config.tls import certificate_name
+from tandem.net.rpc.auth import token_metadata
+from tandem.net.rpc.certificates import Certificate, CertificateFiles
+from tandem.net.rpc.channels import close_soon
+from tandem.net.rpc.options import CHANNEL_OPTIONS
+
+
+class PeerCalls:
+    """Opens channels to workers; `metadata` goes with each call."""
+
+    def __init__(self, cluster_id: str, token: str, tls_dir: str = "") -> None:
+        """Raises ConfigError for a folder without a usable certificate."""
+        self.metadata = token_metadata(token)
+        self._worker_name = certificate_name("worker", cluster_id)
+        self._files = CertificateFiles.in_folder(tls_dir) if tls_dir else None
+
+    def open(self, address: str) -> grpc.aio.Channel:
+        """Returns a channel. It connects on first use."""
+        if self._files is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return cast(grpc.aio.Channel, RenewedChannel(address, self._files, self._worker_name))
+
+
+class RenewedChannel:
+    """A channel whose new calls use the current certificate. It has what Tandem needs of one."""
+
+    def __init__(self, address: str, files: CertificateFiles, peer_name: str) -> None:
+        self._address = address
+        self._files = files
+        self._options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer_name)]
+        self._closed = False
+        self._inner = _Opened(self._open(files.current()), files.current())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        self._closed = True
+        await self._inner.channel.close(grace)
+
+    async def channel_ready(self) -> None:
+        await self._current().channel.channel_ready()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.channel.get_state(try_to_connect)
+
+    def unary_unary(self, method: str, *args: Any, **more: Any) -> Callable[..., Any]:
+        return self._callable("unary_unary", method, *args, **more)
+
+    def unary_stream(self, method: str, *args: Any, **more: Any) -> Callable[..., Any]:
+        return self._callable("unary_stream", method, *args, **more)
+
+    def stream_stream(self, method: str, *args: Any, **more: Any) -> Callable[..., Any]:
+        return self._callable("stream_stream", method, *args, **more)
+
+    def _callable(self, kind: str, *args: Any, **more: Any) -> Callable[..., Any]:
+        made: tuple[_Opened | None, Any] = (None, None)
+
+        def call(*call_args: Any, **call_more: Any) -> Any:
+            nonlocal made
+            inner = self._current()
+            if made[0] is not inner:
+                made = inner, getattr(inner.channel, kind)(*args, **more)
+            return inner.count(made[1](*call_args, **call_more))
+
+        return call
+
+    def _current(self) -> "_Opened":
+        certificate = self._files.current()
+        if certificate is not self._inner.certificate and not self._closed:
+            old, self._inner = self._inner, _Opened(self._open(certificate), certificate)
+            old.retire()
+        return self._inner
+
+    def _open(self, certificate: Certificate) -> grpc.aio.Channel:
+        credentials = grpc.ssl_channel_credentials(
+            certificate.roots, certificate.key, certificate.chain
+        )
+        return grpc.aio.secure_channel(self._address, credentials, options=self._options)
+
+
+class _Opened:
+    """A channel of one certificate, with the number of its calls."""
+
+    def __init__(self, channel: grpc.aio.Channel, certificate: Certificate) -> None:
+        self.channel = channel
+        self.certificate = certificate
+        self._num_calls = 0
+        self._retired = False
+
+    def count(self, call: Any) -> Any:
+        self._num_calls += 1
+        call.add_done_callback(self._on_done)
+        return call
+
+    def retire(self) -> None:
+        """Closes the channel once its last call has ended."""
+        self._retired = True
+        if not self._num_calls:
+            close_soon(self.channel)
+
+    def _on_done(self, _: object) -> None:
+        self._num_calls -= 1
+        if self._retired and not self._num_calls:
+            close_soon(self.channel)
+
+
+def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | None) -> int:
+    """Binds a server. With roots among the files a client must have a certificate, too.
+
+    Raises RuntimeError if the address cannot be bound.
+    """
+    if files is None:
+        return server.add_insecure_port(address)
+    served = files.current()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Returns what changed, if anything; gRPC asks in a thread before each handshake."""
+        nonlocal served
+        if (certificate := files.current()) is served:
+            return None
+        served = certificate
+        return _configuration(certificate)
+
+    credentials = grpc.dynamic_ssl_server_credentials(
+        _configuration(served),
+        fetch,  # type: ignore[arg-type]  # grpc-stubs does not know that it may return None
+        require_client_authentication=served.roots is not None,
+    )
+    return server.add_secure_port(address, credentials)
+
+
+def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificate.key, certificate.chain)], certificate.roots
+    )

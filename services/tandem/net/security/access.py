@@ -1,0 +1,131 @@
+"""Decides whose call it is and whether it may be made, for HTTP and gRPC alike. Pure.
+
+A cluster without any key is open where its router listens on loopback, or was told so. As soon as
+there is a key (a revoked one counts), every call of a client needs one. Operators' calls and
+metrics need none where the admin listener is on loopback: whoever may log in to that machine may
+operate the cluster. Each listener of a router has an `Access` of its own.
+"""
+
+import functools
+import ipaddress
+from collections import OrderedDict
+from typing import Literal
+
+from tandem.errors import ConfigError, Forbidden, Unauthenticated
+from tandem.net.security.body_budget import BodyBudget
+from tandem.net.security.clients import Clients
+from tandem.net.security.key_ring import KeyRing
+from tandem.net.security.keys import KeyRecord, Role, parse_key
+
+Need = Literal["nothing", "user", "metrics", "operator"]
+
+_ROLES: dict[Need, tuple[Role, ...]] = {
+    "user": ("user", "operator"),
+    "metrics": ("metrics", "operator"),
+    "operator": ("operator",),
+}
+_SCHEME = "bearer"
+
+
+class Access:
+    """The rules of one listener: its router's keys, and what is open without any."""
+
+    def __init__(
+        self,
+        ring: KeyRing,
+        *,
+        is_loopback: bool,
+        allows_anonymous: bool = False,
+        clients: Clients | None = None,
+        bodies: BodyBudget | None = None,
+    ) -> None:
+        self.clients = clients or Clients()
+        self.bodies = bodies or BodyBudget()
+        self.throttle = FailureThrottle()
+        self._ring = ring
+        self._is_loopback = is_loopback
+        self._is_open = is_loopback or allows_anonymous
+
+    def check(self, need: Need, authorization: list[str], *, now: float) -> KeyRecord | None:
+        """Returns the key of a call; None where it needs no key.
+
+        `authorization` has the values of that header. Raises Unauthenticated, Forbidden and
+        KeysUnknown.
+        """
+        is_admin = need in ("operator", "metrics")
+        if need == "nothing" or (is_admin and self._is_loopback and not authorization):
+            return None
+        self._ring.check_fresh(now)
+        if not self._ring.records and self._is_open:
+            return None
+        record = self._ring.authenticate(_bearer(authorization), now=now)
+        if record.role not in _ROLES[need]:
+            allowed = " or ".join(_ROLES[need])
+            raise Forbidden(f"the API key's role is {record.role}; this call needs {allowed}")
+        return record
+
+    def claimed(self, authorization: list[str]) -> KeyRecord | None:
+        """Returns the record that a refused call's key names, whatever its secret; for the log."""
+        try:
+            key_id, _ = parse_key(_bearer(authorization))
+        except Unauthenticated:
+            return None
+        return self._ring.records.get(key_id)
+
+    def check_start(self) -> None:
+        """Raises ConfigError if the router would serve strangers and nobody has said that it may.
+
+        While the keys are not known the router may start: it lets nobody in.
+        """
+        if self._ring.synced_at is not None and not self._ring.records and not self._is_open:
+            raise ConfigError(
+                "there is no API key, and --host or --admin-host is no loopback address: anyone "
+                "who reaches it could use the router. Create a key (`tandem keys create`) or "
+                "name --keys-file; or say --allow-anonymous"
+            )
+
+
+class FailureThrottle:
+    """Delays the answers to an address that goes on sending keys that do not work."""
+
+    FREE = 5  # failures a minute that cost nothing
+    DELAY_MAX_S = 2.0
+    _WINDOW_S = 60.0
+    _ADDRESSES_MAX = 4096  # the one that failed longest ago is forgotten first
+
+    def __init__(self) -> None:
+        self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def fail(self, address: str, now: float) -> float:
+        """Counts a failure. Returns the seconds by which to delay its answer."""
+        count, at = self._failures.pop(address, (0.0, now))
+        # The count leaks away within the window, so that an old mistake is forgiven.
+        count = max(0.0, count - self.FREE * (now - at) / self._WINDOW_S) + 1
+        self._failures[address] = (count, now)
+        if len(self._failures) > self._ADDRESSES_MAX:
+            self._failures.popitem(last=False)
+        over = count - self.FREE
+        return 0.0 if over <= 0 else min(self.DELAY_MAX_S, 0.1 * 2 ** min(over, 10.0))
+
+
+def _bearer(authorization: list[str]) -> str:
+    """The key that the header carries (RFC 6750)."""
+    if not authorization:
+        raise Unauthenticated("the call needs an API key: send Authorization: Bearer KEY")
+    scheme, _, key = authorization[0].partition(" ")
+    if len(authorization) > 1 or scheme.lower() != _SCHEME:
+        raise Unauthenticated("send one header Authorization: Bearer KEY")
+    return key.strip()
+
+
+@functools.lru_cache(maxsize=64)
+def is_loopback(name: str) -> bool:
+    """Returns whether a name or an address is this machine's own."""
+    if name == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

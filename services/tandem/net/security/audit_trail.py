@@ -1,0 +1,96 @@
+"""The audit trail of a cluster: who changed what, and which calls were refused, at all routers.
+
+    {tandem:CLUSTER}:audit:changes   STREAM, sizes, roles, drains and keys; field `entry` is JSON
+    {tandem:CLUSTER}:audit:refusals  STREAM, calls without a working key or beyond their role
+
+There are two streams because a flood of refused calls would push every change out of one. Each
+keeps the last `ENTRIES_MAX` entries, and at times a few more. Who adds an entry also logs it. Texts
+of clients are made printable.
+"""
+
+import time
+from typing import Literal
+
+import msgspec
+
+from tandem.common.printable import printable
+from tandem.errors import TandemError
+from tandem.net.store.client import Client
+from tandem.net.store.journal import ENTRIES_MAX, Journal
+
+__all__ = ["ENTRIES_MAX", "AuditEntry", "AuditTrail", "Caller"]
+
+Kind = Literal["changes", "refusals"]
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """The sender of a call. A refused call's key is the one that it claims to have."""
+
+    address: str
+    key_id: str = ""
+    tenant: str = ""
+
+    def __str__(self) -> str:
+        return self.address + (f", key {self.key_id} of {self.tenant}" if self.key_id else "")
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One change or refused call. `outcome` is done, or the code of the error that `why` tells."""
+
+    at: float  # seconds since the epoch
+    router_id: str
+    caller: Caller
+    what: str
+    outcome: str
+    before: str = ""
+    after: str = ""
+    why: str = ""
+
+
+class AuditTrail:
+    """The trail as one router writes and reads it; `run` writes what was added."""
+
+    def __init__(self, redis: Client, cluster_id: str, *, router_id: str) -> None:
+        kinds: tuple[Kind, ...] = ("changes", "refusals")
+        self._kinds = kinds
+        prefix = f"{{tandem:{cluster_id}}}:audit"
+        self._journal = Journal(redis, prefix, kinds, "the audit trail")
+        self._router_id = router_id
+
+    def add_change(
+        self, who: Caller, what: str, before: str, after: str, error: TandemError | None = None
+    ) -> None:
+        """Adds a change that was made, or tried: then `error` says why it was not."""
+        entry = self._entry(who, what, error)
+        states = {"before": printable(before), "after": printable(after)}
+        self._journal.add("changes", msgspec.structs.replace(entry, **states))
+
+    def add_refusal(self, who: Caller, what: str, error: TandemError) -> None:
+        self._journal.add("refusals", self._entry(who, what, error))
+
+    async def run(self) -> None:
+        """Writes entries to Redis until it is cancelled; then those that still wait, if it can."""
+        await self._journal.run()
+
+    async def read(self, num_max: int) -> list[AuditEntry]:
+        """Returns the last entries of all routers, the newest first. Raises NotNow."""
+        found = [entry for kind in self._kinds for entry in await self.read_kind(kind, num_max)]
+        return sorted(found, key=lambda entry: entry.at, reverse=True)[:num_max]
+
+    async def read_kind(self, kind: Kind, num_max: int) -> list[AuditEntry]:
+        """Returns the last entries of one kind, the newest first. Raises NotNow."""
+        return await self._journal.read(kind, num_max, _decode)
+
+    def _entry(self, who: Caller, what: str, error: TandemError | None) -> AuditEntry:
+        return AuditEntry(
+            at=time.time(),
+            router_id=self._router_id,
+            caller=msgspec.structs.replace(who, address=printable(who.address)),
+            what=printable(what),
+            outcome=error.code if error else "done",
+            why=printable(error.message) if error else "",
+        )
+
+
+def _decode(text: bytes) -> AuditEntry:
+    return msgspec.json.decode(text, type=AuditEntry)

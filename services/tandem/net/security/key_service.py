@@ -1,0 +1,271 @@
+"""Keeps a router's keys true, and carries out what an operator asks of them.
+
+    Redis --each second, if anything changed or it may lack something; each minute--> ring
+    file (a Kubernetes Secret) --when it changed-->                 ring
+    another router's call, signed with the routers' secret -->      ring
+    ring --records that Redis lacks, or has older-->                Redis
+
+So a key that is revoked while Redis is away is written there later, and an old dump of Redis brings
+nothing back. A change goes to every router that is known, by a call, beside Redis.
+
+The routers' secret is made of the cluster's token and the routers' user of Redis. A worker has the
+token and another user, so it cannot sign. Who has the routers' user may write records to Redis.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import ssl
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from tandem.common.config.cluster import ClusterConfig
+from tandem.errors import ConfigError, KeyNotFound, KeysUnknown, NotNow, Unauthenticated
+from tandem.net.rpc.certificates import CertificateFiles
+from tandem.net.security import keys
+from tandem.net.security.key_ring import KeyRing
+from tandem.net.security.key_store import KeyStore
+from tandem.net.security.keys import KeyRecord, NewKey, Role
+from tandem.net.security.limits import NO_LIMITS, Limits, changed
+from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
+from tandem.net.store.router_registry import RouterRegistry
+from tandem.net.store.url import parse
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+REREAD_S = 60.0  # even where nothing seems to have changed: an old dump has the same number
+RECORDS_PATH = "/v1/keys/records"
+SIGNATURE_HEADER = "x-tandem-signature"
+CALL_DEADLINE_S = 1.5
+
+
+class Revocation(msgspec.Struct, frozen=True):
+    """A revocation says who confirmed it. A text is empty, or says why there is no confirmation."""
+
+    key_id: str
+    redis: str
+    routers: dict[str, str]
+
+
+class KeyService:
+    """The keys of one router; `run` keeps them true."""
+
+    def __init__(
+        self,
+        redis: Client,
+        cluster: ClusterConfig,
+        ring: KeyRing,
+        *,
+        router_id: str,
+        file: str,
+        tls: CertificateFiles | None = None,
+    ) -> None:
+        """`tls` is the certificate that all routers have, if they speak TLS."""
+        self._tls = tls
+        self.ring = ring
+        self._secret = _routers_secret(cluster)
+        self._store = KeyStore(redis, cluster.cluster_id)
+        self._registry = RouterRegistry(redis, cluster.cluster_id)
+        self._router_id = router_id
+        self._file = Path(file) if file else None
+        self._file_time = 0.0
+        self._routers: dict[str, str] = {}
+        self._changes = b""
+        self._is_behind = True  # Redis and the ring may differ, whatever the number of changes
+        self._read_at = 0.0
+        self._is_away = False
+
+    async def run(self, own_url: str) -> None:
+        """Refreshes the ring until it is cancelled; then takes the router off the registry."""
+        try:
+            while True:
+                await self.refresh(own_url)
+                await asyncio.sleep(REFRESH_S)
+        finally:
+            try:
+                await self._registry.remove(self._router_id)
+            except UNREACHABLE:
+                log.info("Redis is away: this router's entry there stays for an hour")
+
+    async def refresh(self, own_url: str) -> None:
+        """Reads what changed. A router without a URL is not told of changes: it reads them only.
+        Raises ConfigError for a file of keys that cannot be read."""
+        now = time.time()
+        self._read_file(now)
+        try:
+            if own_url:
+                self._routers = await self._registry.announce(self._router_id, own_url)
+            changes = await self._store.num_changes()
+            is_lost = not changes and bool(self.ring.records)
+            is_due = is_lost or now - self._read_at > REREAD_S
+            if self._is_behind or is_due or changes != self._changes:
+                self._is_behind = False
+                await self._reconcile(now)
+                # The number from before: what changed while it read is read in the next second.
+                self._changes, self._read_at = changes, now
+        except UNREACHABLE as error:
+            if not self._is_away:
+                log.warning("API keys cannot be read from Redis, known ones stay: %r", error)
+            self._is_away = self._is_behind = True
+        else:
+            self._is_away = False
+            self.ring.synced_at = now
+
+    async def create(
+        self, tenant: str, role: Role, *, expires_at: float = 0.0, limits: Limits = NO_LIMITS
+    ) -> NewKey:
+        """Raises KeysUnknown while Redis is away: a key must be known to all routers."""
+        key = keys.create(tenant, role, now=time.time(), expires_at=expires_at, limits=limits)
+        await self._write(key.record)
+        return key
+
+    async def rotate(self, key_id: str, *, grace_s: float) -> NewKey:
+        """Raises KeyNotFound, KeysUnknown and NotNow, as where the key is revoked."""
+        record = self._find(key_id)
+        if record.revoked_at:
+            raise NotNow(f"the key {key_id} is revoked; create another one")
+        key = keys.rotate(record, now=time.time(), grace_s=grace_s)
+        await self._write(key.record)
+        return key
+
+    async def update(self, key_id: str, changes: dict[str, Any]) -> KeyRecord:
+        """Changes some limits of a key. Raises what `rotate` raises, and BadRequest."""
+        record = self._find(key_id)
+        if record.revoked_at:
+            raise NotNow(f"the key {key_id} is revoked; create another one")
+        updated = keys.update(record, changed(record.limits, changes))
+        await self._write(updated)
+        return updated
+
+    async def revoke(self, key_id: str) -> Revocation:
+        """Revokes a key here, in Redis and at each known router. Raises KeyNotFound."""
+        record = self._find(key_id)
+        tombstone = record if record.revoked_at else keys.revoke(record, now=time.time())
+        self.ring.merge([tombstone], now=time.time())
+        told = asyncio.gather(*(self._tell(url, tombstone) for url in self._others.values()))
+        try:
+            await self._store.put(tombstone)
+            redis = ""
+        except UNREACHABLE as error:
+            self._is_behind = True
+            redis = f"Redis is away, and is written when it is back: {error!r}"
+        routers = dict(zip(self._others, await told, strict=True))
+        return Revocation(key_id, redis, {self._router_id: "", **routers})
+
+    def take(self, body: bytes, signature: str) -> list[KeyRecord]:
+        """Takes records from another router. Returns those that changed the ring. Raises
+        Unauthenticated, or KeysUnknown if they are unreadable."""
+        if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
+            raise Unauthenticated("the signature is not of a router of this cluster")
+        try:
+            records = msgspec.json.decode(body, type=list[KeyRecord])
+        except UNREADABLE as error:
+            raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
+        self.ring.merge(records, now=time.time())
+        self._is_behind = True  # the other router may have lost Redis
+        return [record for record in records if self.ring.records.get(record.key_id) is record]
+
+    @property
+    def num_routers(self) -> int:
+        """Number of routers that are known, this one included."""
+        return max(1, len(self._routers))
+
+    @property
+    def _others(self) -> dict[str, str]:
+        return {i: url for i, url in self._routers.items() if i != self._router_id}
+
+    def _find(self, key_id: str) -> KeyRecord:
+        if (record := self.ring.records.get(key_id)) is None:
+            raise KeyNotFound(f"there is no key {key_id[:80]!r}; `tandem keys list` shows them")
+        return record
+
+    async def _write(self, record: KeyRecord) -> None:
+        try:
+            written = await self._store.put(record)
+        except UNREACHABLE as error:
+            raise KeysUnknown(
+                f"Redis is away, and a key must be known to all routers: {error!r}; try again",
+                retry_after_s=REFRESH_S,
+            ) from error
+        if not written:
+            raise NotNow(f"the key {record.key_id} was changed just now; look at it again")
+        self.ring.merge([record], now=time.time())
+        await asyncio.gather(*(self._tell(url, record) for url in self._others.values()))
+
+    async def _tell(self, url: str, record: KeyRecord) -> str:
+        """Sends a record to another router. Returns why it did not confirm; empty if it did."""
+        body = msgspec.json.encode([record])
+        headers = {SIGNATURE_HEADER: self._sign(body), "content-type": "application/json"}
+        try:
+            async with httpx.AsyncClient(
+                timeout=CALL_DEADLINE_S, trust_env=False, verify=self._verify()
+            ) as client:
+                reply = await client.post(url + RECORDS_PATH, content=body, headers=headers)
+        except httpx.HTTPError as error:
+            return f"{url} does not answer: {error!r}"
+        return "" if reply.is_success else f"{url} answers {reply.status_code}: {reply.text[:200]}"
+
+    def _verify(self) -> ssl.SSLContext | bool:
+        """Trusts this router's own certificate: its name is not the address of another router."""
+        if self._tls is None:
+            return True
+        own, end, _ = self._tls.current().chain.decode().partition("-----END CERTIFICATE-----")
+        context = ssl.create_default_context(cadata=own + end + "\n")
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.check_hostname = False
+        return context
+
+    async def _reconcile(self, now: float) -> None:
+        """Takes what Redis has, and writes there what the ring has and Redis has not."""
+        found = await self._store.read()
+        behind = self.ring.merge(found, now=now)
+        there = {record.key_id for record in found}
+        behind += [r for key_id, r in self.ring.records.items() if key_id not in there]
+        for record in behind:
+            await self._store.put(record)
+        if old := [r.key_id for r in found if r.is_forgettable(now)]:
+            await self._store.forget(old)
+
+    def _read_file(self, now: float) -> None:
+        if self._file is None:
+            return
+        try:
+            changed_at = self._file.stat().st_mtime
+            if changed_at == self._file_time:
+                return
+            records = msgspec.json.decode(self._file.read_bytes(), type=list[KeyRecord])
+        except (OSError, *UNREADABLE) as error:
+            if self._file_time:  # it was good before: a Secret that is being replaced
+                log.warning("the file of API keys cannot be read, known keys stay: %s", error)
+                return
+            raise ConfigError(f"the keys file {self._file} cannot be read: {error}") from None
+        self.ring.merge(records, now=now)
+        self._file_time = changed_at
+        self.ring.synced_at = self.ring.synced_at or now
+
+    def _sign(self, body: bytes) -> str:
+        return hmac.new(self._secret, b"tandem keys" + body, hashlib.sha256).hexdigest()
+
+
+def _routers_secret(cluster: ClusterConfig) -> bytes:
+    """Returns the secret that all routers of a cluster have, and no worker."""
+    options = parse(cluster.redis_url).options
+    user = f"tandem routers\0{options.get('username') or ''}\0{options.get('password') or ''}"
+    return hmac.digest(cluster.token.encode(), user.encode(), "sha256")
+
+
+def listed(records: Sequence[KeyRecord], now: float) -> list[dict[str, object]]:
+    """The keys as an operator sees them: without digests."""
+    shown = ("key_id", "tenant", "role", "version", "created_at", "expires_at", "revoked_at")
+    return [
+        {name: getattr(r, name) for name in shown}
+        | {"state": r.state(now), "limits": msgspec.to_builtins(r.limits)}
+        for r in sorted(records, key=lambda r: (r.tenant, r.created_at))
+    ]

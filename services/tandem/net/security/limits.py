@@ -1,0 +1,51 @@
+"""The limits that an API key's record sets. Pure."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from tandem.common.retention import PRIORITY_MAX, WEIGHT_DEFAULT
+from tandem.errors import BadRequest
+
+COUNT_MAX = 10**12  # Redis' scripts count exactly up to 2^53
+WEIGHT_MAX = 10_000
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+_Priority = Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)]
+_Weight = Annotated[int, msgspec.Meta(ge=1, le=WEIGHT_MAX)]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The limits of a key. 0 is no limit.
+
+    The first three are compared with what the key's tenant uses, over all its keys and routers.
+    """
+
+    requests_per_minute: _Count = 0
+    tokens_per_minute: _Count = 0
+    max_concurrent: _Count = 0
+    max_prompt_tokens: _Count = 0
+    max_completion_tokens: _Count = 0
+    max_kv_priority: _Priority = 0  # higher ones count as this one
+    weight: _Weight = WEIGHT_DEFAULT  # of the tenant's turns, where tenants take turns
+
+    @property
+    def are_counted(self) -> bool:
+        """True if a request must be compared with what its tenant uses."""
+        return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrent)
+
+
+NO_LIMITS = Limits()
+
+
+def changed(limits: Limits, changes: dict[str, Any]) -> Limits:
+    """Returns the limits with some of them changed, by name. Raises BadRequest."""
+    if unknown := set(changes) - set(Limits.__struct_fields__):
+        raise BadRequest(
+            f"there is no limit {min(unknown)[:80]!r}; limits are "
+            + ", ".join(Limits.__struct_fields__)
+        )
+    try:
+        return msgspec.convert({**msgspec.to_builtins(limits), **changes}, Limits)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the limits are not as they must be: {error}") from None

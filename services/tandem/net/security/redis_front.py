@@ -1,0 +1,177 @@
+"""`tandem redis-front`: a TLS port in front of a Redis server, whose wheel is built without TLS.
+
+    accepted --handshake, name of a router, worker or controller--> joined with the Unix socket
+       `-> closed: too late, no such certificate, or no place
+
+Each handshake takes the certificate of that moment, so a renewed one needs no restart. What passes
+is not read: the users and passwords are the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+import sys
+
+from tandem.common.config.redis_front import RedisFrontOptions
+from tandem.common.config.tls import KINDS, certificate_name
+from tandem.common.process.early_end import end_on_sigterm, quietly
+from tandem.errors import ConfigError, TandemError
+from tandem.net.rpc.certificates import CertificateFiles
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_DEADLINE_S = 10.0
+CONNECTIONS_MAX = 4096
+_BACKLOG = 512
+
+
+class _Side(asyncio.Protocol):
+    """One connection of a pair. It hands on to the other what comes, and waits while that is full.
+
+    It reads nothing until `join`.
+    """
+
+    transport: asyncio.Transport
+    _other: _Side | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.pause_reading()
+
+    def join(self, other: _Side) -> None:
+        self._other, other._other = other, self
+        self.transport.resume_reading()
+        other.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._other is not None:
+            self._other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self._other is not None:
+            self._other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._other is not None:
+            self._other.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._other is not None:
+            self._other.transport.close()
+
+
+class RedisFront:
+    """The port; `run` serves until it is cancelled."""
+
+    def __init__(self, options: RedisFrontOptions) -> None:
+        """Raises ConfigError for a folder without a usable certificate, and for a taken port."""
+        self._options = options
+        self._files = CertificateFiles.in_folder(options.tls_dir)
+        self._names = {certificate_name(kind, options.cluster_id) for kind in KINDS}
+        self.num_open = 0
+        try:
+            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+            address = (options.host, options.port)
+            self._listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error}") from error
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+
+    async def run(self) -> None:
+        """Accepts connections. They end with the event loop."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+        with self._listener:
+            while True:
+                accepted, address = await loop.sock_accept(self._listener)
+                if len(tasks) + self.num_open >= CONNECTIONS_MAX:
+                    log.warning("%s is refused: %d connections are open", address, self.num_open)
+                    accepted.close()
+                    continue
+                task = loop.create_task(self._serve(accepted, str(address[0])))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+    async def _serve(self, accepted: socket.socket, address: str) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        context = self._files.current().context
+        context.verify_mode = ssl.CERT_REQUIRED
+        loop = asyncio.get_running_loop()
+        client = _Client(self)
+        try:
+            await loop.connect_accepted_socket(
+                lambda: client, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_DEADLINE_S
+            )
+            if not self._names & _names_of(client.transport):
+                log.warning("%s is refused: its certificate names no process of ours", address)
+                client.transport.close()
+                return
+            _, server = await loop.create_unix_connection(_Side, self._options.socket)
+        except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
+            # A TCP probe, such as kubelet's every 2 s, leaves without a handshake.
+            probe = isinstance(error, ConnectionResetError) and not hasattr(client, "transport")
+            level = logging.DEBUG if probe else logging.INFO
+            log.log(level, "a connection of %s ended before it was joined: %r", address, error)
+            accepted.close()
+            if hasattr(client, "transport"):
+                client.transport.abort()
+            return
+        client.join(server)
+
+
+class _Client(_Side):
+    """A client's connection, which is counted while it is open."""
+
+    def __init__(self, front: RedisFront) -> None:
+        self._front = front
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._front.num_open += 1
+        super().connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._front.num_open -= 1
+        super().connection_lost(error)
+
+
+def _names_of(transport: asyncio.Transport) -> set[str]:
+    """Returns the DNS names in the certificate of the peer."""
+    certificate = transport.get_extra_info("peercert") or {}
+    return {value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"}
+
+
+async def _run(options: RedisFrontOptions) -> None:
+    front = RedisFront(options)
+    log.info("listening: %s:%d, in front of %s", options.host, front.port, options.socket)
+    serving = asyncio.create_task(front.run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+def main() -> int:
+    """Exit status 2 for wrong settings, 0 after SIGTERM."""
+    from tandem.common.options import read
+    from tandem.net.observability.logs import configure_logging
+
+    options = read(RedisFrontOptions, "tandem redis-front")
+    configure_logging("redis-front")
+    try:
+        asyncio.run(_run(options))
+    except TandemError as error:
+        print(f"redis-front: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    end_on_sigterm()
+    quietly(main)

@@ -1,0 +1,155 @@
+"""Connects every process of Tandem to Redis: bounded, impatient, never retrying by itself.
+
+redis-py's own retries would hide an outage for seconds from callers that all have a better answer
+to one: the router places without the tree, a worker publishes again, a record is written next time.
+One server, Sentinel and Cluster (store/url.py) give clients that take the same calls; keys that one
+call or script touches share a hash tag, so that they also work on a Cluster.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, ClassVar, TypeAlias
+
+import msgspec
+from redis import Redis as SyncRedis
+from redis import RedisCluster as SyncRedisCluster
+from redis import Sentinel as SyncSentinel
+from redis.asyncio import Redis, RedisCluster, Sentinel
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode as SyncClusterNode
+from redis.exceptions import AuthenticationError, RedisClusterException, RedisError
+from redis.retry import Retry as SyncRetry
+
+from tandem.errors import ConfigError
+from tandem.net.store.url import parse
+
+Client: TypeAlias = Redis | RedisCluster
+SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
+
+# What a call raises when Redis is lost, slow or refuses it; a Cluster's error is no RedisError.
+UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
+# What reading a value of Redis raises if it is none of ours. msgspec passes bad UTF-8 on as it is.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+CONNECT_TIMEOUT_S = 1.0
+REPLY_TIMEOUT_S = 2.0
+CONNECTIONS_MAX = 64  # to one server
+
+
+def connect(url: str) -> Client:
+    """Returns a client that connects on first use; errors of redis-py reach the caller at once.
+
+    Raises ConfigError for a URL that cannot be right.
+    """
+    kinds = (Redis, Sentinel, RedisCluster, ClusterNode)
+    retry = Retry(NoBackoff(), 0)
+    client: Client = _client(
+        url, kinds, retry=retry, socket_timeout=REPLY_TIMEOUT_S, max_connections=CONNECTIONS_MAX
+    )
+    return client
+
+
+def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SyncClient:
+    """Returns the same for threads. For a Cluster it asks for the nodes at once: RedisError."""
+    kinds = (SyncRedis, SyncSentinel, SyncRedisCluster, SyncClusterNode)
+    retry = SyncRetry(NoBackoff(), 0)
+    client: SyncClient = _client(url, kinds, retry=retry, socket_timeout=reply_timeout_s)
+    return client
+
+
+async def warm(redis: Client, num_connections: int) -> None:
+    """Opens connections, to each primary, so that a burst finds them. Errors pass through."""
+    if isinstance(redis, RedisCluster):
+        await redis.initialize()
+        calls = [redis.ping(target_nodes=RedisCluster.PRIMARIES) for _ in range(num_connections)]
+    else:
+        calls = [redis.ping() for _ in range(num_connections)]
+    # All at once: each takes a connection of its own.
+    await asyncio.gather(*calls)
+
+
+def wait_until_answers(
+    url: str, deadline_s: float = 10.0, *, alive: Callable[[], bool] = lambda: True
+) -> None:
+    """Blocks until the server answers PING. Raises ConfigError, which never shows the password.
+
+    `alive` tells whether the server can still come up: False ends the wait at once.
+    """
+    give_up_at = time.monotonic() + deadline_s
+    name = parse(url).name
+    while True:
+        try:
+            with closing(connect_blocking(url, reply_timeout_s=0.5)) as redis:
+                redis.ping()
+                return
+        except UNREACHABLE as error:
+            if AuthenticationError in (type(error), type(error.__cause__)):
+                raise ConfigError(f"Redis at {name} refuses the password") from error
+            if time.monotonic() >= give_up_at or not alive():
+                raise ConfigError(
+                    f"Redis at {name} does not answer (deadline {deadline_s:g} s): {error}"
+                ) from error
+        time.sleep(0.01)
+
+
+class _RenewedConnection(SSLConnection):
+    """Shares a context with the other connections until the files of certificates change.
+
+    redis-py reads them once for each connection of a pool, which lives as long as the process, and
+    with them all roots of the system, which takes 20 ms.
+    """
+
+    _shared: ClassVar[tuple[str, Any]] = ("", None)  # what it was made of, and the context
+
+    def _connection_arguments(self) -> Any:
+        own = self.ssl_context
+        own.context = None
+        options = [getattr(own, name) for name in own.__slots__]
+        paths = (own.ca_certs, own.certfile, own.keyfile)
+        made_of = repr((options, [_identity(path) for path in paths]))
+        known, context = _RenewedConnection._shared
+        own.context = context if made_of == known else own.get()
+        _RenewedConnection._shared = (made_of, own.context)
+        return super()._connection_arguments()
+
+
+def _identity(path: str | None) -> tuple[int, ...]:
+    try:
+        found = os.stat(path or "")
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
+    """Returns a client of one of the `kinds`, which are redis-py's for asyncio or for threads."""
+    address = parse(url)
+    server, sentinel, cluster, node = kinds
+    bounds["socket_connect_timeout"] = CONNECT_TIMEOUT_S
+    options = {**bounds, **address.options}
+    try:
+        match address.kind:
+            case "server":
+                client = server.from_url(url, **options)
+                if address.tls and server is Redis:
+                    client.connection_pool.connection_class = _RenewedConnection
+            case "sentinel":
+                bounded = ("socket_connect_timeout", "socket_timeout", "retry")
+                own = {name: options[name] for name in bounded} | address.sentinel_options
+                own["ssl"] = options["ssl"] = address.tls
+                watched = sentinel(address.nodes, sentinel_kwargs=own, **options)
+                client = watched.master_for(address.service)
+            case "cluster":
+                options["startup_nodes"] = [node(host, port) for host, port in address.nodes]
+                # A shard whose nodes are all down must not keep the others from serving.
+                return cluster(ssl=address.tls, require_full_coverage=False, **options)
+        client.connection_pool.make_connection()  # refuses a wrong option; connects to nothing yet
+        return client
+    except TypeError as error:  # what redis-py says to an option it does not have
+        raise ConfigError(f"the Redis URL has a wrong option: {error}") from None

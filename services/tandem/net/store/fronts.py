@@ -1,0 +1,37 @@
+"""The fronts of decode workers: routers to which gateways send the requests of one worker.
+
+    {tandem:CLUSTER}:front:WORKER    HOST:PORT of its HTTP API; expires unless it is written again
+
+A front writes its entry while it can serve requests. An endpoint picker reads the entries of the
+workers that it knows.
+"""
+
+from collections.abc import Sequence
+
+from tandem.net.store.client import Client
+
+KEPT_MS = 5000
+WRITTEN_S = 1.0
+
+
+class Fronts:
+    """Reads and writes the entries of a cluster. Errors of redis-py pass through."""
+
+    def __init__(self, redis: Client, cluster_id: str) -> None:
+        self._redis = redis
+        self._prefix = f"{{tandem:{cluster_id}}}:front:"
+
+    async def announce(self, worker_id: str, endpoint: str) -> None:
+        """Writes the entry of a worker's front."""
+        await self._redis.set(self._prefix + worker_id, endpoint, px=KEPT_MS)
+
+    async def remove(self, worker_id: str) -> None:
+        await self._redis.delete(self._prefix + worker_id)
+
+    async def read(self, worker_ids: Sequence[str]) -> dict[str, str]:
+        """Returns the endpoints of the workers that have a front, by worker id."""
+        if not worker_ids:
+            return {}
+        found = await self._redis.mget([self._prefix + worker_id for worker_id in worker_ids])
+        pairs = zip(worker_ids, found, strict=True)
+        return {w: bytes(found).decode() for w, found in pairs if isinstance(found, bytes)}

@@ -1,0 +1,103 @@
+"""Streams of entries in Redis that outlive the processes that write them, each bounded.
+
+Entries wait in memory while Redis is away, at most as many as a stream keeps. An entry with a
+`once` key is written by the first process that has it, and by no other for an hour: all routers
+see the same worker go.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from tandem.errors import NotNow
+from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
+from tandem.net.store.script import Script
+
+log = logging.getLogger(__name__)
+
+ENTRIES_MAX = 1000
+_RETRY_S = 1.0
+_LAST_WRITE_S = 1.0  # for what waits when the process ends
+_ONCE_MS = 3600 * 1000
+
+# KEYS: 1 the stream, 2 the mark of an entry that is written once. ARGV: 1 the entry as JSON,
+# 2 entries that the stream keeps, 3 milliseconds of the mark, 0 for an entry without one.
+# Returns nothing.
+_ADD = Script("""
+if ARGV[3] ~= '0' and not redis.call('SET', KEYS[2], '1', 'NX', 'PX', ARGV[3]) then return end
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[1])
+""")
+
+
+class Journal:
+    """The streams `PREFIX:NAME` as one process writes and reads them; `run` writes entries."""
+
+    def __init__(self, redis: Client, prefix: str, names: Sequence[str], what: str) -> None:
+        """`what` names the journal in messages."""
+        self._redis = redis
+        self._prefix = prefix
+        self._what = what
+        self._waiting: dict[str, deque[tuple[bytes, str]]] = {
+            name: deque(maxlen=ENTRIES_MAX) for name in names
+        }
+        self._added = asyncio.Event()
+
+    def add(self, name: str, entry: msgspec.Struct, once: str = "") -> None:
+        """Adds an entry to a stream; the oldest that waits goes if there are too many."""
+        self._waiting[name].append((msgspec.json.encode(entry), once))
+        self._added.set()
+
+    async def run(self) -> None:
+        """Writes entries to Redis until it is cancelled; then those that still wait, if it can."""
+        is_away = False
+        try:
+            while True:
+                await self._added.wait()
+                self._added.clear()
+                try:
+                    await self._write()
+                except UNREACHABLE as error:
+                    if not is_away:
+                        log.warning("%s waits for Redis: %r", self._what, error)
+                    is_away = True
+                    await asyncio.sleep(_RETRY_S)
+                    self._added.set()
+                else:
+                    is_away = False
+        finally:
+            with suppress(TimeoutError, *UNREACHABLE):
+                async with asyncio.timeout(_LAST_WRITE_S):
+                    await self._write()
+
+    async def read(self, name: str, num_max: int, decode: Callable[[bytes], Any]) -> list[Any]:
+        """Returns the last entries of all processes, the newest first, but those of other versions
+        that cannot be read. Raises NotNow."""
+        try:
+            told: Any = await self._redis.xrevrange(self._key(name), count=num_max)
+        except UNREACHABLE as error:
+            raise NotNow(f"{self._what} is in Redis, which is away: {error!r}") from error
+        found = []
+        for _, fields in told:
+            with suppress(KeyError, *UNREADABLE):
+                found.append(decode(fields[b"entry"]))
+        return found
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    async def _write(self) -> None:
+        for name, waiting in self._waiting.items():
+            while waiting:
+                text, once = waiting.popleft()
+                keys = [self._key(name), f"{self._key(name)}:once:{once}"]
+                try:
+                    await _ADD(self._redis, keys, text, ENTRIES_MAX, _ONCE_MS if once else 0)
+                except BaseException:
+                    if len(waiting) < ENTRIES_MAX:
+                        waiting.appendleft((text, once))
+                    raise

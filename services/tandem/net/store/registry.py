@@ -1,0 +1,405 @@
+"""Worker records in Redis: workers alive, their addresses, states and KV compatibility.
+
+Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control keys share a slot):
+
+    {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
+    {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
+    {tandem:CLUSTER}:worker:ID:pairs      what it measured of its peers (pair_rates.py)
+    {tandem:CLUSTER}:worker:ID:role       its role while it is lent to the other pool
+    {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
+    {tandem:CLUSTER}:contract:GENERATION  that of a generation with a name
+    {tandem:CLUSTER}:loading              HASH, msgpack Loading of workers without a record
+    {tandem:CLUSTER}:mark                 drawn by who first asked `data_set`; lost with the data
+
+A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
+the worker is dead to everybody. The first worker sets the cluster's KV compatibility; one that
+differs is refused with a message that names each difference, and is not seen by readers if it
+writes a record all the same. The KV compatibility goes with its last worker.
+
+A lent worker's role outlives its record by `LOAN_TTL_S`: a process that crashed is started again in
+that role. A worker that ends in order takes the role away.
+
+An upgrade to what cannot exchange KV with what runs is another *generation*: its workers agree on a
+KV compatibility of their own, and both generations serve until the old one has drained. Who may be
+paired is told by KV compatibilities, never by generations.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from contextlib import suppress
+from typing import Literal, get_args
+
+import msgspec
+
+from tandem.common.adapter import NO_ADAPTER, Adapter
+from tandem.common.block_hash import Chain, chain_root
+from tandem.common.config.cluster import ClusterConfig, Role
+from tandem.common.engine_counts import EngineCounts
+from tandem.common.perf_model.kv_load import GroupLoad, TierUse
+from tandem.common.perf_model.predict import queue_seconds
+from tandem.common.perf_model.rates import PairRate, WorkerRates
+from tandem.errors import Incompatible
+from tandem.net.store.client import UNREADABLE, Client
+from tandem.net.store.pair_rates import encode_bandwidths, pairs_key
+from tandem.net.store.script import Script
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "draining"]
+PROTOCOL_VERSION = 1
+LOAN_TTL_S = 3600.0  # longer than a crashed worker takes to load its model again
+
+
+class KvCompatibility(msgspec.Struct, frozen=True):
+    """Fields that must be equal for two workers to exchange KV; only tensor_parallel may differ."""
+
+    model_fingerprint: str
+    compute_dtype: str
+    numerics: str
+    block_size: int
+    kv_dtype: str
+    layout: str
+    hash_version: int
+    protocol_version: int = PROTOCOL_VERSION
+    tensor_parallel: int = 1
+
+    def differences(self, other: KvCompatibility) -> list[str]:
+        """One phrase for each field that differs and may not; empty when the two can be paired."""
+        return [
+            f"{name} is {getattr(self, name)!r}, not {getattr(other, name)!r}"
+            for name in self.__struct_fields__
+            if name != "tensor_parallel" and getattr(self, name) != getattr(other, name)
+        ]
+
+    @property
+    def has_windows(self) -> bool:
+        """True if layers with a window have KV groups of their own, which give back blocks: then
+        who holds a block need not hold its parents."""
+        return "window=" in self.layout
+
+    @property
+    def has_windows_only(self) -> bool:
+        """True if every layer has a window: then no pool knows whole chains of blocks."""
+        return self.has_windows and "window=none" not in self.layout
+
+    def compatibility_key(self) -> bytes:
+        """Returns bytes that are equal for two KV compatibilities that can be paired."""
+        return _shared(self)
+
+    def chain_root(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> bytes:
+        """Returns the root from which the block hashes of a prompt start; `adapter` is a digest."""
+        return chain_root(
+            model_fingerprint=self.model_fingerprint,
+            compute_dtype=self.compute_dtype,
+            numerics=self.numerics,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            adapter=adapter,
+            cache_salt=cache_salt,
+        )
+
+    def chain(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> Chain:
+        """Returns what the block hashes of a prompt are made with."""
+        return Chain(self.chain_root(cache_salt, adapter), self.block_size)
+
+
+class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
+    """A worker's load when it wrote its record."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queue_max: int = 0
+    queued_tokens: int = 0
+    queued_s: float | None = None  # until those are computed; None: an old or unmeasured worker
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_quarantined: int = 0
+    num_leases: int = 0
+    num_pulls: int = 0
+    step: int = 0
+    tokens_wasted: int = 0  # slots of blocks that live sequences hold and do not fill
+    num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
+    chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
+    groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
+
+    def queue_s(self, rates: WorkerRates) -> float:
+        """Returns the seconds until what is queued is computed; `rates` serve without a report."""
+        return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
+
+
+class AdapterState(msgspec.Struct, frozen=True):
+    """The LoRA adapters of a worker: those that it serves by name, and digests of those in its
+    engine's memory and of those that it could not read of late."""
+
+    named: list[Adapter] = []
+    loaded: list[str] = []
+    failed: list[str] = []
+    rank_max: int = 0  # that it loads; 0: it loads none
+
+
+class Loading(msgspec.Struct, frozen=True):
+    """A worker that loads its model. It is alive while `num_writes` grows."""
+
+    pool: str
+    num_bytes: int = 0  # of its weights that are loaded
+    num_bytes_all: int = 0  # 0: not known yet
+    num_writes: int = 0
+    failed: str = ""  # why it has ended before it could serve
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
+    worker_id: str
+    epoch: str  # new at each start of the process and each time its log is published again
+    role: str  # "prefill" or "decode": whose work it does now
+    state: State
+    address: str  # host:port of its gRPC service
+    metrics_address: str
+    host: str  # machine it runs on
+    pid: int
+    model: str  # served name
+    max_model_len: int
+    compatibility: KvCompatibility
+    load: Load = Load()
+    counts: EngineCounts = EngineCounts()
+    rates: WorkerRates = WorkerRates()
+    pairs: dict[str, PairRate] = {}  # peer worker id -> how its blocks come here
+    started_at: float = 0.0  # seconds since the Unix epoch
+    generation: str = ""  # whose KV compatibility it agrees with
+    pool: str = ""  # that it was started for and counts as: not `role` while it is lent
+    memory_free_bytes: int = 0  # of its machine or container
+    memory_total_bytes: int = 0  # 0: it does not say
+    adapters: AdapterState = AdapterState()
+    num_writes: int = 0  # of this record by its process; 0: it does not say
+    written_at: float = 0.0  # by the clock of its process, as `started_at`; 0: it does not say
+    disk_free_bytes: int = 0  # where it keeps its log or copies of blocks; the fuller one
+    disk_total_bytes: int = 0  # 0: it does not say, or writes to no disk
+    unreachable: dict[str, str] = {}  # peer worker id -> why no blocks can be read from it
+    tiers: tuple[TierUse, ...] = ()  # below its KV pool, from the fastest on
+    prefill_at: str = ""  # where it has prompts prefilled that it decodes; empty: it does not say
+    keeps_deadlines: bool = False  # it refuses what would come too late (SubmitSequence)
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Transport, nixl or grpc, by peer worker id."""
+        return {peer: rate.transport for peer, rate in self.pairs.items()}
+
+
+# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the pairs, 5 the lent worker's
+# role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms,
+# 5 bandwidths, 6 role (empty: it is not lent), 7 the role's time to live in ms.
+# Returns nothing. Only a KV compatibility equal to the worker's is kept alive by it.
+_WRITE = Script("""
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
+redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[4])
+redis.call('SADD', KEYS[2], ARGV[1])
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
+local contract = redis.call('GET', KEYS[3])
+if not contract or contract == ARGV[3] then
+  redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+end
+if ARGV[6] == '' then
+  redis.call('DEL', KEYS[5])
+else
+  redis.call('SET', KEYS[5], ARGV[6], 'PX', ARGV[7])
+end
+""")
+
+# KEYS: 1 the set of workers, 2 the KV compatibility, 3... records. ARGV: their worker ids, in
+# order. Drops the ids that have no record now, and the KV compatibility with the last one. Returns
+# nothing.
+_DROP_DEAD = Script("""
+for i = 3, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('SREM', KEYS[1], ARGV[i - 2]) end
+end
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
+""")
+
+# KEYS: 1 the mark. ARGV: 1 what to make it when there is none.
+# Returns {the server's run id, the mark}.
+_DATA_SET = Script("""
+redis.call('SET', KEYS[1], ARGV[1], 'NX')
+local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+return {run_id or '', redis.call('GET', KEYS[1])}
+""")
+
+
+class Registry:
+    """Reads and writes the records of one cluster. Errors of redis-py pass through."""
+
+    def __init__(self, redis: Client, cluster: ClusterConfig) -> None:
+        self._redis = redis
+        prefix = f"{{tandem:{cluster.cluster_id}}}"
+        self._workers_key = f"{prefix}:workers"
+        self._compatibility_key = f"{prefix}:contract"
+        self._record_prefix = f"{prefix}:worker:"
+        self._ttl_ms = round(cluster.record_ttl_s * 1000)
+        self._loading_key = f"{prefix}:loading"
+        self._mark_key = f"{prefix}:mark"
+        self._left_out: set[str] = set()  # workers whose record `read` has complained about
+
+    async def check_compatibility(
+        self, compatibility: KvCompatibility, generation: str = ""
+    ) -> None:
+        """Joins the generation's KV compatibility, or makes it. Raises Incompatible naming
+        differences.
+        """
+        key = self._compatibility_key_of(generation)
+        await self._redis.set(key, _shared(compatibility), nx=True, px=self._ttl_ms)
+        found = await self._redis.get(key)
+        if found is not None and (differences := _differences(compatibility, _bytes(found))):
+            raise Incompatible(
+                "this worker cannot join the cluster: its " + "; its ".join(differences)
+            )
+
+    async def write(self, record: WorkerRecord, loan: str = "") -> None:
+        """Keeps a worker (and its generation's KV compatibility) alive for another time to live.
+
+        `loan` is the role in which the next process of this worker starts; empty: its own.
+        """
+        compatibility_key = self._compatibility_key_of(record.generation)
+        record_key = self._record_key(record.worker_id)
+        await _WRITE(
+            self._redis,
+            [
+                *(record_key, self._workers_key, compatibility_key, pairs_key(record_key)),
+                f"{record_key}:role",
+            ],
+            record.worker_id,
+            msgspec.msgpack.encode(record),
+            _shared(record.compatibility),
+            self._ttl_ms,
+            encode_bandwidths(record.pairs),
+            loan,
+            round(LOAN_TTL_S * 1000),
+        )
+
+    async def read_loan(self, worker_id: str) -> Role | None:
+        """Returns the role in which the last process of this worker was lent; None if it was not
+        lent or ended in order."""
+        found = await self._redis.get(f"{self._record_key(worker_id)}:role")
+        return next((role for role in get_args(Role) if found == role.encode()), None)
+
+    async def remove(self, worker_id: str) -> None:
+        """Removes a worker that leaves in order; the last one takes the KV compatibility with
+        it.
+        """
+        record_key = self._record_key(worker_id)
+        await self._redis.delete(record_key, pairs_key(record_key))
+        await self._drop([worker_id])
+
+    async def read(self) -> list[WorkerRecord]:
+        """Returns records of all live workers, by worker id; drops ids whose record expired.
+
+        A record that this version cannot read, or whose KV compatibility is not its generation's,
+        is left out and logged once.
+        """
+        members = await self._redis.smembers(self._workers_key)
+        worker_ids = sorted(_bytes(member).decode(errors="replace") for member in members)
+        self._left_out.intersection_update(worker_ids)
+        if not worker_ids:
+            return []
+        keys = [self._compatibility_key, *map(self._record_key, worker_ids)]
+        replies = await self._redis.mget(keys)
+        compatibility, *values = (None if reply is None else _bytes(reply) for reply in replies)
+        found = dict(zip(worker_ids, values, strict=True))
+        if dead := [worker_id for worker_id, value in found.items() if value is None]:
+            await self._drop(dead)
+        records = [
+            record
+            for worker_id, value in found.items()
+            if value is not None and (record := self._decode(worker_id, value)) is not None
+        ]
+        compatibilities = await self._compatibilities(
+            {r.generation for r in records}, compatibility
+        )
+        return [r for r in records if self._agrees(r, compatibilities[r.generation])]
+
+    async def tell_loading(self, worker_id: str, loading: Loading) -> None:
+        """Tells how far a worker is that has no record yet."""
+        await self._redis.hset(self._loading_key, worker_id, msgspec.msgpack.encode(loading))
+
+    async def end_loading(self, *worker_ids: str) -> None:
+        """Takes notices of loading away."""
+        await self._redis.hdel(self._loading_key, *worker_ids)
+
+    async def read_loading(self) -> dict[str, Loading]:
+        """Returns the notices of loading, by worker id; also those of workers that have died. One
+        that this version cannot read is left out."""
+        found = {}
+        for worker_id, value in (await self._redis.hgetall(self._loading_key)).items():
+            with suppress(*UNREADABLE):
+                notice = msgspec.msgpack.decode(_bytes(value), type=Loading)
+                found[_bytes(worker_id).decode(errors="replace")] = notice
+        return found
+
+    async def _compatibilities(
+        self, generations: set[str], unnamed: bytes | None
+    ) -> dict[str, bytes]:
+        """Returns the KV compatibilities of these generations; empty where one has expired."""
+        compatibilities = {"": unnamed or b""}
+        if named := sorted(generations - {""}):
+            replies = await self._redis.mget([self._compatibility_key_of(name) for name in named])
+            values = (b"" if reply is None else _bytes(reply) for reply in replies)
+            compatibilities.update(zip(named, values, strict=True))
+        return compatibilities
+
+    async def data_set(self) -> bytes:
+        """Returns a value that changes when Redis was restarted, emptied or replaced.
+
+        Then records of workers that are well may be missing for a while. Ask after `read`.
+        """
+        parts = await _DATA_SET(self._redis, [self._mark_key], secrets.token_hex(8))
+        return b":".join(parts)
+
+    def _decode(self, worker_id: str, value: bytes) -> WorkerRecord | None:
+        try:
+            return msgspec.msgpack.decode(value, type=WorkerRecord)
+        except UNREADABLE as error:
+            self._leave_out(worker_id, [f"record cannot be read by this version: {error}"])
+            return None
+
+    def _agrees(self, record: WorkerRecord, compatibility: bytes) -> bool:
+        if compatibility and (problems := _differences(record.compatibility, compatibility)):
+            self._leave_out(record.worker_id, problems)
+            return False
+        self._left_out.discard(record.worker_id)
+        return True
+
+    def _leave_out(self, worker_id: str, problems: list[str]) -> None:
+        if worker_id not in self._left_out:
+            self._left_out.add(worker_id)
+            logger.warning("worker %s is left out: its %s", worker_id, "; its ".join(problems))
+
+    async def _drop(self, worker_ids: list[str]) -> None:
+        keys = [self._workers_key, self._compatibility_key, *map(self._record_key, worker_ids)]
+        await _DROP_DEAD(self._redis, keys, *worker_ids)
+
+    def _compatibility_key_of(self, generation: str) -> str:
+        return f"{self._compatibility_key}:{generation}" if generation else self._compatibility_key
+
+    def _record_key(self, worker_id: str) -> str:
+        return self._record_prefix + worker_id
+
+
+def _shared(compatibility: KvCompatibility) -> bytes:
+    """Returns what is equal on all workers, as bytes that can be compared."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(compatibility, tensor_parallel=1))
+
+
+def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
+    try:
+        return mine.differences(msgspec.msgpack.decode(cluster, type=KvCompatibility))
+    except UNREADABLE as error:
+        return [
+            f"version of Tandem is not the cluster's, whose KV compatibility has other fields: "
+            f"{error}"
+        ]
+
+
+def _bytes(value: bytes | str) -> bytes:
+    """Narrows the type: redis-py admits str, for clients that decode replies; ours do not."""
+    assert isinstance(value, bytes)
+    return value

@@ -1,0 +1,49 @@
+"""The routers of a cluster, so that each can be told at once of a revoked key.
+
+    {tandem:CLUSTER}:routers    router id -> milliseconds of Redis' clock, a space, URL
+
+A router that ends in order takes its entry away. One that crashed or was cut off stays for an hour:
+it may still be answering clients, so whoever revokes a key has to hear of it.
+"""
+
+from tandem.net.store.client import Client
+from tandem.net.store.script import Script
+
+KEPT_MS = 3600 * 1000
+
+# KEYS: 1 the routers. ARGV: 1 router id, 2 URL, 3 milliseconds an entry is kept.
+# Writes the router, and drops old ones. Returns {id, URL, id, URL, ...} of all.
+_ANNOUNCE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %s', now, ARGV[2]))
+local found, entries = {}, redis.call('HGETALL', KEYS[1])
+for i = 1, #entries, 2 do
+  local at, url = string.match(entries[i + 1], '^(%d+) (.+)$')
+  if at and now - tonumber(at) <= tonumber(ARGV[3]) then
+    found[#found + 1] = entries[i]
+    found[#found + 1] = url
+  else
+    redis.call('HDEL', KEYS[1], entries[i])
+  end
+end
+return found
+"""
+
+
+class RouterRegistry:
+    """Announces one router, and tells of the others. Errors of redis-py pass through."""
+
+    def __init__(self, redis: Client, cluster_id: str) -> None:
+        self._redis = redis
+        self._key = f"{{tandem:{cluster_id}}}:routers"
+        self._announce = Script(_ANNOUNCE)
+
+    async def announce(self, router_id: str, url: str) -> dict[str, str]:
+        """Writes this router's entry. Returns the URLs of all routers, by id."""
+        told = await self._announce(self._redis, [self._key], router_id, url, KEPT_MS)
+        words = [word.decode(errors="replace") for word in told]
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+    async def remove(self, router_id: str) -> None:
+        await self._redis.hdel(self._key, router_id)

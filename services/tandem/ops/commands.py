@@ -1,0 +1,391 @@
+"""The commands of `tandem`. Imports are inside the commands, so that each loads what it needs."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+from cyclopts import App, CycloptsError, Group, Parameter
+
+from tandem.common.printable import printable
+from tandem.errors import TandemError
+
+app = App(
+    name="tandem",
+    help="LLM serving with prefill and decode on separate workers.",
+    help_format="plaintext",
+    help_flags="--help",
+    version=lambda: f"tandem {version('tandem-llm')}",
+    version_flags="--version",
+    group_arguments=Group("Arguments", sort_key=0),
+    group_parameters=Group("Options", sort_key=1),
+    default_parameter=Parameter(negative=(), allow_repeating=True),
+)
+bench = App(name="bench", help="Measure a running cluster, or parts of Tandem on this machine.")
+index = App(name="index", help="Look after the prefix tree.")
+keys = App(name="keys", help="Create, list, update, rotate and revoke API keys.")
+app.command(bench)
+app.command(index)
+app.command(keys)
+
+_Url = Annotated[str, Parameter(help="Admin address of a router.", env_var="TANDEM_ADMIN_URL")]
+_ADMIN_URL = "http://127.0.0.1:8002"
+_Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
+_Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """The limits of a key that a command line names."""
+
+    requests_per_minute: int | None = None
+    """Requests a minute of the key's tenant, at all routers together. 0: no limit."""
+    tokens_per_minute: int | None = None
+    """Prompt and completion tokens a minute of the tenant. 0: no limit."""
+    max_concurrent: int | None = None
+    """Requests of the tenant at once. 0: no limit."""
+    max_prompt_tokens: int | None = None
+    """Largest prompt, in tokens. 0: what the context allows."""
+    max_completion_tokens: int | None = None
+    """Largest completion, in tokens. 0: what the context allows."""
+    max_kv_priority: int | None = None
+    """Highest kv_priority; requests with a higher one get this one. 0: no limit."""
+    weight: int | None = None
+    """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
+
+    def given(self) -> dict[str, int]:
+        """Returns the limits that were named."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+_Limits = Annotated[KeyLimits, Parameter(name="*")]
+_NO_LIMITS = KeyLimits()
+
+
+@app.command
+def status(*, url: _Url = _ADMIN_URL) -> None:
+    """Show pools, workers, load, KV use and transports."""
+    from tandem.cluster.operate import show_status
+
+    show_status(url)
+
+
+@app.command
+def scale(
+    size: Annotated[str, Parameter(name="POOL=SIZE", help="A pool and its number of workers.")],
+    /,
+    *sizes: Annotated[str, Parameter(show=False)],
+    url: _Url = _ADMIN_URL,
+    deadline: Annotated[float, Parameter(help="Seconds to wait for the sizes.")] = 60.0,
+) -> None:
+    """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
+    from tandem.cluster.operate import scale_pools
+
+    scale_pools(url, (size, *sizes), deadline_s=deadline)
+
+
+@app.command(alias="flip")  # the old name
+def set_role(
+    worker: _Worker,
+    /,
+    *,
+    role: Annotated[
+        str, Parameter(help="prefill or decode. Default: the other one.", show_default=False)
+    ] = "",
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Move a running worker to the other pool, or back, without a restart."""
+    from tandem.cluster import operate
+
+    operate.set_role(url, worker, role)
+
+
+@app.command
+def drain(
+    worker: _Worker,
+    /,
+    *,
+    url: _Url = _ADMIN_URL,
+    deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
+    force: Annotated[
+        bool, Parameter(help="Drain it even if it is the last decode worker.")
+    ] = False,
+) -> None:
+    """Have a worker leave in order: its requests move or end there, then its process ends.
+
+    Ray or Kubernetes starts a fresh worker in its place; `tandem scale` makes a pool smaller.
+    """
+    from tandem.cluster.operate import drain_worker
+
+    drain_worker(url, worker, deadline_s=deadline, force=force)
+
+
+@app.command
+def reset_prefix_cache(
+    worker: Annotated[
+        str, Parameter(help="The worker's id. Default: all workers.", show_default=False)
+    ] = "",
+    /,
+    *,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Drop the cached KV blocks that no request uses, at all workers or at one."""
+    from tandem.cluster import operate
+
+    operate.reset_prefix_cache(url, worker)
+
+
+@app.command
+def audit(
+    *,
+    limit: Annotated[int, Parameter(help="Largest number of entries, at most 1000.")] = 50,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Show the last changes and refused calls at all routers, the newest last."""
+    from tandem.cluster.operate import show_audit
+
+    show_audit(url, limit)
+
+
+@app.command
+def why(
+    request: Annotated[str, Parameter(help="Its id, that of its reply, or its X-Request-Id.")],
+    /,
+    *,
+    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show where the time of a request went until its first token, and why it was placed so."""
+    from tandem.cluster.operate import show_why
+
+    show_why(url, request)
+
+
+@app.command
+def logs(
+    worker: Annotated[str, Parameter(help="The id of a worker or router, such as decode-0.")],
+    /,
+    *,
+    follow: Annotated[bool, Parameter(alias="-f", help="Go on with new lines.")] = False,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Show the log of a process of `tandem up` on this machine, also after its end.
+
+    That of a worker on another machine comes through a router, while its process answers.
+    """
+    from tandem.cluster.launch.worker_log import show_worker_log
+
+    show_worker_log(url, worker, follow=follow)
+
+
+@app.command
+def events(
+    *,
+    limit: Annotated[int, Parameter(help="Largest number of events, at most 1000.")] = 50,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Show what happened to workers and requests, and who changed what, the newest last."""
+    from tandem.cluster.operate import show_events
+
+    show_events(url, limit)
+
+
+@index.command
+def verify(
+    *,
+    url: _Url = _ADMIN_URL,
+    everything: Annotated[
+        bool, Parameter(name="--all", help="Check every entry, not a sample of each worker's.")
+    ] = False,
+) -> int:
+    """Compare the prefix tree with what workers hold; exit status 1 when they differ."""
+    from tandem.cluster.operate import verify_index
+
+    return 0 if verify_index(url, everything=everything) else 1
+
+
+@app.command
+def usage(
+    *,
+    window: Annotated[
+        Literal["day", "minute"], Parameter(help="Whether to count by day or by minute (UTC).")
+    ] = "day",
+    last: Annotated[int, Parameter(help="Number of days or minutes.")] = 7,
+    tenant: Annotated[
+        str | None, Parameter(help="One tenant. Default: all, or that of a user's key.")
+    ] = None,
+    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show the requests and tokens of each tenant."""
+    from tandem.cluster.keys import show_usage
+
+    show_usage(url, window, last, tenant)
+
+
+@keys.command
+def create(
+    *,
+    tenant: Annotated[str, Parameter(help="Whose key it is. Tenants share no KV cache.")],
+    role: Annotated[
+        Literal["user", "operator", "metrics"], Parameter(help="Which calls it allows.")
+    ] = "user",
+    expires: Annotated[str, Parameter(help="Time that it works, such as 30d. 0: for ever.")] = "0",
+    file: Annotated[
+        Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
+    ] = None,
+    limits: _Limits = _NO_LIMITS,
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Create a key and print it: its secret is shown only now."""
+    from tandem.cluster.keys import add_key, create_key
+
+    if file is None:
+        create_key(url, tenant, role, expires, limits.given())
+    else:
+        add_key(file, tenant, role, expires, limits.given())
+
+
+@keys.command(name="list")
+def list_(*, url: _Url = _ADMIN_URL) -> None:
+    """Show all keys, without their secrets."""
+    from tandem.cluster.keys import list_keys
+
+    list_keys(url)
+
+
+@keys.command
+def update(key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = _ADMIN_URL) -> None:
+    """Change limits of a key; those that are not named stay."""
+    from tandem.cluster.keys import update_key
+
+    update_key(url, key_id, limits.given())
+
+
+@keys.command
+def rotate(
+    key_id: _Key,
+    /,
+    *,
+    grace: Annotated[str, Parameter(help="Time that the old secret still works.")] = "1h",
+    url: _Url = _ADMIN_URL,
+) -> None:
+    """Give a key a new secret and print it."""
+    from tandem.cluster.keys import rotate_key
+
+    rotate_key(url, key_id, grace)
+
+
+@keys.command
+def revoke(key_id: _Key, /, *, url: _Url = _ADMIN_URL) -> int:
+    """Revoke a key for good; exit status 1 names who did not confirm it."""
+    from tandem.cluster.keys import revoke_key
+
+    return 0 if revoke_key(url, key_id) else 1
+
+
+def up(*arguments: str) -> int:
+    from tandem.cluster.launch.options import LaunchOptions
+    from tandem.common.options import read
+
+    options = read(LaunchOptions, "tandem up", arguments)
+    from tandem.cluster.launch.launcher import up as launch
+
+    return launch(options)
+
+
+def join(*arguments: str) -> int:
+    from tandem.cluster.launch.joined_host import JoinOptions
+    from tandem.common.options import read
+
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ("--address", *arguments)
+    options = read(JoinOptions, "tandem join", arguments)
+    from tandem.cluster.launch.joined_host import join as run_host
+
+    return run_host(options)
+
+
+def controller(*arguments: str) -> int:
+    from tandem.cluster.launch.controller import ControllerOptions, run
+    from tandem.common.options import read
+
+    return run(read(ControllerOptions, "tandem controller", arguments))
+
+
+def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]:
+    """A command that replaces this process: signals reach the program, and nothing is loaded twice.
+
+    The command fails if the module's package is not installed. A service handles signals itself.
+    """
+    start = ["-m", module] if is_service else ["-m", "tandem.common.process.early_end", module]
+
+    def become(*arguments: str) -> NoReturn:
+        if find_spec(module.split(".")[0]) is None:
+            sys.exit("tandem: the benchmarks are not installed: pip install 'tandem-llm[bench]'")
+        os.execv(sys.executable, [sys.executable, *start, *arguments])
+
+    return become
+
+
+# Programs have options of their own, --help among them: all their arguments are passed on as they
+# are. The app only lists them, because it would drop empty arguments.
+PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
+for words, start, text in (
+    ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    ("join", join, "Make this machine a host of a cluster; Ctrl-C has it leave in order"),
+    ("controller", controller, "Run the pool controller on a Ray cluster that others started"),
+    ("doctor", program("tandem.ops.doctor"), "Check this host, and say what each lack costs"),
+    ("simulate", program("tandem.ops.simulator"), "Replay a trace on simulated workers"),
+    (
+        "kv-size",
+        program("tandem.ops.kv_size"),
+        "Compute the memory of KV, and the workers of a load",
+    ),
+    ("router", program("tandem.router", is_service=True), "Run one router"),
+    ("worker", program("tandem.worker", is_service=True), "Run one worker"),
+    (
+        "redis-front",
+        program("tandem.net.security.redis_front", is_service=True),
+        "Run a TLS port before a Redis server",
+    ),
+    ("bench transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
+    ("bench index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
+    ("bench engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
+    ("bench perplexity", program("tandem_bench.perplexity"), "Compare the quality of KV formats"),
+    ("bench serve", program("tandem_bench.serve"), "Measure a cluster with AIPerf or GuideLLM"),
+    ("bench stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
+):
+    *group, name = words.split()
+    (bench if group else app).command(start, name=name, help=f"{text} (options: --help).")
+    PROGRAMS[*group, name] = start
+
+
+def run() -> None:
+    """Runs the command of this process's arguments, and ends the process."""
+    words = sys.argv[1:]
+    try:
+        for length in (1, 2):
+            if start := PROGRAMS.get(tuple(words[:length])):
+                sys.exit(start(*words[length:]))
+        app(exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        from tandem.common.options import one_line
+
+        print(f"{_named(words)}: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except TandemError as error:
+        sys.exit(f"tandem: {printable(error.message, keep=chr(10))}")
+
+
+def _named(words: list[str]) -> str:
+    """Returns the command line up to the name of the command."""
+    command, names = app, ["tandem"]
+    for word in words[:2]:
+        if word.startswith("-") or word not in command:
+            break
+        command = command[word]
+        names.append(word)
+    return " ".join(names)

@@ -1,0 +1,61 @@
+"""Checks of the clock: how fast it is read, and whether something keeps it right."""
+
+import ctypes
+
+from tandem.ops.doctor.host import Finding, Host
+from tandem.router.workers.troubles import CLOCK_OFF_S
+
+_FAST_SOURCES = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
+_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of linux/timex.h
+
+
+class _Timex(ctypes.Structure):
+    """The first fields of `struct timex`, and room for the others. `modes` 0 changes nothing."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("others", ctypes.c_long * 64),
+    )
+
+
+def clock(host: Host) -> Finding:
+    source = host.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
+    cost = "each reading of the clock is a system call, several in each step"
+    remedy = "`clocksource=tsc` on the kernel's command line, if the machine's TSC is stable"
+    if source in _FAST_SOURCES:
+        return Finding("clock", source)
+    return Finding("clock", source or "unknown", cost, remedy)
+
+
+def kernel_clock_status() -> int | None:
+    """Returns the status flags of the kernel's clock (adjtimex(2)); None if it does not tell."""
+    try:
+        adjtimex = ctypes.CDLL(None).adjtimex
+    except AttributeError:
+        return None
+    timex = _Timex()
+    return int(timex.status) if adjtimex(ctypes.byref(timex)) >= 0 else None
+
+
+def time_sync(host: Host) -> Finding:
+    """The kernel's flag counts first. It stays up where chrony runs without `rtcsync`, and in a
+    container nothing shows the daemon that sets the host's clock."""
+    name, status = "time sync", kernel_clock_status()
+    if status is not None and not status & _UNSYNCHRONIZED:
+        return Finding(name, "the kernel's clock is synchronized")
+    if (host.root / "run/systemd/timesync/synchronized").exists():
+        return Finding(name, "by systemd-timesyncd")
+    if any(host.root.glob("run/chrony/chronyd.*")):
+        return Finding(name, "not known: chrony runs, and `chronyc tracking` tells")
+    if status is None or host.in_container:
+        return Finding(name, "not known here: look at the machine itself")
+    cost = (
+        f"the clock drifts: {CLOCK_OFF_S:g} s off the others', routers name this host's workers as "
+        "in trouble"
+    )
+    return Finding(name, "not synchronized", cost, "run chrony or systemd-timesyncd")

@@ -1,0 +1,109 @@
+"""Checks of devices, and of what moves blocks between workers."""
+
+import re
+from importlib import metadata
+from importlib.util import find_spec
+
+from tandem.ops.doctor.host import Finding, Host
+from tandem.transfer.nixl.agent import PACKAGES
+from tandem.transfer.nixl.reach import host_identity
+
+_NIXL_MIN = (1, 5)  # as the extra `nixl` of the package
+_UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
+_DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
+# Oldest driver of a CUDA release: https://docs.nvidia.com/deploy/cuda-compatibility/
+_DRIVER_MIN = {"12": 525, "13": 580}
+
+
+def gpus(host: Host) -> Finding:
+    """Finds the GPUs of this process, the driver, and whether PyTorch can use them."""
+    number = len(list((host.root / "dev").glob("nvidia[0-9]*")))
+    driver = _DRIVER.search(host.text("proc/driver/nvidia/version"))
+    if not number and driver:
+        cost = "no GPU is in this container: workers compute on the CPU"
+        remedy = "`docker run --gpus all`, or `worker.gpu.count` in the chart"
+        return Finding("GPU", f"none, driver {driver[1]}.{driver[2]}", cost, remedy)
+    if not number:
+        cost = "workers compute on the CPU"
+        return Finding("GPU", "none", cost, "use a host with a GPU if CPUs are too slow")
+    models = sorted({name for name in map(_model, _cards(host)) if name})
+    version = f"{driver[1]}.{driver[2]}" if driver else "unknown"
+    found = f"{number} x {' and '.join(models) or 'NVIDIA'}, driver {version}"
+    cost, remedy = _unusable(int(driver[1]) if driver else None)
+    return Finding("GPU", found, cost, remedy)
+
+
+def _cards(host: Host) -> list[str]:
+    folder = host.root / "proc/driver/nvidia/gpus"
+    return [host.text(str(path.relative_to(host.root))) for path in folder.glob("*/information")]
+
+
+def _model(card: str) -> str:
+    told = re.search(r"^Model:\s*(.+)$", card, re.MULTILINE)
+    return told[1].strip() if told else ""
+
+
+def _unusable(driver: int | None) -> tuple[str, str]:
+    """Returns why the installed PyTorch cannot use a GPU with a driver, and what to do."""
+    if (cuda := _cuda_of_torch()) == "cpu":
+        return "PyTorch is built for CPUs: workers compute there", "install PyTorch's CUDA build"
+    oldest = _DRIVER_MIN.get(cuda, 0)
+    if driver is not None and driver < oldest:
+        cost = f"PyTorch is built for CUDA {cuda}, which needs driver {oldest}: no GPU is used"
+        return cost, "update the driver, or install PyTorch's build for an older CUDA"
+    return "", ""
+
+
+def _cuda_of_torch() -> str:
+    """Returns the major version of CUDA that PyTorch is built for, or "cpu"; empty if unknown."""
+    build = installed_version("torch").partition("+")[2]
+    if not build:  # PyPI's: it needs one of these
+        for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+            if version := installed_version(package):
+                return version.partition(".")[0]
+    return build[2:4] if build.startswith("cu") else build
+
+
+def installed_version(package: str) -> str:
+    """Returns the version of an installed package; empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def nixl(host: Host) -> Finding:
+    packages = (name.partition(".")[0] for name in PACKAGES)
+    package = next((name for name in packages if find_spec(name) is not None), None)
+    if package is None:
+        remedy = "pip install 'tandem-llm[nixl]'"
+        cost = "blocks travel by gRPC, which is slower"
+        return Finding("NIXL", "not installed", cost, remedy)
+    version = installed_version(package)
+    ucx = next((f"UCX {v}" for name in _UCX_PACKAGES if (v := installed_version(name))), "its UCX")
+    found = f"{package} {version or 'unknown'} with {ucx}, UCX_TLS="
+    found += host.environment.get("UCX_TLS", "all")
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if numbers and numbers < _NIXL_MIN:
+        least = ".".join(map(str, _NIXL_MIN))
+        cost = f"Tandem uses NIXL {least} or newer: blocks may have to travel by gRPC"
+        return Finding("NIXL", found, cost, f"pip install '{package}>={least}'")
+    return Finding("NIXL", found)
+
+
+def memory_reads(host: Host) -> Finding:
+    identity = host_identity(root=host.root, environment=host.environment)
+    scope = host.text("proc/sys/kernel/yama/ptrace_scope") or "none"
+    if identity.cma:
+        return Finding("CMA", f"ptrace scope {scope}")
+    cost = "workers of this host exchange blocks by gRPC: none may read another's memory (CMA)"
+    remedy = "`sysctl kernel.yama.ptrace_scope=1`, and a UCX_TLS that allows shared memory"
+    return Finding("CMA", f"ptrace scope {scope}", cost, remedy)
+
+
+def rdma(host: Host) -> Finding:
+    if host_identity(root=host.root, environment=host.environment).rdma:
+        return Finding("RDMA", "a port is active")
+    cost = "between hosts, blocks travel by gRPC"
+    remedy = "`worker.rdma.count` in the chart; without RDMA, NIXL over TCP (--nixl-tcp insecure)"
+    return Finding("RDMA", "no active port", cost, remedy)

@@ -1,0 +1,119 @@
+"""Checks of the kernel, of memory, of limits and of disks."""
+
+import os
+import resource
+import shutil
+from pathlib import Path
+
+from tandem.cluster.launch.run_logs import runs_folder
+from tandem.models.gguf.convert import cache_root
+from tandem.models.memory import read_memory
+from tandem.ops.doctor.host import Finding, Host
+from tandem.router.workers.troubles import is_disk_full
+from tandem.transfer.nixl.reach import host_identity
+
+_CONNECTIONS = 4096  # of --connections-max, over HTTP and as many over gRPC
+_OTHER_FILES = 256
+_SHARED_MIN = 64 << 20
+_KERNEL_MIN = (5, 6)  # pidfd_open and pidfd_getfd
+_CAP_IPC_LOCK = 14
+
+
+def kernel(host: Host) -> Finding:
+    release = host.text("proc/sys/kernel/osrelease")
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
+    if not numbers or numbers >= _KERNEL_MIN:
+        return Finding("kernel", release)
+    remedy = f"Linux {_KERNEL_MIN[0]}.{_KERNEL_MIN[1]} or newer"
+    return Finding("kernel", release, "`tandem up` cannot watch its processes", remedy)
+
+
+def memory(host: Host) -> Finding:
+    now = read_memory()
+    found = f"{now.free_bytes / 1e9:.1f} of {now.total_bytes / 1e9:.1f} GB free"
+    if now.free_bytes >= now.total_bytes // 20:
+        return Finding("memory", found)
+    remedy = "end other programs, or give workers less (--kv-memory)"
+    return Finding("memory", found, "Linux may end the largest process", remedy)
+
+
+def huge_pages(host: Host) -> Finding:
+    told = host.text("sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = told.partition("[")[2].partition("]")[0] or "unknown"
+    if chosen not in ("never", "unknown"):
+        return Finding("huge pages", chosen)
+    cost = "weights and KV lie in small pages: CPU workers compute more slowly"
+    remedy = "write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
+    return Finding("huge pages", chosen, cost, remedy)
+
+
+def shared_memory(host: Host) -> Finding:
+    place = host.root / "dev/shm"
+    free = shutil.disk_usage(place).free if place.is_dir() else 0
+    found = f"{free / 1e6:.0f} MB free"
+    if free >= _SHARED_MIN:
+        return Finding("/dev/shm", found)
+    remedy = "`docker run --shm-size`, `worker.sharedMemory` in the chart"
+    return Finding("/dev/shm", found, "Ray's head may not start", remedy)
+
+
+def open_files(host: Host) -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a router raises its soft limit itself
+    if hard == resource.RLIM_INFINITY:
+        return Finding("open files", "unlimited")
+    needed, room = 2 * _CONNECTIONS + _OTHER_FILES, max(1, (hard - _OTHER_FILES) // 2)
+    if hard >= needed:
+        return Finding("open files", str(hard))
+    cost = f"a router takes {room} connections, not {_CONNECTIONS}"
+    remedy = f"`ulimit -Hn {needed}`, LimitNOFILE={needed} in a unit of systemd"
+    return Finding("open files", str(hard), cost, remedy)
+
+
+def memlock(host: Host) -> Finding:
+    """The limit counts for RDMA only: the kernel pins the memory that a device reads."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # nothing raises it
+    if limit == resource.RLIM_INFINITY:
+        return Finding("memlock", "unlimited")
+    if host.has_capability(_CAP_IPC_LOCK):
+        return Finding("memlock", "unlimited by IPC_LOCK")
+    found = f"{limit / 1e6:.1f} MB"
+    has_rdma = host_identity(root=host.root, environment=host.environment).rdma
+    if not has_rdma or limit >= read_memory().total_bytes:
+        return Finding("memlock", found)
+    cost = "NIXL cannot register a larger KV pool for RDMA: its blocks travel by gRPC"
+    remedy = (
+        "`ulimit -l unlimited`, LimitMEMLOCK=infinity in a unit of systemd (the container "
+        "runtime's, too), or `worker.rdma.runAsRoot` in the chart"
+    )
+    return Finding("memlock", found, cost, remedy)
+
+
+def model_disk(host: Host) -> Finding:
+    """Looks at the folders of downloaded and converted models."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cost = "a model cannot be downloaded or converted: workers do not start"
+    remedy = "free space, or name another disk (TANDEM_CACHE_DIR, HF_HOME)"
+    return _disk("model disk", (cache_root(), Path(HF_HUB_CACHE)), cost, remedy)
+
+
+def run_disk(host: Host) -> Finding:
+    """Looks at the folders of a run: its own and that of the logs."""
+    cost = "logs are cut short, and routers name workers of this host as in trouble"
+    remedy = "free space, or name another disk (TMPDIR, XDG_STATE_HOME)"
+    # tempfile would try to write into each candidate, and fail where all are full.
+    temporary = Path(host.environment.get("TMPDIR", "/tmp"))
+    return _disk("run disk", (temporary, runs_folder()), cost, remedy)
+
+
+def _disk(name: str, folders: tuple[Path, ...], cost: str, remedy: str) -> Finding:
+    """Looks at the fullest disk of some folders, which need not be there yet."""
+    usages = {folder: shutil.disk_usage(_present(folder)) for folder in folders}
+    folder, usage = min(usages.items(), key=lambda pair: pair[1].free / max(1, pair[1].total))
+    found = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free in {folder}"
+    full = is_disk_full(usage.free, usage.total)
+    return Finding(name, found, cost, remedy) if full else Finding(name, found)
+
+
+def _present(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))

@@ -1,0 +1,82 @@
+"""The workers that a steady load needs: what the autoscaler would want for it. Pure.
+
+The load is told to the autoscaler as one long interval without bursts: it has no queue and misses
+no limit, so that its signals are the load itself and the memory of the decode workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.common.config.autoscale import AutoscaleConfig
+from tandem.common.perf_model.predict import prefill_seconds
+from tandem.common.perf_model.rates import WorkerRates
+from tandem.router.autoscaler.demand import Demand, Observation, PoolSeen
+from tandem.router.autoscaler.policy import Autoscaler, decode_tokens_per_s
+
+_WORKERS_MAX = 1_000_000
+_REQUESTS = 1_000  # of the interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyLoad:
+    """Requests a second, each with a prompt that no cache holds and a completion, in tokens."""
+
+    requests_per_s: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """The sizes of the pools, the signals that set them, and what they follow from."""
+
+    prefill: int
+    decode: int
+    prefill_why: str
+    decode_why: str
+    prompt_s: float  # that one worker needs for a prompt
+    decode_tokens_per_s: float  # of one worker
+    sequences: float  # that decode at once, in all workers
+    sequence_blocks: int  # of prompt and completion
+    worker_blocks: int  # 0: not known, and memory counts for nothing
+
+
+def workers_needed(
+    load: SteadyLoad, rates: WorkerRates, *, itl_s: float, block_size: int, worker_blocks: int
+) -> Workers:
+    """Asks the autoscaler for the pools of a load, `worker_blocks` in each worker's KV pool."""
+    config = AutoscaleConfig(
+        mode="on", itl_s=itl_s, prefill_max=_WORKERS_MAX, decode_max=_WORKERS_MAX
+    )
+    prompt_s = prefill_seconds(rates, load.prompt_tokens, 0)
+    tokens_per_s = decode_tokens_per_s(rates.decode, itl_s)
+    # Little's law: each sequence decodes for as long as its tokens take in a full batch.
+    in_batch = max(1.0, (itl_s - rates.decode.step_s) / max(rates.decode.sequence_s, 1e-9))
+    sequences = load.requests_per_s * load.completion_tokens * in_batch / tokens_per_s
+    sequence_blocks = -(-(load.prompt_tokens + load.completion_tokens) // block_size)
+    kv_use = sequences * sequence_blocks / worker_blocks if worker_blocks else 0.0
+
+    scaler = Autoscaler(config, 0.0)
+    pool = PoolSeen(wanted=1, num_ready=1)
+    scaler.decide(Observation(0.0, Demand(), pool, pool, rates.decode))
+    came = Demand(
+        num_requests=_REQUESTS,
+        prefill_s=_REQUESTS * prompt_s,
+        num_ended=_REQUESTS,
+        output_tokens=_REQUESTS * load.completion_tokens,
+    )
+    decode_pool = PoolSeen(wanted=1, num_ready=1, kv_use=kv_use)
+    seen = Observation(_REQUESTS / load.requests_per_s, came, pool, decode_pool, rates.decode)
+    prefill, decode = scaler.decide(seen)
+    return Workers(
+        prefill=prefill.wanted,
+        decode=decode.wanted,
+        prefill_why=prefill.why,
+        decode_why=decode.why,
+        prompt_s=prompt_s,
+        decode_tokens_per_s=tokens_per_s,
+        sequences=sequences,
+        sequence_blocks=sequence_blocks,
+        worker_blocks=worker_blocks,
+    )

@@ -1,0 +1,95 @@
+"""Runs the autoscaler in the simulator: it sees what a router reports, and resizes the pools.
+
+Every `interval_s` the policy gets one observation, of the same counters and of load as old as a
+router sees it, and the pools are made what it decides; a worker comes a cold start later.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from tandem.common.config.autoscale import AutoscaleConfig
+from tandem.ops.simulator.scenario import Scenario
+from tandem.ops.simulator.simulation import Simulation
+from tandem.ops.simulator.traces import Arrival
+from tandem.ops.simulator.workers.fleet import Fleet
+from tandem.router.autoscaler.demand import Observation
+from tandem.router.autoscaler.policy import Autoscaler, Decision
+from tandem.router.placement.choose import choose
+from tandem.router.scaling.pool_observation import likely_decode, see_pool
+
+
+class Autoscaled:
+    """The autoscaler of one simulation, whose pools have as many workers as they ever may.
+
+    Make it before the simulation runs.
+    """
+
+    def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
+        self.decisions: list[tuple[float, Decision]] = []  # those that changed a pool
+        self._simulation = simulation
+        self._config = config
+        self._policy = Autoscaler(config, simulation.clock.now_s)
+        self.pools = {
+            role: Fleet(
+                simulation.clock,
+                [w for w in simulation.workers.values() if w.role == role],
+                cold_start_s=config.cold_start_s,
+                on_start=simulation.start_worker,
+                on_drain=simulation.drain_worker,
+                on_stop=simulation.stop_worker,
+            )
+            for role in ("prefill", "decode")
+        }
+
+    def open(self, *, prefill: int, decode: int) -> None:
+        """Sets the sizes to begin with."""
+        self.pools["prefill"].open(prefill)
+        self.pools["decode"].open(decode)
+        self._simulation.clock.after(self._config.interval_s, self._turn)
+
+    def worker_hours(self) -> float:
+        return sum(pool.pay() for pool in self.pools.values()) / 3600
+
+    def _turn(self) -> None:
+        simulation = self._simulation
+        workers = simulation.view.roster.by_id.values()
+        prefill, decode = self.pools["prefill"], self.pools["decode"]
+        seen = Observation(
+            now_s=simulation.clock.now_s,
+            demand=simulation.meter.demand(),
+            prefill=see_pool("prefill", workers, wanted=prefill.wanted),
+            decode=see_pool("decode", workers, wanted=decode.wanted),
+            decode_rate=likely_decode(workers),
+        )
+        for decision in self._policy.decide(seen):
+            pool = self.pools[decision.role]
+            if decision.to != decision.size:
+                self.decisions.append((seen.now_s, decision))
+                pool.resize(decision.to)
+            pool.collect()
+        if simulation.has_more:
+            simulation.clock.after(self._config.interval_s, self._turn)
+
+
+def run_autoscaled(
+    scenario: Scenario, arrivals: Sequence[Arrival], config: AutoscaleConfig
+) -> tuple[Simulation, Autoscaled]:
+    """Runs a simulation from the smallest pools on, under this router's placement."""
+    most = replace(scenario, num_prefill=config.prefill_max, num_decode=config.decode_max)
+    simulation = Simulation(most, arrivals, choose)
+    autoscaled = Autoscaled(simulation, config)
+    autoscaled.open(prefill=config.prefill_min, decode=config.decode_min)
+    simulation.run()
+    return simulation, autoscaled
+
+
+def reversals(sizes: list[tuple[float, int]]) -> list[float]:
+    """Returns when a pool's `Fleet.sizes` turned from growing to shrinking or back."""
+    turns, direction = [], 0
+    for (_, before), (at_s, after) in pairwise(sizes):
+        now = (after > before) - (after < before)
+        if direction and now and now != direction:
+            turns.append(at_s)
+        direction = now or direction
+    return turns

@@ -1,0 +1,219 @@
+"""The options of `tandem simulate`, and what is read for them: scenario, arrivals, loads."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from tandem.common.config.autoscale import AutoscaleConfig
+from tandem.common.config.engine import KvTierPolicy
+from tandem.common.options import Count, NotNegative, Options, Positive, Seconds, Switch, Text
+from tandem.common.perf_model.rates import TierRate, WorkerRates
+from tandem.ops.simulator.policies import POLICIES
+from tandem.ops.simulator.scenario import DEFAULT_RATES, KNOWN_IN_STORE, Fault, Scenario, Slo
+from tandem.ops.simulator.traces import (
+    BLOCK_SIZE,
+    Arrival,
+    lay_on_day,
+    read_trace,
+    rename_prefixes,
+    shift_time,
+)
+from tandem.prefix_index.holders import STORE
+from tandem.router.admission.predict import TtftLimit
+
+
+class UsageError(ValueError):
+    """An option that cannot be taken."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions(Options):
+    """`tandem simulate` replays a trace on simulated workers, to compare policies and sizes."""
+
+    trace: Path = field(kw_only=False)
+    """Trace of requests: Mooncake's .jsonl or Azure's .csv."""
+    decode: Count = 8
+    """Number of decode workers."""
+    prefill: Count = 0
+    """Number of prefill workers. 0: decode workers prefill themselves."""
+    kv_tokens: Positive = 3_000_000
+    """Number of tokens in each worker's KV cache."""
+    block_size: Positive = BLOCK_SIZE
+    """Number of tokens in a block of the trace. Mooncake's have 512."""
+    kv_host_memory: Count = 0
+    """Host memory of each worker for copies of KV blocks, in bytes. 0: none."""
+    kv_disk_size: Count = 0
+    """Disk of each worker for copies of KV blocks, in bytes. 0: none."""
+    kv_store: Switch = False
+    """All workers share an object store for copies of KV blocks."""
+    kv_tier_policy: KvTierPolicy = "value"
+    """Copies that are made and kept: see `tandem worker`."""
+    kv_host_rate: NotNegative = 0.0
+    """Bytes a second that are loaded from host memory. 0: that of --rates, or a guess."""
+    kv_disk_rate: NotNegative = 0.0
+    """Bytes a second that are loaded from disk. 0: that of --rates, or a guess."""
+    kv_store_rate: NotNegative = 0.0
+    """Bytes a second that are loaded from the object store. 0: that of --rates, or a guess."""
+    policies: str = "all"
+    """Names of placement policies, with commas between them, or all."""
+    loads: str = "10,20,30,40,50,60,70,80,90,100,110,120"
+    """Loads in percent of what the workers can carry, or 'trace': as recorded."""
+    requests: Count = 0
+    """Number of requests: the trace is cut, or renamed copies are added. 0: as recorded."""
+    seeds: Positive = 1
+    """Number of paired runs of each policy and load."""
+    rates: Text = ""
+    """JSON file of WorkerRates. Default: a guess."""
+    rate_error: NotNegative = 0.3
+    """Largest relative error of the rates that policies know."""
+    cores: NotNegative = 0.0
+    """Number of cores of one machine that all workers share. 0: each worker has its own."""
+    report_age: NotNegative = 500.0
+    """Age of the load that workers report, in ms."""
+    shift_s: Seconds = 0.0
+    """Seconds into the trace to start at."""
+    rename: Text = ""
+    """Name that gives all prefixes of the trace other hashes."""
+    fault: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
+    """Fault as SECONDS:WORKER:down or up, such as 60:decode-0:down; may be given several times."""
+    slo_ttft: NotNegative = 2000.0
+    """Service level of the time to first token, in ms."""
+    slo_ttft_token: NotNegative = 0.2
+    """Milliseconds that each prompt token adds to it."""
+    slo_tpot: NotNegative = 100.0
+    """Service level of the time to each next token, in ms."""
+    pulls: bool = True
+    """Workers may pull prefixes from those that hold them."""
+    admission: bool = True
+    """Requests that would miss the service level are refused early, under every policy."""
+    day: Count = 0
+    """Number of requests that are laid on a day's curve. 0: off."""
+    autoscale: Switch = False
+    """The pools follow the load, from 1 worker to --prefill and --decode."""
+    cold_start_s: Seconds = 90.0
+    """Seconds until an added worker serves."""
+    out: Text = ""
+    """Folder for JSON, PNG and HTML."""
+
+    def names(self) -> tuple[str, ...]:
+        """The policies. Raises UsageError."""
+        names = POLICIES if self.policies == "all" else tuple(self.policies.split(","))
+        if unknown := set(names) - set(POLICIES):
+            raise UsageError(f"no policy {', '.join(sorted(unknown))}; there are {POLICIES}")
+        return names
+
+    def shares(self) -> list[float]:
+        """The loads, 1.0 what the workers can carry; 0: as recorded. Raises UsageError."""
+        return [_read_load(text) for text in ("trace" if self.day else self.loads).split(",")]
+
+    def scenario(self) -> Scenario:
+        """Raises UsageError, OSError, MsgspecError."""
+        rates = read_rates(self.rates, self.block_size)
+        sizes = self._tier_blocks(rates.block_bytes)
+        if sizes and rates.windows:
+            raise UsageError("--rates: tiers of a model with sliding windows are not simulated")
+        rates = msgspec.structs.replace(rates, tiers=self._tier_rates(rates, sizes))
+        scenario = Scenario(
+            num_decode=self.decode,
+            num_prefill=self.prefill,
+            kv_tokens=self.kv_tokens,
+            rates=rates,
+            tier_blocks=tuple(sizes.values()),
+            tier_policy=self.kv_tier_policy,
+            block_size=self.block_size,
+            rate_error=self.rate_error,
+            cores=self.cores,
+            report_age_s=self.report_age / 1000,
+            pull_prefixes=self.pulls,
+            faults=tuple(map(_read_fault, self.fault)),
+            admission=self.admission,
+            slo=Slo(
+                TtftLimit(self.slo_ttft / 1000, self.slo_ttft_token / 1000), self.slo_tpot / 1000
+            ),
+        )
+        for fault in scenario.faults:
+            if fault.worker_id not in scenario.roles:
+                raise UsageError(
+                    f"--fault: no worker {fault.worker_id}: there are {scenario.roles}"
+                )
+        return scenario
+
+    def _tier_blocks(self, block_bytes: int) -> dict[str, int]:
+        """Returns how many blocks each tier of a worker has, the fastest one first."""
+        sizes = {"host": self.kv_host_memory, "disk": self.kv_disk_size}
+        if not block_bytes and (self.kv_store or any(sizes.values())):
+            raise UsageError("--rates: tiers need block_bytes")
+        for name, size in sizes.items():
+            if 0 < size < block_bytes:
+                raise UsageError(f"the {name} tier's {size} bytes hold no block of {block_bytes}")
+        blocks = {name: size // block_bytes for name, size in sizes.items() if size}
+        return blocks | ({STORE: KNOWN_IN_STORE} if self.kv_store else {})
+
+    def _tier_rates(self, rates: WorkerRates, names: Iterable[str]) -> tuple[TierRate, ...]:
+        told = {tier.name: tier.block_s for tier in rates.tiers}
+        asked = {"host": self.kv_host_rate, "disk": self.kv_disk_rate, STORE: self.kv_store_rate}
+        return tuple(
+            TierRate(name, rates.block_bytes / asked[name] if asked[name] else told.get(name, 0.0))
+            for name in names
+        )
+
+    def arrivals(self) -> list[Arrival]:
+        """Raises TraceError, OSError."""
+        arrivals = read_trace(self.trace)
+        if self.shift_s:
+            arrivals = shift_time(arrivals, self.shift_s)
+        if self.rename:
+            arrivals = rename_prefixes(arrivals, self.rename)
+        return lay_on_day(arrivals, self.day) if self.day else arrivals
+
+    def autoscaler(self) -> AutoscaleConfig:
+        """Raises ConfigError."""
+        return AutoscaleConfig(
+            mode="on",
+            prefill_min=min(1, self.prefill),
+            prefill_max=self.prefill,
+            decode_max=self.decode,
+            ttft_s=self.slo_ttft / 1000,
+            ttft_token_s=self.slo_ttft_token / 1000,
+            itl_s=self.slo_tpot / 1000,
+            cold_start_s=self.cold_start_s,
+        )
+
+
+def read_rates(path: str, block_size: int = BLOCK_SIZE) -> WorkerRates:
+    """Reads a JSON file of rates; the guess if there is none. Raises OSError, MsgspecError."""
+    if not path:
+        block_bytes = DEFAULT_RATES.block_bytes * block_size // BLOCK_SIZE
+        return msgspec.structs.replace(DEFAULT_RATES, block_bytes=block_bytes)
+    rates = msgspec.json.decode(Path(path).read_bytes(), type=WorkerRates)
+    return msgspec.structs.replace(rates, measured=True)
+
+
+def _read_load(text: str) -> float:
+    if text == "trace":
+        return 0.0
+    try:
+        share = float(text) / 100
+    except ValueError:
+        share = 0.0
+    if share <= 0:
+        raise UsageError(f"--loads: {text!r} is no percentage above 0")
+    return share
+
+
+def _read_fault(text: str) -> Fault:
+    parts = text.split(":")
+    try:
+        at_s, worker_id, state = float(parts[0]), parts[1], parts[2]
+    except (ValueError, IndexError):
+        raise UsageError(f"--fault: {text!r} is not SECONDS:WORKER:down or up") from None
+    if state == "down":
+        return Fault(at_s, worker_id, "down")
+    if state == "up":
+        return Fault(at_s, worker_id, "up")
+    raise UsageError(f"--fault: {text!r} ends neither with down nor with up")

@@ -1,0 +1,97 @@
+"""The figures of one run."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from tandem.ops.simulator.requests import Request
+from tandem.ops.simulator.scenario import Slo
+from tandem.ops.simulator.simulation import Simulation
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Figures of a run. `load_*` are the largest share over the mean, of workers that prefill."""
+
+    policy: str
+    load: float  # of what the workers can carry
+    seed: int
+    num_requests: int
+    num_served: int
+    num_refused: int
+    num_lost: int
+    num_moved: int
+    num_good: int  # served within the SLO
+    goodput: float  # their share of all
+    hit_rate: float  # prompt tokens that were cached where they were prefilled, also in tiers
+    tier_hit_rates: dict[str, float]  # those that came from a tier, by its name
+    loaded_bytes: dict[str, float]  # from each tier, by all workers
+    pulled_rate: float  # prompt tokens that came from a holder instead of being computed
+    load_tokens: float  # by prompt tokens placed there
+    load_requests: float
+    load_busy: float  # by seconds of prefill
+    ttft_s: dict[str, float]  # p50, p90, p99
+    tpot_s: dict[str, float]
+
+
+def summarize(simulation: Simulation, policy: str, load: float) -> Report:
+    requests = simulation.requests
+    served = [r for r in requests if r.ended_s]
+    good = [r for r in served if is_good(r, simulation.scenario.slo)]
+    tokens, counts = Counter[str](), Counter[str]()
+    for request in served:
+        if request.prefill is not None:
+            tokens[request.prefill.worker_id] += request.arrival.num_tokens
+            counts[request.prefill.worker_id] += 1
+    has_pool = simulation.scenario.num_prefill > 0
+    pool = [w for w in simulation.workers.values() if w.role == "prefill" or not has_pool]
+    prompt_tokens = sum(r.arrival.num_tokens for r in served) or 1
+    return Report(
+        policy=policy,
+        load=load,
+        seed=simulation.scenario.seed,
+        num_requests=len(requests),
+        num_served=len(served),
+        num_refused=sum(r.failure == "refused" for r in requests),
+        num_lost=sum(r.failure == "lost" for r in requests),
+        num_moved=sum(r.num_migrations > 0 for r in requests),
+        num_good=len(good),
+        goodput=len(good) / max(1, len(requests)),
+        hit_rate=sum(r.cached_tokens for r in served) / prompt_tokens,
+        tier_hit_rates={
+            tier.name: sum(r.loaded_tokens.get(tier.name, 0) for r in served) / prompt_tokens
+            for tier in simulation.scenario.rates.tiers
+        },
+        loaded_bytes=_loaded_bytes(simulation),
+        pulled_rate=sum(r.num_pulled_tokens for r in served) / prompt_tokens,
+        load_tokens=_imbalance([tokens[w.worker_id] for w in pool]),
+        load_requests=_imbalance([counts[w.worker_id] for w in pool]),
+        load_busy=_imbalance([w.engine.prefill_busy_s for w in pool]),
+        ttft_s=_quantiles([r.ttft_s for r in served]),
+        tpot_s=_quantiles([r.tpot_s for r in served if r.arrival.output_tokens > 1]),
+    )
+
+
+def is_good(request: Request, slo: Slo) -> bool:
+    ttft_max_s = slo.ttft.seconds(request.arrival.num_tokens)
+    return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
+
+
+def _loaded_bytes(simulation: Simulation) -> dict[str, float]:
+    num_blocks = Counter[str]()
+    for worker in simulation.workers.values():
+        if worker.tiers is not None:
+            num_blocks.update(worker.tiers.num_loaded())
+    block_bytes = simulation.scenario.rates.block_bytes
+    return {name: float(count * block_bytes) for name, count in num_blocks.items()}
+
+
+def _imbalance(shares: Sequence[float]) -> float:
+    mean = sum(shares) / len(shares)
+    return max(shares) / mean if mean else 1.0
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    quantiles = np.quantile(values, [0.5, 0.9, 0.99]).tolist() if values else [0.0, 0.0, 0.0]
+    return dict(zip(("p50", "p90", "p99"), quantiles, strict=True))

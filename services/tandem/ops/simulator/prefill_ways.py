@@ -1,0 +1,92 @@
+"""Chooses where a simulated worker's prompt is prefilled, and what comes there from elsewhere.
+
+The functions ask what the real workers ask: the choice between peers and itself, between pulling
+and computing, and between those and loading from a tier.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, prefill_seconds
+from tandem.common.perf_model.rates import PairRate
+from tandem.common.perf_model.soonest import Offer
+from tandem.ops.simulator.scenario import Scenario
+from tandem.ops.simulator.workers.task import Task
+from tandem.ops.simulator.workers.worker import Worker
+from tandem.router.placement.choose import Work, WorkerSnapshot
+from tandem.router.placement.costs import reuse
+from tandem.worker.decode.prefill_choice import (
+    Candidate,
+    Here,
+    Prompt,
+    plan_prefill,
+    soonest_producer,
+)
+
+
+def worth_asking(
+    scenario: Scenario,
+    worker: Worker,
+    task: Task,
+    peers: Sequence[WorkerSnapshot],
+    matches: Mapping[str, int],
+) -> list[str]:
+    """Returns the peers that a decode worker asks; none if it prefills the prompt itself, maybe
+    after it has loaded blocks of it."""
+    if not peers:
+        return []
+    rates, size = scenario.rates, scenario.block_size
+    load, cached = worker.load(), worker.cache.num_cached(task.hashes) * size
+    prompt, work = Prompt(task.num_tokens, size), Work(task.num_tokens, size)
+    here = Here(rates, load.queue_s(rates), cached, num_running=load.num_running)
+    candidates = []
+    for peer in peers:
+        reused = reuse(work, peer, matches) if rates.tiers else None
+        candidates.append(
+            Candidate(
+                rates,
+                peer.queue_s,
+                reused.num_tokens if reused else matches.get(peer.worker_id, 0) * size,
+                worker_id=peer.worker_id,
+                pair=scenario.pair,
+                load_s=reused.load_s if reused else 0.0,
+            )
+        )
+    if worker.tiers is not None:
+        producer = soonest_producer(prompt, candidates)
+        if worker.plan_load(task, producer=producer) is not None:
+            return []
+    return list(plan_prefill(prompt, here, candidates).candidates)
+
+
+def expect_pull(
+    scenario: Scenario,
+    worker: Worker,
+    task: Task,
+    holders: Iterable[tuple[str, int]],
+    pair: PairRate,
+) -> Expected | None:
+    """Returns what to expect if the prompt's first blocks are pulled from one of the holders, which
+    have so many of its tokens; None if nothing is pulled."""
+    rates, size = scenario.rates, scenario.block_size
+    cached = worker.cache.num_cached(task.hashes) * size
+    known = [Holder(tokens, pair) for name, tokens in holders if name != worker.worker_id]
+    expected = expect(rates, task.num_tokens, cached, holders=known, block_size=size)
+    if not expected.pull_s:
+        return None
+    offer = Offer(
+        expected.start // size, ASK_S + pair.latency_s, rates.block_bytes / pair.bytes_per_s
+    )
+    return expected if worker.plan_load(task, offer=offer) is None else None
+
+
+def exposed_pull_s(
+    scenario: Scenario, pair: PairRate, source: Worker, task: Task, cached_tokens: int
+) -> float:
+    """Returns the seconds that a decode worker's pull takes longer than `source` computes, which
+    had `cached_tokens`: those of the last chunk, or more."""
+    rates, size = scenario.rates, scenario.block_size
+    missing = task.num_tokens - task.cached_tokens
+    pull_s = pair.seconds(rates.moved_bytes(missing / size))
+    compute_s = prefill_seconds(source.rates, task.num_tokens, cached_tokens)
+    last = min(missing, rates.step_tokens)
+    return ASK_S + max(pair.seconds(rates.moved_bytes(last / size)), pull_s - compute_s)

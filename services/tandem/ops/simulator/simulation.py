@@ -1,0 +1,374 @@
+"""Simulates one run: a trace through the policy, the prefix index and the workers.
+
+arrives --match, choose--> submitted to its decode worker --refused--> chosen again, without it
+  no prefill pool, or faster here --> prefilled there --> decodes there --> served
+  else: memory reserved --> leased --> prefilled by a peer --> pulled --> decodes --> served
+decode worker dies: moved with the tokens made so far (at most MIGRATIONS_MAX times), then lost
+prefill worker dies: the next candidate, else prefilled on the decode worker
+"""
+
+import math
+from collections.abc import Coroutine, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+from tandem.ops.simulator.clock import Clock
+from tandem.ops.simulator.policies import Policy
+from tandem.ops.simulator.prefill_ways import expect_pull, exposed_pull_s, worth_asking
+from tandem.ops.simulator.requests import MIGRATIONS_MAX, Request
+from tandem.ops.simulator.scenario import Fault, Scenario
+from tandem.ops.simulator.traces import Arrival
+from tandem.ops.simulator.view import View
+from tandem.ops.simulator.workers.host import Host
+from tandem.ops.simulator.workers.make_tiers import make_tiers
+from tandem.ops.simulator.workers.task import Task
+from tandem.ops.simulator.workers.worker import Worker
+from tandem.prefix_index.holders import holder_of, with_store
+from tandem.prefix_index.memory import MemoryIndex
+from tandem.router.admission.admit import admit
+from tandem.router.admission.calibration import Calibration
+from tandem.router.autoscaler.demand import DemandMeter
+from tandem.router.placement.choose import Placement, Work
+
+T = TypeVar("T")
+
+
+class Simulation:
+    """The simulation of one trace under one policy; `run` it once."""
+
+    def __init__(self, scenario: Scenario, arrivals: Sequence[Arrival], policy: Policy) -> None:
+        self.scenario = scenario
+        self.requests: list[Request] = []
+        self._arrivals = arrivals
+        self._policy = policy
+        self._rng = Random(scenario.seed)
+        self.clock = Clock()
+        self._index = MemoryIndex()
+        self._logs: dict[str, int] = {}  # next sequence number of each holder
+        host = Host(scenario.cores) if scenario.cores else None
+        self._has_tiers = bool(scenario.rates.tiers)
+        tiers = make_tiers(scenario, arrivals) if self._has_tiers else {}
+        self.workers = {
+            worker_id: Worker(
+                worker_id, role, scenario, self.clock, self, host, tiers.get(worker_id)
+            )
+            for worker_id, role in scenario.roles.items()
+        }
+        self.meter = DemandMeter()  # what a router would count for the autoscaler
+        self._calibration = Calibration()
+        self.view = View(scenario, self.clock, list(self.workers.values()))
+        self._pairs = {w: scenario.true_pair(w) for w in self.workers}
+        for worker in self.workers.values():
+            self._start_log(worker)
+
+    @property
+    def share_begun(self) -> float:
+        """Returns the share of the requests that have arrived, 0 to 1. Any thread may ask."""
+        return len(self.requests) / max(1, len(self._arrivals))
+
+    def run(self) -> None:
+        for fault in self.scenario.faults:
+            self.clock.at(fault.at_s, self._inject, fault)
+        self._plan_arrival(0)
+        self.clock.run()
+
+    # What workers tell.
+
+    def reserved(self, worker: Worker, task: Task) -> None:
+        self._ask_candidate(_request(task))
+
+    def prefilled(self, worker: Worker, task: Task) -> None:
+        request = _request(task)
+        if not request.first_token_s:
+            request.first_token_s = self.clock.now_s
+            self.meter.first_token(
+                request.ttft_s / self.scenario.slo.ttft.seconds(request.arrival.num_tokens)
+            )
+            if request.promise is not None and request.num_submissions == 1:
+                self._calibration = self._calibration.kept(request.promise, self.clock.now_s)
+        request.num_output_tokens_here = 1
+        size = self.scenario.block_size
+        request.loaded_tokens = {name: n * size for name, n in task.loaded_blocks.items()}
+        request.cached_tokens = task.cached_tokens + sum(request.loaded_tokens.values())
+        if request.sent is not None:
+            self.view.note_first_token(request.sent, worker.worker_id)
+            request.sent = None
+        pulled = task.pulled_blocks * size - task.cached_tokens
+        request.num_pulled_tokens = max(0, pulled)
+        if task is request.lease:
+            assert request.decode is not None
+            assert request.decode_task is not None
+            exposed_s = exposed_pull_s(
+                self.scenario,
+                self._pairs[request.decode.worker_id],
+                worker,
+                request.decode_task,
+                request.cached_tokens,
+            )
+            self.clock.after(exposed_s, self._finish_pull, request, task)
+
+    def refused(self, worker: Worker, task: Task) -> None:
+        request = _request(task)
+        if task is request.lease:
+            self._ask_candidate(request)
+            return
+        request.refused |= {f"{worker.worker_id}/{worker.epoch}"}
+        request.decode_task = None
+        self._place(request)
+
+    def decoded(self, worker: Worker, task: Task) -> None:
+        request = _request(task)
+        self._end(request)
+        request.hashes = ()  # a million requests are kept to the end
+
+    def blocks_changed(
+        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""
+    ) -> None:
+        holder = holder_of(worker.worker_id, tier)
+        number = self._logs[holder]
+        applied = _now(self._index.publish(holder, str(worker.epoch), number, stored, removed))
+        assert applied
+        self._logs[holder] = number + 1
+
+    def load_changed(self, worker: Worker) -> None:
+        self.view.note_load(worker)
+
+    # A request's way.
+
+    def _plan_arrival(self, at: int) -> None:
+        if at < len(self._arrivals):
+            self.clock.at(self._arrivals[at].at_s, self._arrive, at)
+
+    def _arrive(self, at: int) -> None:
+        arrival = self._arrivals[at]
+        num_full = arrival.num_tokens // self.scenario.block_size
+        hashes = arrival.block_digests() if self._has_tiers else arrival.block_hashes()
+        request = Request(arrival, hashes[:num_full])
+        self.requests.append(request)
+        self._plan_arrival(at + 1)
+        self._place(request)
+
+    def _place(self, request: Request) -> None:
+        num_tokens = request.num_tokens
+        work = Work(num_tokens, self.scenario.block_size)
+        matches = _now(self._index.match(request.hashes))
+        if self._has_tiers:
+            matches = with_store(matches)
+        self.view.tick()
+        while True:
+            placement = self._policy(
+                work, self.view.roster, matches, self._rng, refused=request.refused
+            )
+            if placement is None or not self._admit(request, work, placement):
+                request.failure = "refused"
+                return
+            if self._submit(request, placement, matches):
+                return
+            request.refused |= {placement.decode.epoch}
+
+    def _admit(self, request: Request, work: Work, placement: Placement) -> bool:
+        """Once a request: who moves, or was refused by a worker, was taken already."""
+        if request.is_admitted:
+            return True
+        self.meter.asked(placement.prefill_s(work))
+        if self.scenario.admission:
+            decision = admit(
+                work,
+                placement,
+                self.scenario.slo.ttft,
+                self._calibration,
+                ahead_s=0.0,
+                completion_tokens=self.meter.output_tokens_mean,
+                now=self.clock.now_s,
+            )
+            request.promise = decision.promise
+            request.first_token_by = request.arrival.at_s + decision.within_s
+            request.is_admitted = decision.is_admitted
+        else:
+            request.is_admitted = True
+        return request.is_admitted
+
+    def _submit(self, request: Request, placement: Placement, matches: dict[str, int]) -> bool:
+        size = self.scenario.block_size
+        worker = self.workers[placement.decode.worker_id]
+        request.decode = request.prefill = worker
+        request.num_submissions += 1
+        request.candidates = [w.worker_id for w in placement.prefill_candidates]
+        if self.scenario.pull_prefixes:
+            holders = [w.worker_id for w in placement.prefix_holders]
+            request.holders = [(w, matches[w] * size) for w in holders]
+        task = request.make_task(request.tokens_left)
+        request.decode_task, request.lease = task, None
+        request.candidates = worth_asking(
+            self.scenario, worker, task, placement.prefill_candidates, matches
+        )
+        noted = request.candidates[0] if request.candidates else worker.worker_id
+        if request.candidates:
+            accepted = worker.reserve(task)
+            self.view.note_sent(worker.worker_id)
+        else:
+            accepted = self._prefill(request, worker, task)
+        if accepted:
+            request.sent = self.view.note_prefill(
+                noted,
+                request.num_tokens,
+                placement.tokens_missing,
+                may_pull=bool(request.holders),
+            )
+        return accepted
+
+    def _ask_candidate(self, request: Request) -> None:
+        """Opens a lease on the next candidate; without any, the decode worker computes."""
+        assert request.decode is not None
+        assert request.decode_task is not None
+        while request.candidates:
+            peer = self.workers[request.candidates.pop(0)]
+            lease = request.make_task(0)
+            request.lease, request.prefill = lease, peer
+            if peer.is_up and not peer.is_draining and self._prefill(request, peer, lease):
+                return
+        request.lease, request.prefill = None, request.decode
+        request.decode.release(request.decode_task)
+        if not self._prefill(request, request.decode, request.decode_task):
+            request.failure = "refused"
+
+    def _prefill(self, request: Request, worker: Worker, task: Task) -> bool:
+        """Submits a task that is computed, after its prefix was pulled if that is faster."""
+        holders = [(w, tokens) for w, tokens in request.holders if self.workers[w].is_up]
+        expected = None
+        if holders:
+            pair = self._pairs[worker.worker_id]
+            expected = expect_pull(self.scenario, worker, task, holders, pair)
+        if expected is None:
+            return worker.submit(task)
+        task.pulled_blocks = expected.start // self.scenario.block_size
+        arrives = (request, worker, task, worker.epoch)
+        self.clock.after(expected.pull_s, self._submit_pulled, *arrives)
+        return True
+
+    def _submit_pulled(self, request: Request, worker: Worker, task: Task, epoch: int) -> None:
+        alive = worker.is_up and worker.epoch == epoch
+        if task not in (request.lease, request.decode_task) or request.failure:
+            return
+        if not alive:
+            self._lose(request, task)
+        elif not worker.submit(task):
+            if task is request.lease:
+                self._ask_candidate(request)
+            else:
+                request.failure = "refused"
+
+    def _finish_pull(self, request: Request, lease: Task) -> None:
+        if lease is not request.lease:
+            return
+        assert request.decode is not None
+        assert request.decode_task is not None
+        assert request.prefill is not None
+        request.prefill.release(lease)
+        request.lease = None
+        if request.tokens_left > 1:
+            request.decode.adopt(request.decode_task)
+        else:
+            request.decode.release(request.decode_task)
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        request.ended_s = self.clock.now_s
+        self.meter.ended(request.arrival.output_tokens)
+        if (count := request.arrival.output_tokens - 1) > 0:
+            self.meter.next_tokens(request.tpot_s / self.scenario.slo.tpot_s, count)
+
+    # Pools that change.
+
+    @property
+    def has_more(self) -> bool:
+        """True while requests are still to come."""
+        return len(self.requests) < len(self._arrivals)
+
+    def start_worker(self, worker: Worker) -> None:
+        """Starts a worker that is off, with nothing in its cache, and what its disk had."""
+        worker.restart()
+        self._start_log(worker)
+        if worker.tiers is not None:
+            for tier, held in worker.tiers.held().items():
+                self.blocks_changed(worker, held, (), tier)
+        self.view.note_state(worker)
+
+    def drain_worker(self, worker: Worker) -> None:
+        """Drains a worker: nothing new goes there."""
+        worker.is_draining = True
+        self.view.note_drain(worker)
+
+    def stop_worker(self, worker: Worker) -> None:
+        """Stops a worker, and forgets its blocks."""
+        worker.fail()
+        for holder in _holders(worker):
+            _now(self._index.forget(holder))
+        self.view.note_state(worker)
+
+    # Faults.
+
+    def _inject(self, fault: Fault) -> None:
+        worker = self.workers[fault.worker_id]
+        if fault.state == "up":
+            if not worker.is_up:
+                self.start_worker(worker)
+            return
+        if not worker.is_up:
+            return
+        self.stop_worker(worker)
+        for request in self.requests:
+            if not request.ended_s and not request.failure:
+                if request.decode is worker:
+                    self._lose(request, request.decode_task)
+                elif request.prefill is worker and request.lease is not None:
+                    self._lose(request, request.lease)
+
+    def _lose(self, request: Request, task: Task | None) -> None:
+        if task is not None and task is request.lease:
+            # Its first token went out already: the rest is computed again, here.
+            request.lease = None
+            self._ask_candidate(request)
+            return
+        lease, peer = request.lease, request.prefill
+        request.lease = request.decode_task = None
+        if lease is not None and peer is not None:
+            peer.cancel(lease)
+        if request.num_migrations >= MIGRATIONS_MAX:
+            request.failure = "lost"
+            return
+        request.num_migrations += 1
+        request.first_token_by = math.inf  # it was taken
+        if task is not None and task.tokens_left is not None:  # it was in the batch
+            request.num_output_tokens_here = task.output_tokens - task.tokens_left
+        request.num_output_tokens += request.num_output_tokens_here
+        request.num_output_tokens_here = 0
+        if request.tokens_left:
+            self._place(request)
+        else:
+            self._end(request)
+
+    def _start_log(self, worker: Worker) -> None:
+        for holder in _holders(worker):
+            self._logs[holder] = 0
+            _now(self._index.reset(holder, str(worker.epoch)))
+
+
+def _holders(worker: Worker) -> list[str]:
+    tiers = [] if worker.tiers is None else worker.tiers.names
+    return [holder_of(worker.worker_id, tier) for tier in ("", *tiers)]
+
+
+def _request(task: Task) -> Request:
+    assert isinstance(task.owner, Request)
+    return task.owner
+
+
+def _now(call: Coroutine[Any, Any, T]) -> T:
+    """Runs a call of the index in memory, which never waits: no event loop is needed."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("the index waited")

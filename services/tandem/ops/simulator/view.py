@@ -1,0 +1,160 @@
+"""The workers as the simulated router knows them: old load, what it sent since, their pace.
+
+A worker's report is taken when its load changed and no other report is under way; it arrives
+`report_age_s` later. What was sent to the worker after the report was taken is added to it. First
+tokens are seen when they come: from them the workers' shares and real speed are learned.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.common.perf_model.predict import (
+    NO_PREFILL,
+    Prefill,
+    beside_decode,
+    prefill_seconds,
+    summed,
+)
+from tandem.common.perf_model.rates import PairRate, WorkerRates
+from tandem.net.store.registry import Load
+from tandem.ops.simulator.clock import Clock
+from tandem.ops.simulator.pace import Paces, Sent, paced
+from tandem.ops.simulator.scenario import Scenario
+from tandem.ops.simulator.workers.worker import Worker
+from tandem.router.placement.choose import Roster, WorkerSnapshot
+from tandem.router.placement.shares import Shares
+
+
+@dataclass(slots=True)
+class _Known:
+    worker: Worker
+    load: Load
+    rates: WorkerRates  # that it told, at the pace that was seen
+    load_queue_s: float = 0.0  # of its tiers, when the load was taken
+    sent: deque[tuple[float, Prefill]] = field(default_factory=deque)  # when, and for what
+    reporting: bool = False
+    changed: bool = False
+
+
+class View:
+    """The simulated router's view; `roster` is up to date after `tick`, which may replace it."""
+
+    def __init__(self, scenario: Scenario, clock: Clock, workers: list[Worker]) -> None:
+        self._scenario = scenario
+        self._clock = clock
+        self._known = {w.worker_id: _Known(w, w.load(), scenario.rates) for w in workers}
+        self._shares = Shares()
+        self._paces = Paces(self._shares)
+        for worker in workers:
+            self._join(worker.worker_id, 0.0)
+        self._pairs: dict[str, PairRate] = {w.worker_id: scenario.pair for w in workers}
+        self.roster = Roster(self._snapshot(known) for known in self._known.values())
+
+    def tick(self) -> None:
+        """Ages the shares before they are used: they count for less as time goes by."""
+        now_s = self._clock.now_s
+        if self._shares.rebase(now_s):
+            # A new one: sums of shares from before and after the change would not fit together.
+            self.roster = Roster(self._snapshot(known) for known in self._known.values())
+        self.roster.second = self._shares.second(now_s)
+
+    def note_prefill(
+        self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
+    ) -> Sent:
+        """Notes a prompt that was sent there, with `missing` tokens to prefill."""
+        known, told = self._known[worker_id], self._scenario.rates
+        rates = beside_decode(told, 0, known.load.num_running)
+        told_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
+        sent = self._paces.sent(worker_id, told_s, self._clock.now_s, may_pull=may_pull)
+        self.note_sent(worker_id, Prefill.of(missing, num_tokens - missing))
+        return sent
+
+    def note_sent(self, worker_id: str, prefill: Prefill = NO_PREFILL) -> None:
+        known = self._known[worker_id]
+        known.sent.append((self._clock.now_s, prefill))
+        self._refresh(known)
+
+    def note_first_token(self, sent: Sent, worker_id: str) -> None:
+        self.tick()
+        self._paces.first_token(sent, worker_id, self._clock.now_s)
+        known = self._known[worker_id]
+        known.rates = paced(self._scenario.rates, self._paces.of(worker_id))
+        self._refresh(known)
+        if sent.worker_id != worker_id:
+            self._refresh(self._known[sent.worker_id])
+
+    def note_state(self, worker: Worker) -> None:
+        """Notes that the worker is up or down, which its stream shows at once."""
+        known = self._known[worker.worker_id]
+        known.sent.clear()
+        known.load, known.rates = worker.load(), self._scenario.rates
+        known.load_queue_s = 0.0
+        self._join(worker.worker_id, self.roster.mean_placed(worker.role))
+        self._refresh(known)
+
+    def note_drain(self, worker: Worker) -> None:
+        """Notes that the worker takes nothing new, which its record tells at once."""
+        self._refresh(self._known[worker.worker_id])
+
+    def note_load(self, worker: Worker) -> None:
+        known = self._known[worker.worker_id]
+        known.changed = True
+        if not known.reporting:
+            self._report(known)
+
+    def _join(self, worker_id: str, placed: float) -> None:
+        self._shares.join(worker_id, placed)
+        self._paces.join(worker_id)
+
+    def _report(self, known: _Known) -> None:
+        known.reporting, known.changed = True, False
+        load, now_s, tiers = known.worker.load(), self._clock.now_s, known.worker.tiers
+        load_queue_s = 0.0 if tiers is None else tiers.queue_s(now_s)
+        arrives = (known, load, load_queue_s, now_s, known.worker.epoch)
+        self._clock.after(self._scenario.report_age_s, self._take, *arrives)
+
+    def _take(
+        self, known: _Known, load: Load, load_queue_s: float, taken_s: float, epoch: int
+    ) -> None:
+        known.reporting = False
+        if epoch == known.worker.epoch and known.worker.is_up:
+            known.load, known.load_queue_s = load, load_queue_s
+            while known.sent and known.sent[0][0] < taken_s:
+                known.sent.popleft()
+            self._refresh(known)
+        if known.changed:
+            self._report(known)
+
+    def _refresh(self, known: _Known) -> None:
+        self.roster.put(self._snapshot(known))
+
+    def _snapshot(self, known: _Known) -> WorkerSnapshot:
+        worker, load, count = known.worker, known.load, len(known.sent)
+        sent = summed(prefill for _, prefill in known.sent)
+        told = self._scenario.rates
+        sent_s = sent.seconds(beside_decode(told, 0, load.num_running))
+        told_s = load.queue_s(told) + sent_s
+        is_decode, rates = worker.role == "decode", known.rates
+        if known.load_queue_s:
+            rates = msgspec.structs.replace(rates, load_queue_s=known.load_queue_s)
+        return WorkerSnapshot(
+            worker_id=worker.worker_id,
+            epoch=f"{worker.worker_id}/{worker.epoch}",
+            address="",
+            role=worker.role,
+            state="draining" if worker.is_draining else "ready",
+            reachable=worker.is_up,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + (count if is_decode else 0),
+            queued_tokens=load.queued_tokens + sent.num_tokens,
+            keeps_deadlines=True,
+            queued_s=told_s * self._paces.of(worker.worker_id),
+            num_leases=load.num_leases + (0 if is_decode else count),
+            blocks_total=load.blocks_total,
+            blocks_used=load.blocks_used,
+            rates=rates,
+            pairs=self._pairs,
+            placed=self._shares.placed(worker.worker_id),
+        )

@@ -1,0 +1,132 @@
+"""A simulated engine: one prefill at a time beside the decode batch, in virtual time.
+
+Virtual time counts steps. In each one every decoding sequence gets a token and the prompt in front,
+if there is one, gets a chunk; a step takes
+
+    prefill's seconds / its steps + sequence_s * sequences       with a prompt
+    step_s + sequence_s * sequences                              without
+
+so a sequence that joins with n tokens to make ends at virtual time now + n, whoever else comes or
+goes: an event costs the logarithm of the sequences.
+"""
+
+from heapq import heappop, heappush
+from itertools import count
+from math import ceil
+from typing import Generic, TypeVar
+
+from tandem.common.perf_model.rates import WorkerRates
+
+Job = TypeVar("Job")
+_EPSILON = 1e-9  # steps
+
+
+class Engine(Generic[Job]):
+    """The engine of a worker. It knows rates and counts, not requests."""
+
+    def __init__(self, rates: WorkerRates) -> None:
+        self.rates = rates
+        self.speed = 1.0  # less where others compute on the same cores
+        self.prefilling: Job | None = None
+        self.prefill_busy_s = 0.0
+        self._decoding: list[tuple[float, int, Job]] = []  # a heap by the step of the last token
+        self._numbers = count()
+        self._now_s = 0.0
+        self._steps = 0.0
+        self._prefill_end = 0.0
+        self._prefill_steps = 1
+        self._prefill_tokens = 0
+        self._prefill_context = 0
+        self._chunk_s = 0.0
+        self._step_s = rates.decode.step_s
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    def prefill(self, job: Job, num_tokens: int, context: int) -> None:
+        """Starts computing `num_tokens` tokens that follow `context` others."""
+        assert self.prefilling is None
+        rates = self.rates
+        self._prefill_steps = -(-num_tokens // rates.step_tokens)
+        seconds = rates.prefill.seconds(num_tokens, context, rates.step_tokens)
+        self._chunk_s = seconds / self._prefill_steps
+        self._prefill_end = self._steps + self._prefill_steps
+        self._prefill_tokens, self._prefill_context = num_tokens, context
+        self.prefilling = job
+        self._set_step()
+
+    def decode(self, job: Job, num_tokens: int) -> None:
+        """Adds a sequence that makes `num_tokens` tokens, one a step."""
+        heappush(self._decoding, (self._steps + num_tokens, next(self._numbers), job))
+        self._set_step()
+
+    def prefill_tokens_left(self) -> int:
+        if self.prefilling is None:
+            return 0
+        left = (self._prefill_end - self._steps) / self._prefill_steps
+        return round(self._prefill_tokens * max(0.0, left))
+
+    def prefill_context(self) -> int:
+        """Returns the number of tokens before those that are left of the prompt."""
+        return self._prefill_context + self._prefill_tokens - self.prefill_tokens_left()
+
+    def advance(self, now_s: float) -> None:
+        """Advances to `now_s`, which is not later than `next_at`."""
+        passed_s = now_s - self._now_s
+        if passed_s > 0:
+            self._steps += passed_s * self.speed / self._step_s
+            if self.prefilling is not None:
+                self.prefill_busy_s += passed_s
+            self._now_s = now_s
+
+    def next_at(self) -> float | None:
+        """Returns when the next job is done if nothing changes; None when idle."""
+        end = self._decoding[0][0] if self._decoding else None
+        if self.prefilling is not None and (end is None or self._prefill_end < end):
+            end = self._prefill_end
+        if end is None:
+            return None
+        return self._now_s + max(0.0, end - self._steps) * self._step_s / self.speed
+
+    def take_prefilled(self) -> Job | None:
+        """Removes and returns the prompt, if it is done by now."""
+        job = self.prefilling
+        if job is None or self._prefill_end > self._steps + _EPSILON:
+            return None
+        self.stop_prefill()
+        return job
+
+    def stop_prefill(self) -> None:
+        self.prefilling = None
+        self._set_step()
+
+    def take_decoded(self) -> list[Job]:
+        """Removes and returns the sequences that have made their last token by now."""
+        done = []
+        while self._decoding and self._decoding[0][0] <= self._steps + _EPSILON:
+            done.append(heappop(self._decoding)[2])
+        if done:
+            self._set_step()
+        return done
+
+    def tokens_left(self) -> list[tuple[Job, int]]:
+        """Returns each decoding sequence with the number of tokens that it has still to make."""
+        return [(job, ceil(end - self._steps - _EPSILON)) for end, _, job in self._decoding]
+
+    def drop_all(self) -> list[Job]:
+        """Drops and returns all jobs, as the worker died."""
+        jobs = [job for _, _, job in self._decoding]
+        if self.prefilling is not None:
+            jobs.append(self.prefilling)
+        self._decoding.clear()
+        self.prefilling = None
+        self._set_step()
+        return jobs
+
+    def _set_step(self) -> None:
+        decode = self.rates.decode
+        if self.prefilling is None:
+            self._step_s = decode.seconds(self.num_decoding)
+        else:
+            self._step_s = self._chunk_s + decode.sequence_s * self.num_decoding

@@ -1,0 +1,90 @@
+"""Resizes pools of simulated workers: which ones start, which ones drain, and what it costs.
+
+    off --asked for--> starting --cold start--> ready --size falls--> draining --empty--> off
+
+As in a cluster the newest worker goes first, and a worker that starts or drains is paid for.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from tandem.ops.simulator.clock import Clock
+from tandem.ops.simulator.workers.worker import Worker
+
+_State = Literal["off", "starting", "ready", "draining"]
+
+
+class Fleet:
+    """One pool, of as many workers as it may ever have. It calls `on_start` after a cold start,
+    `on_drain` when a drain begins, and `on_stop` when a worker is off."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        workers: Iterable[Worker],
+        *,
+        cold_start_s: float,
+        on_start: Callable[[Worker], None],
+        on_drain: Callable[[Worker], None],
+        on_stop: Callable[[Worker], None],
+    ) -> None:
+        self._clock = clock
+        self._workers = list(workers)
+        self._cold_start_s = cold_start_s
+        self._on_start, self._on_drain, self._on_stop = on_start, on_drain, on_stop
+        self._states: list[_State] = ["ready"] * len(self._workers)
+        self._starts = [0] * len(self._workers)
+        self._paid_s = 0.0
+        self._paid_until_s = 0.0
+        self.sizes: list[tuple[float, int]] = []  # each wanted size, and since when
+
+    @property
+    def wanted(self) -> int:
+        return sum(state in ("starting", "ready") for state in self._states)
+
+    def open(self, size: int) -> None:
+        """Begins, before anything else, with `size` ready workers; the others are off."""
+        for number in range(size, len(self._workers)):
+            self._turn_off(number)
+        self.sizes.append((self._clock.now_s, size))
+
+    def resize(self, size: int) -> None:
+        """Starts the lowest workers that are off, or drains the highest that are there."""
+        self.pay()
+        if size != self.wanted:
+            self.sizes.append((self._clock.now_s, size))
+        while self.wanted < size and "off" in self._states:  # one that drains does not come back
+            number = self._states.index("off")
+            self._states[number] = "starting"
+            self._starts[number] += 1
+            self._clock.after(self._cold_start_s, self._started, number, self._starts[number])
+        while self.wanted > size:
+            number = max(n for n, s in enumerate(self._states) if s in ("starting", "ready"))
+            if self._states[number] == "starting":
+                self._states[number] = "off"
+                continue
+            self._states[number] = "draining"
+            self._on_drain(self._workers[number])
+
+    def collect(self) -> None:
+        """Turns off the workers that have drained."""
+        self.pay()
+        for number, state in enumerate(self._states):
+            if state == "draining" and self._workers[number].is_idle:
+                self._turn_off(number)
+
+    def pay(self) -> float:
+        """Returns the worker seconds up to now."""
+        count = sum(state != "off" for state in self._states)
+        self._paid_s += count * (self._clock.now_s - self._paid_until_s)
+        self._paid_until_s = self._clock.now_s
+        return self._paid_s
+
+    def _started(self, number: int, start: int) -> None:
+        if self._states[number] == "starting" and self._starts[number] == start:
+            self._states[number] = "ready"
+            self._on_start(self._workers[number])
+
+    def _turn_off(self, number: int) -> None:
+        self._states[number] = "off"
+        self._on_stop(self._workers[number])

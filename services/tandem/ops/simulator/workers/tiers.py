@@ -1,0 +1,223 @@
+"""The tiers below a simulated worker's KV pool: the engine's own books and policies, no bytes.
+
+    prefilled, loaded or pulled  --use, write-->  in each tier whose policy takes it
+    its turn comes  --plan: a load is the soonest-->  loading  --all is read-->  in the pool
+
+Slots, policies and measured rates are those of `engine/tiers`. A write takes no time, and a load as
+long as the true rates say. It reads tier by tier, the slowest one first, and in each of them after
+the loads before it. It knows no tasks.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tandem.common.perf_model.rates import PrefillRate, TierRate
+from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt, choose_soonest
+from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.tiers.sources import Sources, Tables
+from tandem.engine.tiers.storage import Bytes, Entry, Storage
+from tandem.engine.tiers.tier import Tier
+from tandem.engine.types import TierBlocks
+from tandem.prefix_index.holders import STORE
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks of one chain that come from tiers."""
+
+    first: int
+    end: int
+    ends_s: float
+    seconds: dict[int, float]  # by tier
+    num_blocks: Counter[int]  # by tier
+    tables: Tables
+    is_done: bool = False
+
+
+class WorkerTiers:
+    """`rates` and `prefill` are the true ones, the fastest tier first, and `num_blocks` what each
+    tier holds; `in_store` has the hashes that any worker wrote to the object store."""
+
+    def __init__(
+        self,
+        rates: Sequence[TierRate],
+        num_blocks: Sequence[int],
+        *,
+        policy: str,
+        prefill: PrefillRate,
+        block_size: int,
+        in_store: set[bytes],
+    ) -> None:
+        layout = KvLayout.of_one(BlockLayout(1, 1, 1, block_size, 1, "int8"))
+        self._tiers = [
+            Tier(number, [_Slots(rate.name, count)], keep_policy(policy, count, block_size), layout)
+            for number, (rate, count) in enumerate(zip(rates, num_blocks, strict=True))
+        ]
+        for tier in self._tiers:
+            tier.take_rate(prefill)
+        self._block_s = [rate.block_s for rate in rates]
+        self._sources = Sources(layout, [], self._tiers)
+        self._in_store = in_store
+        self._store = next((tier for tier in self._tiers if tier.storage.name == STORE), None)
+        self._free_s = [0.0] * len(self._tiers)
+
+    @property
+    def names(self) -> list[str]:
+        return [tier.storage.name for tier in self._tiers]
+
+    def plan(
+        self,
+        prompt: Prompt,
+        block_hashes: Sequence[bytes],
+        now_s: float,
+        *,
+        offer: Offer | None = None,
+        producer: Producer | None = None,
+    ) -> Choice | None:
+        """Returns what is to be loaded of a chain; None if nothing is. The rates are those that
+        loads were measured at, so the first load of a tier is always made."""
+        self._look_up(block_hashes)
+        reach = self._sources.reach(block_hashes, prompt.num_held, self._tiers)
+        if max(tier.num_blocks for tier in reach) <= prompt.num_held:
+            return None
+        choice = choose_soonest(
+            prompt,
+            reach,
+            load_queue_s=self.queue_s(now_s),
+            offer=offer,
+            producer=producer,
+            pulls_rest=False,
+        )
+        return choice if choice.loads else None
+
+    def has_more(self, block_hashes: Sequence[bytes], num_held: int) -> bool:
+        """Returns whether a tier has a block of the chain after `num_held` others."""
+        return any(tier.depth(block_hashes) > num_held for tier in self._tiers)
+
+    def decline(self) -> None:
+        """A load was not made, because another way looked sooner."""
+        for tier in self._tiers:
+            tier.rate.decline()
+
+    def begin_load(self, block_hashes: Sequence[bytes], choice: Choice, now_s: float) -> Load:
+        """Begins to load what was chosen."""
+        wanted = [UnfilledBlock(0, index, 0) for index in range(choice.first, choice.end)]
+        parts, tables = self._sources.find_parts(block_hashes, wanted, self._tiers)
+        num_blocks = Counter(part.tier for part in parts)
+        seconds = {tier: count * self._block_s[tier] for tier, count in num_blocks.items()}
+        ends_s = now_s
+        for tier in reversed(seconds):
+            self._free_s[tier] = ends_s = max(ends_s, self._free_s[tier]) + seconds[tier]
+        return Load(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
+
+    def end_load(self, load: Load) -> dict[str, int]:
+        """Ends a load; returns its blocks by the tier's name."""
+        self.give_up(load)
+        for number, count in load.num_blocks.items():
+            tier = self._tiers[number]
+            tier.num_loaded += count
+            tier.rate.observe(count, load.seconds[number])
+        return {self._tiers[number].storage.name: n for number, n in load.num_blocks.items()}
+
+    def give_up(self, load: Load) -> None:
+        """Lets go of the slots of a load, which nobody may wait for any more."""
+        for (tier, group), table in load.tables.items():
+            self._tiers[tier].groups[group].pool.release(table)
+
+    def queue_s(self, now_s: float) -> float:
+        """Returns the seconds until the loads under way have ended."""
+        return max(0.0, max(self._free_s) - now_s)
+
+    def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
+        """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
+        for tier in self._tiers:
+            tier.policy.use(block_hashes, keep=keep)
+
+    def write(self, block_hashes: Sequence[bytes], new: Iterable[bytes]) -> None:
+        """Copies blocks of a chain: those that are new in the pool, and others without a copy."""
+        fresh, parent_hash = set(new), b""
+        for block_hash in block_hashes:
+            if block_hash in fresh or not self._has(block_hash):
+                self._write(Entry(block_hash, parent_hash))
+            parent_hash = block_hash
+        for tier in self._tiers:
+            tier.groups[0].follow_evictions()
+
+    def take_events(self) -> list[TierBlocks]:
+        """Returns the tiers whose blocks changed since the last call, with the changes."""
+        return [tier.take_events() for tier in self._tiers if tier.has_events]
+
+    def restart(self) -> None:
+        """The worker ended, with all loads given up, and starts again. Its disk has what it had,
+        host memory has nothing, and nothing is known of the store."""
+        self._free_s = [0.0] * len(self._tiers)
+        for tier in self._tiers:
+            if tier.storage.name != "disk":
+                tier.pool.drop_cached()
+            tier.groups[0].follow_evictions()
+            tier.take_events()
+
+    def num_loaded(self) -> dict[str, int]:
+        """Returns the blocks that were loaded from each tier."""
+        return {tier.storage.name: tier.num_loaded for tier in self._tiers}
+
+    def held(self) -> dict[str, list[bytes]]:
+        """Returns the hashes of the blocks in each tier."""
+        return {tier.storage.name: tier.block_hashes(b"", b"") for tier in self._tiers}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a slot is held, or its books are wrong, while nothing loads."""
+        for tier in self._tiers:
+            tier.pool.check_integrity([])
+
+    def _look_up(self, block_hashes: Sequence[bytes]) -> None:
+        """Learns what the store has of a chain, which the engine asks it for."""
+        if self._store is None:
+            return
+        known = self._store.depth(block_hashes)
+        end = known
+        while end < len(block_hashes) and block_hashes[end] in self._in_store:
+            end += 1
+        chain = zip((b"", *block_hashes), block_hashes[:end], strict=False)
+        entries = [Entry(block_hash, parent_hash) for parent_hash, block_hash in chain]
+        self._store.groups[0].learn(entries[known:])
+        self._store.groups[0].follow_evictions()
+
+    def _has(self, block_hash: bytes) -> bool:
+        return any(tier.pool.has(block_hash) for tier in self._tiers)
+
+    def _write(self, entry: Entry) -> None:
+        for tier in self._tiers:
+            target = tier.groups[0].target(entry)
+            if target is not None:
+                target.is_written = True
+                tier.settle(0, entry, target, is_current=True)
+                if tier is self._store:
+                    self._in_store.add(entry.block_hash)
+
+
+class _Slots(Storage):
+    """Slots that hold no bytes."""
+
+    def __init__(self, name: str, num_slots: int) -> None:
+        self.name = name
+        self.num_slots = num_slots
+
+    def write(self, slot: int, entry: Entry, data: Bytes) -> None:
+        """Does nothing."""
+
+    def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
+        """Does nothing."""
+
+    def forget(self) -> None:
+        """Does nothing."""
+
+    def entries(self) -> list[tuple[int, Entry]]:
+        return []
+
+    def close(self) -> None:
+        """Does nothing."""

@@ -1,0 +1,126 @@
+"""The autoscaler's observations: demand, latencies and the state of the pools. Pure.
+
+`Demand` only counts up, so those of several routers add, one that was missed is made up for by the
+next, and what happened in between is the difference. Times are counted by their share of the SLO,
+in buckets: a quantile of many routers is then a sum away.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+from tandem.common.perf_model.rates import DecodeRate
+
+# Upper edges, in limits; beyond the last one there is one bucket more.
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
+NO_COUNTS = (0,) * (len(EDGES) + 1)
+Counts = tuple[int, ...]
+_LATE = 50  # requests that a mean of late is drawn from
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """Counters since a router started, or their sum over all routers."""
+
+    num_requests: int = 0  # that came, those that were refused counted in
+    prefill_s: float = 0.0  # of one worker: what their prompts lack, at the workers' own rates
+    num_ended: int = 0
+    output_tokens: int = 0  # of those that ended
+    ttft: Counts = NO_COUNTS  # first tokens, by their share of the limit
+    itl: Counts = NO_COUNTS  # tokens after the first, by theirs
+
+    def plus(self, other: Demand) -> Demand:
+        return self._with(other, 1)
+
+    def since(self, earlier: Demand) -> Demand:
+        """Returns the growth since `earlier`, or all if a counter went back after a restart."""
+        grown = self._with(earlier, -1)
+        went_back = grown.num_requests < 0 or grown.num_ended < 0 or min(grown.ttft) < 0
+        return self if went_back else grown
+
+    def _with(self, other: Demand, sign: int) -> Demand:
+        return Demand(
+            self.num_requests + sign * other.num_requests,
+            self.prefill_s + sign * other.prefill_s,
+            self.num_ended + sign * other.num_ended,
+            self.output_tokens + sign * other.output_tokens,
+            tuple(a + sign * b for a, b in zip(self.ttft, other.ttft, strict=True)),
+            tuple(a + sign * b for a, b in zip(self.itl, other.itl, strict=True)),
+        )
+
+
+class DemandMeter:
+    """Counts the demand on one router, or in one simulation."""
+
+    def __init__(self) -> None:
+        self.output_tokens_mean = 0.0  # of a request, of late; 0: none has ended
+        self._num_requests = self._num_ended = self._output_tokens = 0
+        self._prefill_s = 0.0
+        self._ttft, self._itl = list(NO_COUNTS), list(NO_COUNTS)
+
+    def asked(self, prefill_s: float) -> None:
+        self._num_requests += 1
+        self._prefill_s += prefill_s
+
+    def first_token(self, share: float) -> None:
+        """Counts a first token that took `share` times its limit."""
+        self._ttft[bisect_left(EDGES, share)] += 1
+
+    def next_tokens(self, share: float, count: int = 1) -> None:
+        """Counts later tokens that each took `share` times their limit."""
+        self._itl[bisect_left(EDGES, share)] += count
+
+    def ended(self, output_tokens: int) -> None:
+        self._num_ended += 1
+        self._output_tokens += output_tokens
+        late = 1 / min(self._num_ended, _LATE)
+        self.output_tokens_mean += late * (output_tokens - self.output_tokens_mean)
+
+    def demand(self) -> Demand:
+        return Demand(
+            self._num_requests,
+            self._prefill_s,
+            self._num_ended,
+            self._output_tokens,
+            tuple(self._ttft),
+            tuple(self._itl),
+        )
+
+
+class PoolSeen(msgspec.Struct, frozen=True):
+    """The state of one pool now."""
+
+    wanted: int  # its size, those that still start counted in
+    num_ready: int
+    queued_s: float = 0.0  # of one worker's prefill, that waits there
+    num_waiting: int = 0  # sequences in the workers' queues
+    kv_use: float = 0.0  # of the worker that is in the middle, 0 to 1
+    num_running: int = 0  # sequences that have blocks, leases and pulls
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether no worker of the pool has anything to do."""
+        return not (self.num_running or self.num_waiting or self.queued_s)
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """All that is observed at one moment; `now_s` is any clock that never goes back."""
+
+    now_s: float
+    demand: Demand
+    prefill: PoolSeen
+    decode: PoolSeen
+    decode_rate: DecodeRate = DecodeRate()  # of a worker
+    num_held: int = 0  # requests in the routers, because a pool is empty
+
+
+def quantile(counts: Counts, share: float) -> float:
+    """Quantile of the times, in limits, as a bucket's upper edge; 0 if there are none."""
+    total = sum(counts)
+    seen = 0
+    for edge, count in zip(EDGES, counts, strict=False):
+        seen += count
+        if total and seen >= share * total:
+            return edge
+    return 2 * EDGES[-1] if total else 0.0

@@ -1,0 +1,251 @@
+"""Decides how many workers each pool should have, from observations. Pure.
+
+    load   the bound of the forecast a cold start ahead, over what a worker carries
+    step   the same, just after a step of the load: the forecast of what came since, if it is more
+    queue  what will still wait when a new worker comes, to be gone a minute later
+    ttft   the quantile of first tokens is over the limit: a quarter more, where it waits
+    itl    the quantile of next tokens is: a quarter more decode workers
+    kv     the decode workers' memory
+    held   an empty pool that somebody waits for
+
+A pool wants the largest of these, within its bounds; `hysteresis.py` says when it gets that. When
+no request came or ran for a while (idle), it gets its smallest size at once.
+Prefill is counted in seconds of one worker for each second, decode in tokens a second, and what
+carries them are the workers' own measured rates: the two pools differ in size as their work does.
+Where there is no prefill pool (its bounds are 0) decode workers carry both.
+
+Knows no clock, no network and no Ray: the router runs it (`router/scaling/autoscale.py`), and the
+simulator (`simulator/autoscaled.py`).
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from tandem.common.config.autoscale import AutoscaleConfig
+from tandem.common.perf_model.rates import DecodeRate
+from tandem.router.autoscaler.demand import Demand, Observation, PoolSeen, quantile
+from tandem.router.autoscaler.forecast import Forecast, forecast
+from tandem.router.autoscaler.hysteresis import Stabilizer
+from tandem.router.autoscaler.load_step import step_start
+
+Role = Literal["prefill", "decode"]
+
+OUTPUT_TOKENS_GUESS = 256  # of a request, before one has ended
+_RECENT_S = 60.0  # of times: a breach that is older was answered
+_COUNT_MIN = 10  # of times: a quantile of fewer is one request's luck
+_DRAIN_S = 60.0  # in which a queue is to be gone once new workers are there
+_MORE = 0.25  # of the pool, when the SLO is missed
+_PAUSES = 8  # times the usual pause: chance makes one in 3,000 as long
+_STEP_S = 60.0  # after a step, in which pools grow though they have just shrunk
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The decision for one pool. `line` explains it to people."""
+
+    role: Role
+    size: int  # that it has
+    wanted: int  # by the signals alone
+    to: int  # what it is to be made
+    why: str  # the signal that counted most
+    line: str
+
+
+class _Wish(NamedTuple):
+    workers: float
+    why: str
+
+
+class _Load(NamedTuple):
+    at_s: float
+    prefill: float  # seconds of one worker for each second
+    decode: float  # what one worker carries is 1
+    span_s: float
+    num_requests: int
+
+
+class Autoscaler:
+    """Takes observations in order and keeps the history that it needs of them."""
+
+    def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
+        self._config = config
+        self._seen: deque[Observation] = deque()
+        self._loads: deque[_Load] = deque()
+        self._stabilizers = {role: Stabilizer(config, now_s) for role in get_args(Role)}
+        self._stepped_s = self._step_from_s = -float("inf")  # seen then; the first load after it
+        self._busy_s = now_s  # when a request was seen last
+
+    def decide(self, seen: Observation) -> tuple[Decision, Decision]:
+        """Decides the sizes of the prefill pool and of the decode pool."""
+        self._remember(seen)
+        if self._is_idle(seen):
+            return self._rest("prefill", seen), self._rest("decode", seen)
+        before = next(s for s in self._seen if s.now_s >= seen.now_s - _RECENT_S)
+        recent = seen.demand.since(before.demand)
+        prefill = self._forecast([(load.at_s, load.prefill) for load in self._loads], seen)
+        decode = self._forecast([(load.at_s, load.decode) for load in self._loads], seen)
+        return (
+            self._decide("prefill", seen, prefill, recent, self._prefill(seen, prefill, recent)),
+            self._decide("decode", seen, decode, recent, self._decode(seen, decode, recent)),
+        )
+
+    def _remember(self, seen: Observation) -> None:
+        config = self._config
+        if self._seen and (span_s := seen.now_s - self._seen[-1].now_s) > 0:
+            came = seen.demand.since(self._seen[-1].demand)
+            tokens_per_s = came.num_requests * self._output_tokens(seen) / span_s
+            prefill = came.prefill_s / span_s
+            decode = tokens_per_s / decode_tokens_per_s(seen.decode_rate, config.itl_s)
+            if config.prefill_max == 0:
+                prefill, decode = 0.0, prefill + decode
+            if came.num_requests:
+                self._busy_s = seen.now_s
+            self._loads.append(_Load(seen.now_s, prefill, decode, span_s, came.num_requests))
+            since = [load for load in self._loads if load.at_s >= self._step_from_s]
+            start = step_start([(load.span_s, load.num_requests) for load in since])
+            if start is not None:
+                self._stepped_s, self._step_from_s = seen.now_s, since[start].at_s
+        self._seen.append(seen)
+        oldest_s = seen.now_s - config.history_s
+        while len(self._seen) > 1 and self._seen[0].now_s < oldest_s:
+            self._seen.popleft()
+        while self._loads and self._loads[0].at_s < oldest_s:
+            self._loads.popleft()
+
+    def _is_idle(self, seen: Observation) -> bool:
+        """Returns whether no request came, waited or ran for `idle_s`, and for far longer than is
+        usual between two requests: a pause of sparse requests is no end."""
+        if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
+            self._busy_s = seen.now_s
+        first, idle_s = self._seen[0], self._config.idle_s
+        num_requests = seen.demand.since(first.demand).num_requests
+        usual_s = (self._busy_s - first.now_s) / num_requests if num_requests else 0.0
+        return idle_s > 0 and seen.now_s - self._busy_s >= max(idle_s, _PAUSES * usual_s)
+
+    def _rest(self, role: Role, seen: Observation) -> Decision:
+        """Gives a pool that is idle its smallest size; a load that comes back starts anew."""
+        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+        least = config.prefill_min if role == "prefill" else config.decode_min
+        self._loads.clear()
+        self._stabilizers[role].rest(seen.now_s)
+        idle_s = seen.now_s - self._busy_s
+        line = f"{role} {pool.wanted} -> {least}: no request for {idle_s:.0f} s"
+        return Decision(role, pool.wanted, least, least, "idle", line)
+
+    def _output_tokens(self, seen: Observation) -> float:
+        """Mean output tokens of recent requests; a guess before one has ended."""
+        came = seen.demand.since(self._seen[0].demand)
+        ended = came if came.num_ended else seen.demand
+        return ended.output_tokens / ended.num_ended if ended.num_ended else OUTPUT_TOKENS_GUESS
+
+    def _forecast(self, loads: Sequence[tuple[float, float]], seen: Observation) -> Forecast:
+        """Forecasts from all loads, and from those since the last step: whichever is more."""
+        if not loads:
+            return Forecast(0.0, 0.0, 0.0)
+        config = self._config
+        made = [
+            forecast(
+                some,
+                now_s=seen.now_s,
+                horizon_s=config.cold_start_s + config.interval_s,
+                quantile=config.load_quantile,
+            )
+            for some in (loads, [load for load in loads if load[0] >= self._step_from_s])
+            if some
+        ]
+        return Forecast(*(max(each) for each in zip(*made, strict=True)))
+
+    def _prefill(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
+        config, pool = self._config, seen.prefill
+        if config.prefill_max == 0:
+            return []
+        wishes = [
+            _Wish(load.bound / config.utilization, self._load_name(seen)),
+            _Wish(load.now + self._left_s(pool, load) / _DRAIN_S, "queue"),
+        ]
+        if self._misses(recent.ttft) and not _waits(seen.decode):
+            wishes.append(_Wish(_more(pool), "ttft"))
+        return wishes
+
+    def _decode(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
+        config, pool = self._config, seen.decode
+        wishes = [
+            _Wish(load.bound / config.utilization, self._load_name(seen)),
+            _Wish(pool.num_ready * pool.kv_use / config.kv_use_max, "kv"),
+        ]
+        if config.prefill_max == 0:
+            wishes.append(_Wish(load.now + self._left_s(pool, load) / _DRAIN_S, "queue"))
+        if self._misses(recent.ttft) and (_waits(pool) or config.prefill_max == 0):
+            wishes.append(_Wish(_more(pool), "ttft"))
+        if self._misses(recent.itl):
+            wishes.append(_Wish(_more(pool), "itl"))
+        if seen.num_held:
+            wishes.append(_Wish(max(1, pool.num_ready), "held"))
+        return wishes
+
+    def _load_name(self, seen: Observation) -> str:
+        return "step" if seen.now_s - self._stepped_s <= _STEP_S else "load"
+
+    def _left_s(self, pool: PoolSeen, load: Forecast) -> float:
+        """Seconds of one worker's work, queued now, that still wait when a new worker comes."""
+        spare = max(0.0, max(pool.num_ready, pool.wanted) - load.now)
+        return max(0.0, pool.queued_s - spare * self._config.cold_start_s)
+
+    def _misses(self, counts: tuple[int, ...]) -> bool:
+        enough = sum(counts) >= _COUNT_MIN
+        return enough and quantile(counts, self._config.slo_quantile) > 1.0
+
+    def _decide(
+        self,
+        role: Role,
+        seen: Observation,
+        load: Forecast,
+        recent: Demand,
+        wishes: list[_Wish],
+    ) -> Decision:
+        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+        least = config.prefill_min if role == "prefill" else config.decode_min
+        most = config.prefill_max if role == "prefill" else config.decode_max
+        most_wanted = max(wishes, key=lambda wish: wish.workers, default=_Wish(0, "load"))
+        wanted, why = math.ceil(most_wanted.workers - 1e-9), most_wanted.why
+        keep = math.ceil(most_wanted.workers / config.down_margin - 1e-9)
+        if not self._loads and pool.wanted:
+            wanted, why = pool.wanted, "start"  # nothing was seen yet
+        bounded = min(most, max(least, wanted))
+        why = why if bounded == wanted else "bounds"
+        to, held = self._stabilizers[role].step(
+            seen.now_s,
+            pool.wanted,
+            bounded,
+            min(most, max(least, keep)),
+            is_urgent=most_wanted.why == "step",
+        )
+        horizon_s = config.cold_start_s + config.interval_s
+        line = (
+            f"{role} {pool.wanted} -> {to} for its {why}: wanted {wanted} of {least}..{most}"
+            f"{', held: ' + held if held else ''}; load {load.now:.2f}, in {horizon_s:.0f} s "
+            f"{load.ahead:.2f}, p{config.load_quantile * 100:.0f} {load.bound:.2f} of "
+            f"{config.utilization:g} a worker; ttft p{config.slo_quantile * 100:.0f} "
+            f"{quantile(recent.ttft, config.slo_quantile):g} and itl "
+            f"{quantile(recent.itl, config.slo_quantile):g} of the limit; {pool.num_ready} ready, "
+            f"{pool.queued_s:.1f} s queued, {pool.num_waiting} wait, kv {pool.kv_use:.0%}"
+        )
+        return Decision(role, pool.wanted, bounded, to, why, line)
+
+
+def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:
+    """Tokens per second of a worker whose batch is as large as the limit between tokens allows."""
+    sequences = max(1.0, (itl_s - rate.step_s) / max(rate.sequence_s, 1e-9))
+    return sequences / (rate.step_s + rate.sequence_s * sequences)
+
+
+def _more(pool: PoolSeen) -> int:
+    """Returns a quarter more, at least one, than the ready workers; others are on their way."""
+    return pool.num_ready + max(1, math.ceil(_MORE * pool.num_ready))
+
+
+def _waits(pool: PoolSeen) -> bool:
+    return pool.num_waiting > pool.num_ready

@@ -1,0 +1,228 @@
+"""Checks what clients ask for, in processes that may fail.
+
+A grammar may exhaust the stack, the memory or the time of the process that compiles it. A worker
+compiles in its engine's process, where nothing could end it. So a router compiles each grammar
+first, and no worker gets one that failed:
+
+    router, a thread for each check    checker process            two forks of it
+      starts it with the first ------> loads the tokenizer
+      sends a socket ----------------> forks --------------------> waits for the other one,
+      sends the form through it ---------------------------------> which compiles it, with limits
+      reads the answer <------------------------------------------ or how it ended
+
+The kernel ends the fork that exceeds its CPU time, its memory or its stack. Nothing has to start
+anew after that, and no other check notices. CPU time is the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
+
+from tandem.errors import BadRequest, CompilerBusy
+from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.grammars.text import StructuredOutput, grammar_text, refused
+
+MEMORY_BYTES = 256 << 20  # of one check, above what the checker has loaded
+RETRY_AFTER_S = 2.0
+_WAIT_S = 60.0  # for one answer; the first waits for the tokenizer, too
+_STACK_BYTES = 2 << 20  # an engine's threads have four times as much
+_BEGUN = b" "  # before the answer, which is JSON
+_FAILED = 1  # exit status
+_ENDS = {
+    -signal.SIGPROF: "time",
+    -signal.SIGABRT: "memory",  # Rust aborts when it gets none
+    -signal.SIGSEGV: "stack",
+    -signal.SIGBUS: "stack",
+    _FAILED: "failed",
+}
+
+
+class GrammarChecker:
+    """The process that checks grammars. It starts with the first one; `close` ends it.
+
+    `check` is for any thread, and blocks it.
+    """
+
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        self._arguments = json.dumps([str(tokenizer_file), vocab_size, list(eos_token_ids)])
+        self._memory_bytes = memory_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+
+    def check(self, wanted: StructuredOutput, cpu_s: float) -> str | None:
+        """Returns the grammar, or None if so much CPU time is not enough to compile it. Raises
+        BadRequest if it cannot be followed, and CompilerBusy if the process was ended."""
+        form = json.dumps([cpu_s, self._memory_bytes, *astuple(wanted)]).encode()
+        if not (answer := self._ask(form)):
+            # The process ended before it began this check: that is not this grammar's fault.
+            with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
+                if self._process is not None:
+                    self._process.wait(1.0)
+            answer = self._ask(form)
+        try:
+            end, text = json.loads(answer)
+        except ValueError:
+            raise CompilerBusy(
+                "the grammar compiler ended or took too long; try again",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        match end:
+            case "done":
+                return str(text)
+            case "refused":
+                raise BadRequest(text, param=wanted.field)
+            case "time":
+                return None
+            case "memory":
+                why = f"to compile it takes over {self._memory_bytes >> 20} MB of memory"
+            case "stack":
+                why = "it is too deeply nested: the compiler ran out of its stack"
+            case _:
+                why = "the compiler failed"
+        raise refused(wanted.field, why)
+
+    def close(self) -> None:
+        """Ends the process and all checks."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            if self._control is not None:
+                self._control.close()
+
+    def _ask(self, form: bytes) -> bytes:
+        """Returns the answer, which is empty if no check began, and incomplete if it was lost."""
+        ours, theirs = socket.socketpair()
+        answer = b""
+        with ours:
+            with theirs:
+                self._send(theirs)
+            ours.settimeout(_WAIT_S)
+            with contextlib.suppress(OSError):
+                ours.sendall(form)
+                ours.shutdown(socket.SHUT_WR)
+                while part := ours.recv(1 << 16):
+                    answer += part
+        return answer
+
+    def _send(self, connection: socket.socket) -> None:
+        """Hands a check's socket to the process; starts one if there is none."""
+        with self._lock:
+            if self._closed:
+                raise CompilerBusy("the router stops", retry_after_s=RETRY_AFTER_S)
+            if self._process is None or self._process.poll() is not None:
+                if self._control is not None:
+                    self._control.close()
+                self._start()
+            assert self._control is not None
+            with contextlib.suppress(OSError):  # it has just ended: no check begins
+                socket.send_fds(self._control, [b"\0"], [connection.fileno()])
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            arguments = [sys.executable, "-m", "tandem.router.request.prompt.grammar_checker"]
+            self._process = subprocess.Popen(
+                [*arguments, str(theirs.fileno()), self._arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends the router only, which ends this
+                env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+
+
+def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
+    """Forks for each check, until the router is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        with socket.socket(fileno=fds[0]) as connection:
+            if not os.fork():
+                control.close()
+                _oversee(connection, compiler)
+
+
+def _oversee(connection: socket.socket, compiler: GrammarCompiler) -> None:
+    """Answers one check, also if the process that makes it ends."""
+    connection.sendall(_BEGUN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if not pid:
+        os._exit(_answer(connection, compiler))
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if end := _ENDS.get(status):
+        connection.sendall(json.dumps([end, ""]).encode())
+    os._exit(0)
+
+
+def _answer(connection: socket.socket, compiler: GrammarCompiler) -> int:
+    """Makes one check, in a thread with a small stack. Returns the exit status of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients do not write to the router's log
+    request = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    cpu_s, memory_bytes, *fields = json.loads(request)
+    answers: list[tuple[str, str]] = []
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(
+        target=lambda: answers.append(_check(compiler, StructuredOutput(*fields)))
+    )
+    with open("/proc/self/statm") as statm:
+        own_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    limit = own_bytes + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    thread.start()
+    thread.join()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if not answers:
+        return _FAILED
+    connection.sendall(json.dumps(answers[0]).encode())
+    return 0
+
+
+def _check(compiler: GrammarCompiler, wanted: StructuredOutput) -> tuple[str, str]:
+    """Returns how the check ends, with the grammar or the reason."""
+    try:
+        text = grammar_text(wanted)
+        if why := compiler.check(text):
+            raise refused(wanted.field, why)
+    except BadRequest as error:
+        return "refused", error.message
+    except MemoryError:
+        return "memory", ""
+    return "done", text
+
+
+def main() -> None:
+    """The entry of the checker process, which only a router starts."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    file, vocab_size, eos_token_ids = json.loads(sys.argv[2])
+    compiler = GrammarCompiler(Path(file), vocab_size, eos_token_ids)
+    compiler.load()
+    gc.freeze()
+    _serve(control, compiler)
+
+
+if __name__ == "__main__":
+    main()

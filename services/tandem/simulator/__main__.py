@@ -1,6 +1,0 @@
-"""`python -m tandem.simulator TRACE`, which is `tandem simulate TRACE`."""
-
-from tandem.simulator.command import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.ops.simulator.workers.engine import Engine
+
+RATES = WorkerRates(PrefillRate(0.1, 0.001, 0.0), DecodeRate(0.01, 0.002), step_tokens=100)
+
+
+def test_a_prompt_takes_what_the_cost_model_says() -> None:
+    engine: Engine[str] = Engine(RATES)
+    engine.prefill("p", 250, 30)
+    assert engine.next_at() == pytest.approx(RATES.prefill.seconds(250, 30, 100))
+    engine.advance(0.275)
+    assert engine.take_prefilled() is None
+    assert engine.prefill_tokens_left() == 125
+    engine.advance(0.55)
+    assert engine.take_prefilled() == "p"
+    assert engine.next_at() is None
+
+
+def test_sequences_share_the_steps() -> None:
+    engine: Engine[str] = Engine(RATES)
+    engine.decode("short", 10)
+    engine.decode("long", 20)
+    assert engine.next_at() == pytest.approx(10 * 0.014)
+    engine.advance(10 * 0.014)
+    assert engine.take_decoded() == ["short"]
+    assert engine.next_at() == pytest.approx(10 * 0.014 + 10 * 0.012)
+
+
+def test_a_prompt_beside_the_batch_slows_both() -> None:
+    engine: Engine[str] = Engine(RATES)
+    engine.decode("d", 10)
+    engine.prefill("p", 300, 0)
+    step_s = 0.6 / 3 + 0.002
+    assert engine.next_at() == pytest.approx(3 * step_s)
+    engine.advance(3 * step_s)
+    assert engine.take_prefilled() == "p"
+    assert engine.take_decoded() == []
+    assert engine.next_at() == pytest.approx(3 * step_s + 7 * 0.012)
+    assert engine.prefill_busy_s == pytest.approx(3 * step_s)
+
+
+def test_what_is_dropped_is_told() -> None:
+    engine: Engine[str] = Engine(RATES)
+    engine.decode("d", 10)
+    engine.prefill("p", 300, 0)
+    assert sorted(engine.drop_all()) == ["d", "p"]
+    assert engine.next_at() is None
+    assert engine.num_decoding == 0

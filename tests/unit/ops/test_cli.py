@@ -1,0 +1,63 @@
+"""The one command: usage errors take one line, and programs get their arguments untouched."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+
+def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tandem.ops.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "names"),
+    [
+        (["bogus"], 2, "bogus"),
+        (["scale"], 2, "tandem scale: POOL=SIZE must be given"),
+        (["keys", "create"], 2, "tandem keys create: --tenant must be given"),
+        (["set-role", "decode-0", "prefill"], 2, "nothing takes the argument 'prefill'"),
+        (["status", "--url"], 2, "--url requires an argument"),
+        (["status", "--url", "localhost:8002"], 1, "must begin with http://"),
+        (["simulate"], 2, "TRACE"),
+        (["simulate", "a", "b"], 2, "nothing takes the argument 'b'"),
+        (["scale", "foo"], 1, "foo"),
+        (["scale", "prefill=1", "--deadline", "soon"], 2, "soon"),
+        (["status", "--bogus", "x"], 2, "--bogus"),
+        (["up", "--port", "x"], 2, "--port"),
+        (["router", "--model", "m", "--port", "x"], 2, "--port"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments: list[str], status: int, names: str) -> None:
+    done = tandem(*arguments)
+    assert done.returncode == status
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert names in done.stderr
+
+
+def test_a_program_gets_its_arguments_untouched() -> None:
+    # An empty argument, which a shell or a chart may pass, stays an argument.
+    done = tandem("worker", "--generation", "", "--model", "m", "--role", "none")
+    assert "--role" in done.stderr
+    done = tandem("worker", "--help")
+    assert done.returncode == 0
+    assert "Usage: tandem worker" in done.stdout
+    assert "--kv-memory" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["set-role", "flip"])
+def test_the_old_name_of_set_role_works(command: str) -> None:
+    done = tandem(command, "--help")
+    assert done.returncode == 0
+    assert "Move a running worker to the other pool" in done.stdout
+
+
+def test_version_is_the_distributions() -> None:
+    assert tandem("--version").stdout == f"tandem {version('tandem-llm')}\n"
