@@ -50,3 +50,11 @@ def test_layers_begin_with_what_imports_nothing() -> None:
 def test_a_public_class_of_two_modules_is_named() -> None:
     sources = [("a", "class Load: ..."), ("b", "class Load: ...\nclass _Own: ..."), ("c", "")]
     assert structure["public_classes"](sources) == {"Load": ["a", "b"]}
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    graph = structure["grimp"].build_graph(
+        "tandem", exclude_type_checking_imports=False, cache_dir=None
+    )
+    drawn = structure["to_svg"](structure["read_packages"](graph, "tandem")[0])
+    assert structure["PICTURE"].read_text() == drawn, "run make structure"
