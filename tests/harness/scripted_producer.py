@@ -48,6 +48,7 @@ from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
+from tandem.worker.transit import Transit
 
 PROMPT = list(range(100))  # 7 blocks of 16
 PREFIX_BLOCKS = 6  # the full ones: the last token is computed always
@@ -152,6 +153,7 @@ class RecordingStream:
     def __init__(self) -> None:
         self.sequence_ids: set[str] = set()
         self.updates: list[pb.SequenceUpdate] = []
+        self.transit = Transit()
 
     def push(self, update: pb.SequenceUpdate) -> None:
         self.updates.append(update)
