@@ -19,7 +19,6 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.kv_groups import divide_pool
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.kept_chains import KeptChains
-from tandem.engine.live_sequences import LiveSequences
 from tandem.engine.load import measure_load
 from tandem.engine.new_sequences import NewSequences
 from tandem.engine.peer_blocks import PeerBlocks
@@ -60,9 +59,12 @@ class Engine:
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
-        parts = runner, model_fingerprint, self.layout, self._grammars, self._adapters
-        self._new_sequences = new = NewSequences(*parts)
-        self._tiers = make_tiers(config, self._kv, runner.kv, new.identity, start_thread)
+        self._new_sequences = NewSequences(
+            runner, model_fingerprint, self.layout, self._grammars, self._adapters
+        )
+        self._tiers = make_tiers(
+            config, self._kv, runner.kv, self._new_sequences.identity, start_thread
+        )
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
@@ -422,9 +424,10 @@ class Engine:
 
     def _check_queue(self, num_queued: int) -> None:
         if num_queued >= self._config.queue_max:
-            most = self._config.queue_max
-            message = f"{num_queued} requests wait already; the queue holds {most}"
-            raise QueueFull(message, retry_after_s=1.0)
+            raise QueueFull(
+                f"{num_queued} requests wait already; the queue holds {self._config.queue_max}",
+                retry_after_s=1.0,
+            )
 
     def _take_report(self, work: StepWork, started: float) -> StepReport:
         seconds = time.perf_counter() - started
@@ -441,3 +444,27 @@ class Engine:
 
 def _cannot_go_on(why: str) -> BadRequest:
     return BadRequest(f"its grammar cannot go on: {why}")
+
+
+class LiveSequences(dict[str, Sequence]):
+    """The sequences of one engine by their ids."""
+
+    def find(self, sequence_id: str) -> Sequence:
+        """Raises InternalError for an unknown one."""
+        if sequence_id not in self:
+            raise InternalError(f"no sequence {sequence_id} is on this engine")
+        return self[sequence_id]
+
+    def awaiting(self, sequence_id: str) -> Sequence:
+        """Returns a sequence that awaits KV from outside. Raises InternalError if it does not."""
+        sequence = self.find(sequence_id)
+        if sequence.status is not Status.WAITING_FOR_KV:
+            raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
+        return sequence
+
+    def awaiting_all(self, sequence_id: str) -> Sequence:
+        """Returns one that awaits all its KV, not a prefix only. Raises InternalError."""
+        sequence = self.awaiting(sequence_id)
+        if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
+            raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")
+        return sequence

@@ -43,11 +43,9 @@ from enum import Enum
 
 from tandem.common.block_hash import block_hash, hash_blocks
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
-from tandem.engine.admission import Admission
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.loading import Loading
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
@@ -59,6 +57,43 @@ class Status(Enum):
     WAITING_FOR_KV = "awaiting_kv"
     RUNNING = "running"
     HELD = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The start of a sequence: what it reuses, and the token that it goes on with."""
+
+    num_cached_blocks: int
+    num_computed_tokens: int
+    resume: int  # it goes on with the token after so many others, once it awaits no KV any more
+    sources: tuple[int, ...]  # blocks of each group that are copied into its first own one
+    is_fork: bool
+
+
+@dataclass(slots=True)
+class Loading:
+    """The blocks of one sequence that come from a tier below the pool.
+
+    [ held | computed meanwhile, or to be loaded | the rest is computed ]
+           ^ num_stored_blocks                   end
+    [ held, computed | a gap: it could not be loaded | loaded | the rest ]     a load that failed
+    """
+
+    end: int = 0  # LOADING: its first blocks that will be there
+    computes: bool = False  # LOADING: it computes the first of them meanwhile
+    num_spared: int = 0  # of those to be loaded: so many are expected to be computed instead
+    awaits: bool = True  # LOADING: what comes after it may come from a peer
+    loaded: range = range(0)  # in place, and not reached by computing yet
+
+    def take(self, first: int, end: int) -> None:
+        """The load ended: blocks first..end - 1 are in place."""
+        self.end, self.computes, self.loaded = 0, False, range(first, end)
+
+    def skip(self, num_blocks: int) -> int:
+        """Returns how many first blocks are in place once so many are."""
+        if self.loaded and num_blocks >= self.loaded.start:
+            num_blocks, self.loaded = max(num_blocks, self.loaded.stop), range(0)
+        return num_blocks
 
 
 @dataclass(slots=True, eq=False)

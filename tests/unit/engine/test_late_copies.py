@@ -15,9 +15,9 @@ from tandem.engine.engine import Engine
 from tandem.engine.tiers.device_blocks import Event, HostPages
 from tandem.engine.tiers.host_storage import HostStorage
 from tandem.engine.tiers.jobs import Load, Part
-from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.staged_blocks import StagedBlocks, Stream
 from tandem.engine.tiers.storage import Bytes, Entry
+from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.tiers.tiers import STALL_S
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.late_device import LateDevice, LateStream, stage

@@ -13,8 +13,8 @@ import pytest
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.engine import Engine
-from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.storage import Bytes
+from tandem.engine.tiers.tier import LoadRate
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.toy_runner import continuation
 

@@ -18,9 +18,9 @@ from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.tiers import lookups, make_tiers, object_storage, writes
-from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.store_client import read_credentials, split_url
 from tandem.engine.tiers.store_search import search
+from tandem.engine.tiers.tier import LoadRate
 from tandem.errors import ConfigError
 from tests.engine_driver import make_engine, make_spec
 from tests.grouped_toy import GroupedToyRunner, Windows, make_grouped_engine

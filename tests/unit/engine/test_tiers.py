@@ -21,8 +21,8 @@ from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.common.retention import Retention
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.manifest import HEADER_BYTES
+from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.types import Mode, TierLoad
 from tandem.errors import ConfigError
 from tandem.models.source import resolve

@@ -19,11 +19,12 @@ from tandem.engine.cache.block_copy import BlockCopy, BlockPart
 from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
 from tandem.engine.cache.heavy_hitters import HeavyHitters
-from tandem.engine.cache.hot_prefixes import hot_prefixes
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.cache.window_pool import WindowPool
 from tandem.engine.types import BlockChanges, StoredBlock
+
+_LISTED_PER_BLOCK_MAX = 16  # bounds how often long shared prefixes are repeated
 
 
 class KvCache:
@@ -375,7 +376,7 @@ class KvCache:
         """Hashes of the most lately used chains, each from its root to where it can be resumed."""
         if self.layout.groups[0].window is not None:
             return []  # its pool knows no chains
-        chains = hot_prefixes(self.pools[0], blocks_max)
+        chains = _hot_prefixes(self.pools[0], blocks_max)
         return [cut for chain in chains if (cut := chain[: self.match(chain)])]
 
     def check_integrity(self, tables: Iterable[BlockTables]) -> None:
@@ -404,3 +405,25 @@ def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, in
         end = num_blocks if least is None else min(num_blocks, first + least - kept)
         spans.append((kept, first, end))
     return spans
+
+
+def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:
+    """Returns hashes of the most lately used chains, each from its root on.
+
+    At most `blocks_max` blocks, a prefix that chains share counted once; the last chain may be cut
+    short.
+    """
+    chains: list[list[bytes]] = []
+    taken: set[int] = set()  # prefix-closed
+    num_listed = 0
+    for leaf in pool.leaves():
+        room = blocks_max - len(taken)
+        if room <= 0 or num_listed > _LISTED_PER_BLOCK_MAX * blocks_max:
+            break
+        chain = pool.chain(leaf)
+        num_shared = sum(block_id in taken for block_id in chain)
+        chain = chain[: num_shared + room]
+        taken.update(chain)
+        num_listed += len(chain)
+        chains.append([pool.names_of(block_id)[0] for block_id in chain])
+    return chains

@@ -7,8 +7,9 @@ wrongly shaped one is an error before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import overload
 
@@ -16,13 +17,12 @@ import torch
 
 from tandem.engine.executor.checkpoint import check_tied, map_files
 from tandem.engine.executor.file_pages import FilePages
-from tandem.engine.executor.latent_weights import LatentWeights, RotatedRows, token_products
 from tandem.engine.executor.load_experts import load_experts
-from tandem.engine.executor.load_progress import LoadProgress, Tell, nobody
-from tandem.engine.executor.rotary_rows import rotary_rows
+from tandem.engine.executor.rotary_rows import RotatedRows, query_rows, rotary_rows, token_products
 from tandem.engine.executor.tensors_by_name import KeptFor, TensorsByName
 from tandem.engine.executor.weights import (
     ExpertWeights,
+    LatentWeights,
     LayerWeights,
     Linear,
     Mlp,
@@ -36,8 +36,15 @@ from tandem.models.checkpoint.weight_shapes import EMBEDDING, FINAL_NORM, NORMS,
 from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts
 from tandem.models.gguf.tensors import Blocks
+from tandem.models.latent import Latent
 from tandem.models.layers import LayerSpec
 from tandem.models.quantized.fp8 import Fp8
+
+Tell = Callable[[int, int], None]  # hears of bytes that are loaded, and of all bytes
+
+
+def nobody(num_bytes: int, num_bytes_all: int) -> None:
+    """Hears of progress and does nothing with it."""
 
 
 def load_weights(
@@ -140,7 +147,7 @@ class _Builder:
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
-            latent = LatentWeights.read(attention, self._config.latent, tensors)
+            latent = self._latent(attention, self._config.latent)
         elif self._config.is_fused:
             qkv = (self._rotary_first(tensors.linear(f"{attention}.qkv_proj")),)
         else:
@@ -167,6 +174,21 @@ class _Builder:
         bias = None if linear.bias is None else rotated.in_halves(linear.bias)
         return Linear(rotated.in_halves(linear.weight), bias)
 
+    def _latent(self, name: str, latent: Latent) -> LatentWeights:
+        tensors = self._tensors
+        q_norm = q_out = None
+        if latent.q_rank is not None:
+            q_norm = tensors.tensor(f"{name}.q_a_layernorm.weight")
+            q_out = query_rows(latent).in_halves(tensors.tensor(f"{name}.q_b_proj.weight"))
+        keys, values = _keys_and_values(name, latent, tensors)
+        return LatentWeights(
+            q_norm=q_norm,
+            q_out=q_out,
+            kv_norm=tensors.tensor(f"{name}.kv_a_layernorm.weight"),
+            keys=keys,
+            values=values,
+        )
+
     def _mlp(self, name: str) -> Mlp:
         if self._config.is_fused:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
@@ -186,3 +208,44 @@ class _Builder:
         if qkv.blocks is not None:
             return replace(qkv, bias=bias, blocks=qkv.blocks.in_order(rows))
         return Linear(qkv.weight[rows.to(qkv.weight.device)], bias)
+
+
+def _keys_and_values(
+    name: str, latent: Latent, tensors: TensorsByName
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `keys` and `values`, which a checkpoint has as one matrix or apart."""
+    if f"{name}.k_b_proj.weight" in tensors:
+        keys, values = (tensors.tensor(f"{name}.{part}_b_proj.weight") for part in "kv")
+        return keys, values
+    rows = tensors.tensor(f"{name}.kv_b_proj.weight")
+    rows = rows.view(-1, latent.plain_dim + latent.value_dim, latent.kv_rank)
+    of_keys, of_values = torch.split(rows, [latent.plain_dim, latent.value_dim], 1)
+    return of_keys.transpose(1, 2).contiguous(), of_values.contiguous()
+
+
+class LoadProgress:
+    """The progress of one load, in bytes of the model's files.
+
+    Bytes are in proportion to numbers of elements: a file may store some tensors in fewer bits. A
+    layer that is loaded again, for a second decoder, counts once.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], num_bytes: int, tell: Tell = nobody
+    ) -> None:
+        """`shapes` are those of all tensors, by name; `num_bytes` have all files together."""
+        self._shapes = shapes
+        self._num_bytes = num_bytes
+        self._num_elements = max(1, sum(map(prod, shapes.values())))
+        self._loaded: dict[str, int] = {}
+        self._tell = tell
+        tell(0, num_bytes)
+
+    def note(self, start: str) -> None:
+        """Notes that all tensors whose names begin so are loaded."""
+        if start in self._loaded:
+            return
+        named = (shape for name, shape in self._shapes.items() if name.startswith(start))
+        self._loaded[start] = sum(map(prod, named))
+        share = min(1.0, sum(self._loaded.values()) / self._num_elements)
+        self._tell(round(share * self._num_bytes), self._num_bytes)

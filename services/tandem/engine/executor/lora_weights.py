@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load
 
-from tandem.engine.executor.latent_weights import RotatedRows, query_rows, token_products
-from tandem.engine.executor.rotary_rows import rotary_rows
+from tandem.engine.executor.rotary_rows import RotatedRows, query_rows, rotary_rows, token_products
 from tandem.errors import AdapterUnavailable
 from tandem.models.broken_files import naming
 from tandem.models.config import ModelConfig

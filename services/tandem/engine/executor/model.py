@@ -18,10 +18,17 @@ from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.kv_groups import layer_places
 from tandem.engine.executor.expand import embedded, pieces
-from tandem.engine.executor.latent_weights import LATENT_NORM_EPS, LatentWeights
 from tandem.engine.executor.step_inputs import StepInputs
 from tandem.engine.executor.step_lora import NO_LORA, StepLora
-from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
+from tandem.engine.executor.weights import (
+    LATENT_NORM_EPS,
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+    ModelWeights,
+)
 from tandem.models.config import GateClamp, ModelConfig
 from tandem.models.experts import Experts
 from tandem.models.families import ExpertForm

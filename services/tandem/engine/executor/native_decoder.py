@@ -11,29 +11,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, pointer
+from ctypes import Array, addressof, pointer
 from itertools import chain
 
 import numpy as np
 import torch
 
+from tandem.engine.cache.heavy_hitters import Sums
 from tandem.engine.cache.kv_groups import LayerPlace, layer_places
+from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.lora_weights import LoraWeights
-from tandem.engine.executor.model import embedding_multiplier
-from tandem.engine.executor.native_angles import AngleTable
-from tandem.engine.executor.native_block_sums import BlockSums
-from tandem.engine.executor.native_latent import pack_latent
+from tandem.engine.executor.model import embedding_multiplier, rope_tables
 from tandem.engine.executor.native_lora import NativeAdapters, PackedLora, by_adapter
-from tandem.engine.executor.native_pools import kv_groups_of, kv_kind_of
-from tandem.engine.executor.native_results import Results
-from tandem.engine.executor.packing import KINDS, Packer
+from tandem.engine.executor.packing import KINDS, Packer, pack_latent
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, ModelWeights
 from tandem.engine.executor.weights import Mlp as MlpWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts as ExpertSpec
 from tandem.models.layers import LayerSpec
-from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.kv_cache import KvPool, StaticKv
+from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
@@ -41,6 +39,7 @@ from tandem_kernels.native.library import (
     Experts,
     Gating,
     Kind,
+    KvGroup,
     Layer,
     Library,
     Mlp,
@@ -49,12 +48,23 @@ from tandem_kernels.native.library import (
     Step,
     load,
 )
+from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
 
 _HEAD_MAX = 512  # kv_int4.h
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 _ALL_KEYS = (0, 0)  # of a span of decoder.h
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
+_KV_KINDS = {
+    "float32": Kind.F32,
+    "bfloat16": Kind.BF16,
+    "int8": Kind.I8,
+    "fp8_e4m3": Kind.F8,
+    "k8v4": Kind.I8_I4,
+    "int4": Kind.I4,
+}
+_LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}  # by the rotated keys
+_ANGLES_MIN = 2048  # positions
 
 
 def why_not_native(config: ModelConfig) -> str:
@@ -87,8 +97,8 @@ class NativeDecoder:
         self._config = config
         self._instructions = instructions
         self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
-        self._angles = AngleTable(config)
-        self._results = Results(0, config.vocab_size)
+        self._angles = _AngleTable(config)
+        self._results = _Results(0, config.vocab_size)
         self._logit_rows: list[int] = []  # of the last step
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()
@@ -142,7 +152,7 @@ class NativeDecoder:
         """Writes the tokens' KV into the pools of all groups; fp32 logits [slices that want them,
         vocab], good until the next call. `on_kv_written` is called when all KV is in the pools."""
         if self._pools is not pools:  # the same in every step: asking a tensor takes long
-            self._pools, self._groups = pools, kv_groups_of(pools)
+            self._pools, self._groups = pools, _kv_groups_of(pools)
         layout = pools[0].layout
         slices, lora = batch.slices, {}
         if batch.has_adapters:
@@ -158,7 +168,7 @@ class NativeDecoder:
             **self._angles.fields,
             groups=addressof(self._groups),
             block_size=layout.block_size,
-            kv_kind=kv_kind_of(pools[0]),
+            kv_kind=_kv_kind_of(pools[0]),
             **lora,
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
@@ -287,7 +297,7 @@ class _Inputs:
         slots: list[int] = []
         tables: list[int] = []
         rows: dict[int, range] = {}
-        self.block_sums = BlockSums()
+        self.block_sums = _BlockSums()
         for piece in slices:
             table, num_tokens, context_len = piece.block_table, piece.num_tokens, piece.context_len
             places = range(context_len - num_tokens, context_len)
@@ -329,3 +339,115 @@ def _other_groups(
             slots += [table[at // block_size] * block_size + at % block_size for at in places]
             tables += table[: -(-piece.context_len // block_size)]
         yield slots, tables
+
+
+class _AngleTable:
+    """Angles of all positions up to twice the furthest one seen: looking them up is faster than
+    computing them, and a computed position's bits would depend on those beside it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        cpu = torch.device("cpu")
+        self._tables = [rope_tables(rope, config.rope_dim, cpu) for rope in self.ropes]
+        self._size = 0
+        self.reach(_ANGLES_MIN)
+
+    def reach(self, positions_end: int) -> None:
+        """Lets `fields`, addresses of [ropes, positions, rope_dim / 2] each, have the positions
+        before `positions_end`."""
+        if positions_end <= self._size:
+            return
+        self._size = 1 << (positions_end - 1).bit_length()
+        positions = torch.arange(self._size)
+        angles = [rotary_angles(positions, *tables) for tables in self._tables]
+        self._cosines, self._sines = (
+            torch.stack(tables).contiguous() for tables in zip(*angles, strict=True)
+        )
+        self.fields = {
+            "cosines": self._cosines.data_ptr(),
+            "sines": self._sines.data_ptr(),
+            "table_floats": self._cosines[0].numel(),
+        }
+
+
+class _BlockSums:
+    """The weights that blocks attracted, of the sequences of a step that count them."""
+
+    def __init__(self) -> None:
+        self._of_sequences: list[Sums] = []
+        self._all: Sums | None = None
+        self._size = 0
+
+    def add(self, sums: Sums | None) -> int:
+        """Returns where a sequence's sums begin; -1 if it has none."""
+        if sums is None:
+            return -1
+        first, self._size = self._size, self._size + len(sums)
+        self._of_sequences.append(sums)
+        return first
+
+    def address(self) -> int | None:
+        """Returns where all sums lie; None if there are none."""
+        if not self._of_sequences:
+            return None
+        self._all = np.concatenate(self._of_sequences)
+        return self._all.ctypes.data
+
+    def put_back(self) -> None:
+        """Gives the sequences their sums as they are now."""
+        if self._all is not None:
+            first = 0
+            for sums in self._of_sequences:
+                sums[:] = self._all[first : first + len(sums)]
+                first += len(sums)
+
+
+def _kv_kind_of(pool: KvPool) -> Kind:
+    """Returns what the rows of a pool are made of."""
+    if pool.layout.rotated is not None:
+        return _LATENT_KV_KINDS[pool.layout.rotated.dtype]
+    return _KV_KINDS[pool.layout.dtype]
+
+
+def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
+    """Returns where the KV of each group lies; a step adds which blocks it has."""
+    return (KvGroup * len(pools))(
+        *(
+            KvGroup(
+                kv=pool.memory.data_ptr(),
+                block_bytes=pool.layout.block_bytes,
+                head_bytes=pool.layout.head_bytes,
+                layer_bytes=pool.layout.layer_bytes,
+                **_static_fields(pool.static),
+            )
+            for pool in pools
+        )
+    )
+
+
+def _static_fields(static: StaticKv | None) -> dict[str, int]:
+    if static is None:
+        return {}
+    if isinstance(static, FixedScales):
+        return {"fixed_scales": static.scales.data_ptr()}
+    return {"key_order": static.order.data_ptr(), "key_scales": static.scales.data_ptr()}
+
+
+class _Results:
+    """Memory for a step's results, reused: the system would find and zero megabytes each step."""
+
+    def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
+        """`room` of one before, used again if it is large enough."""
+        if room is None or len(room) < num_rows * vocab:
+            room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
+        self._room = room
+        self._vocab = vocab
+        self.logits = room[: num_rows * vocab].view(num_rows, vocab)
+        self.logits_address = self.logits.data_ptr()
+        self.most_likely = array("i", bytes(4 * num_rows))
+
+    def of(self, num_rows: int) -> _Results:
+        """Returns results of `num_rows` rows in the same memory."""
+        if num_rows == len(self.most_likely):
+            return self
+        return _Results(num_rows, self._vocab, self._room)

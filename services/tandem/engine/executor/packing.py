@@ -13,14 +13,15 @@ import torch
 from torch.nn.functional import pad
 
 from tandem.engine.cache.pool_memory import own_pages
-from tandem.engine.executor.file_pages import FilePages
-from tandem.engine.executor.heap import give_back_freed
-from tandem.engine.executor.weights import Linear, ModelWeights
+from tandem.engine.executor.file_pages import FilePages, give_back_freed
+from tandem.engine.executor.weights import LATENT_NORM_EPS, LatentWeights, Linear, ModelWeights
 from tandem.models.gguf.tensors import Blocks
+from tandem.models.latent import Latent as LatentSizes
 from tandem.models.quantized.fp8 import Fp8
 from tandem_kernels.native.library import (
     PANEL,
     Kind,
+    Latent,
     Library,
     Matrix,
     address,
@@ -243,3 +244,30 @@ def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         tensors = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
     panels = [each.view(-1, PANEL, *each.shape[1:]) for each in tensors]
     return torch.stack(panels, 1).flatten(0, 2)
+
+
+def pack_latent(packer: Packer, sizes: LatentSizes, weights: LatentWeights) -> Latent:
+    """Returns a struct that lives as long as the packer."""
+    latent = Latent(
+        q_norm=packer.floats(weights.q_norm),
+        kv_norm=packer.floats(weights.kv_norm),
+        keys=_of_heads(packer, weights.keys),
+        values=_of_heads(packer, weights.values),
+        kv_rank=sizes.kv_rank,
+        rope=sizes.rope_dim,
+        plain=sizes.plain_dim,
+        value=sizes.value_dim,
+        norm_eps=LATENT_NORM_EPS,
+    )
+    if weights.q_out is not None:
+        latent.q_out = packer.matrix((Linear(weights.q_out, None),))
+    packer.keep(latent)
+    return latent
+
+
+def _of_heads(packer: Packer, weights: torch.Tensor) -> object:
+    """Packs a matrix of each head, which one thread multiplies with: never as int8."""
+    matrices = [packer.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
+    packed = (Matrix * len(matrices))(*matrices)
+    packer.keep(packed)
+    return packed

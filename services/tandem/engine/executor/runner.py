@@ -25,8 +25,7 @@ from tandem.engine.cache.kv_groups import (
 from tandem.engine.cache.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.kv_scales import fixed_scales
-from tandem.engine.executor.load_progress import Tell, nobody
-from tandem.engine.executor.load_weights import load_weights
+from tandem.engine.executor.load_weights import Tell, load_weights, nobody
 from tandem.engine.executor.lora_weights import LoraWeights, load_lora
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.native_lora import PackedLora

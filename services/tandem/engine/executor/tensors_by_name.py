@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 
 from tandem.engine.executor.checkpoint import Stored
-from tandem.engine.executor.file_pages import FilePages
-from tandem.engine.executor.heap import give_back_freed
+from tandem.engine.executor.file_pages import FilePages, give_back_freed
 from tandem.engine.executor.mxfp4 import Mxfp4
 from tandem.engine.executor.weights import Linear, Quantized
 from tandem.models.gguf.tensors import Blocks, can_widen, is_packed

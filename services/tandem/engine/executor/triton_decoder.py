@@ -1,7 +1,7 @@
 """The same decoder as model.py, on the fused Triton kernels.
 
     x += delta, normed     one kernel: residual and norm       delta: what the part before adds
-    q, k, v                one product      (triton_product.py)
+    q, k, v                one product      (`_product`)
     attention              triton_attention.py; triton_latent.py with latents
     silu(gate) * up        one kernel
 
@@ -14,9 +14,10 @@ Only views and launches, nothing that waits for the device: a CUDA graph can rec
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.functional import linear
 
 from tandem.engine.cache.kv_groups import layer_places
-from tandem.engine.executor.expand import embedded
+from tandem.engine.executor.expand import embedded, pieces
 from tandem.engine.executor.model import (
     choose,
     embedding_multiplier,
@@ -28,7 +29,6 @@ from tandem.engine.executor.triton_attention import HeadAttention, LayerStep
 from tandem.engine.executor.triton_experts import StackedExperts
 from tandem.engine.executor.triton_inputs import StepViews
 from tandem.engine.executor.triton_latent import LatentAttention
-from tandem.engine.executor.triton_product import product
 from tandem.engine.executor.weights import (
     ExpertWeights,
     LayerWeights,
@@ -38,10 +38,12 @@ from tandem.engine.executor.weights import (
 )
 from tandem.models.config import ModelConfig
 from tandem.models.experts import Experts
+from tandem.models.quantized.packed_groups import PackedGroups
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
+from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 
 def _nothing() -> None:
@@ -128,7 +130,7 @@ class TritonDecoder:
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        return final_logits(self._config, product(final, output).float())
+        return final_logits(self._config, _product(final, output).float())
 
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: AddsLora) -> torch.Tensor:
         gated = self._gated(lora.add(index, "gate_up", _project(x, mlp.gate_up), x))
@@ -148,7 +150,7 @@ class TritonDecoder:
     ) -> torch.Tensor:
         """Returns the weighted sum of each row's experts, and what the shared MLP gives."""
         router = weights.router
-        logits = product(x.to(router.weight.dtype), router)
+        logits = _product(x.to(router.weight.dtype), router)
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         mixed = stacked.mix(x, chosen, shares, self._gated)
         if weights.shared is not None:
@@ -191,5 +193,24 @@ class TritonDecoder:
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
     """Returns [rows, columns of all parts]; on a device tensors_by_name.py joins them."""
     if len(parts) == 1:
-        return product(x, parts[0])
-    return torch.cat([product(x, part) for part in parts], dim=1)
+        return _product(x, parts[0])
+    return torch.cat([_product(x, part) for part in parts], dim=1)
+
+
+def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
+    """Returns [rows, outputs] of x [rows, inputs].
+
+    numbers                      torch's product
+    integers in groups           one kernel, which makes numbers of them in registers
+    other quantized matrices     numbers of some outputs at a time, and torch's product with them
+    """
+    groups = matrix.blocks
+    if isinstance(groups, PackedGroups) and _is_multiplied(groups):
+        return packed_linear(x, groups.data, groups.scales, groups.zeros, groups.mins, matrix.bias)
+    parts = [linear(x, weight, bias) for weight, bias in pieces(matrix)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _is_multiplied(groups: PackedGroups) -> bool:
+    """Returns whether the kernel takes a matrix as it is."""
+    return groups.group_of_input is None and can_multiply(groups.shape[1], groups.scales.shape[1])

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from tandem.engine.executor.latent_weights import LATENT_NORM_EPS, LatentWeights
 from tandem.engine.executor.triton_attention import LayerStep
+from tandem.engine.executor.weights import LATENT_NORM_EPS, LatentWeights
 from tandem.models.latent import Latent
 from tandem_kernels.linear import linear_of_heads
 from tandem_kernels.triton.latent_cache import rotate_and_store_latents

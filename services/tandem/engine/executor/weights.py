@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tandem.engine.executor.file_pages import FilePages
-from tandem.engine.executor.latent_weights import LatentWeights
 from tandem.models.gguf.tensors import Blocks
 from tandem.models.quantized.fp8 import Fp8
 from tandem.models.quantized.packed_groups import PackedGroups
+
+# transformers ignores rms_norm_eps in norms of latents.
+LATENT_NORM_EPS = 1e-6
 
 Quantized = Blocks | Fp8 | PackedGroups
 
@@ -35,6 +37,17 @@ class ExpertWeights:
     mlps: tuple[Mlp, ...]
     shared: Mlp | None = None  # of all tokens
     correction: torch.Tensor | None = None  # [experts], float32
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Weights of latent attention; `qkv` and `attention_out` of the layer belong to it, too."""
+
+    q_norm: torch.Tensor | None  # [q rank]
+    q_out: torch.Tensor | None  # [heads * (plain + rope), q rank]
+    kv_norm: torch.Tensor  # [kv rank]
+    keys: torch.Tensor  # [heads, kv rank, plain]: of a query, to what meets a latent
+    values: torch.Tensor  # [heads, value, kv rank]: of what a head attended
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,8 @@ from tandem.common.perf_model.soonest import (
     meeting_block,
 )
 from tandem.common.perf_model.step_time import StepTimeModel
-from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.loading import Loading
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Admission, Loading, Sequence
 from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode

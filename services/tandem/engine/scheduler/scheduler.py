@@ -33,7 +33,6 @@ from tandem.common.perf_model.predict import beside_decode
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots, Answer
-from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.deadlines import Deadlines
@@ -41,7 +40,7 @@ from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
 from tandem.engine.scheduler.loads import Loads
 from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
-from tandem.engine.sequence import Sequence, Status
+from tandem.engine.sequence import Admission, Sequence, Status
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded

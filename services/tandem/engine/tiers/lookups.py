@@ -21,10 +21,9 @@ from queue import SimpleQueue
 from tandem.common.retention import PRIORITY_MIN
 from tandem.engine.cache.kv_groups import KvLayout
 from tandem.engine.tiers.io_thread import JobThread
-from tandem.engine.tiers.load_rate import LoadRate
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.store_search import Found, SharedStorage, search
-from tandem.engine.tiers.tier import Tier, TierGroup
+from tandem.engine.tiers.tier import LoadRate, Tier, TierGroup
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,9 @@ from tandem.engine.tiers.device_blocks import DeviceBlocks
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.jobs import Load, Part
 from tandem.engine.tiers.lookups import Lookups
-from tandem.engine.tiers.pool_group import PoolGroup
 from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.tier import Tier, is_held
-from tandem.engine.tiers.writes import Writes
+from tandem.engine.tiers.writes import PoolGroup, Writes
 from tandem.engine.types import TierBlocks, TierLoad
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
