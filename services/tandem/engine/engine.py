@@ -2,7 +2,8 @@
 
 Synchronous; knows no network, no asyncio, no Redis and no Ray. Everything that happens, also
 between steps, comes out in the next `StepReport`. While `has_work` is False, only a call from
-outside changes that. The states of a sequence are in sequence.py, of a block in block_pool.py.
+outside changes that. The states of a sequence are in sequence.py, of a block in
+cache/pool/block_pool.py.
 """
 
 import time
@@ -16,7 +17,7 @@ from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.kv_groups import divide_pool
+from tandem.engine.cache.layout.kv_groups import divide_pool
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.kept_chains import KeptChains
 from tandem.engine.load import measure_load

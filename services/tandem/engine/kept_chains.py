@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tandem.common.retention import Kept, Retention
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.pins import Fate
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.cache.pool.pins import Fate
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import PinLoad
 

@@ -25,9 +25,9 @@ os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16"  # torch reads it at its fi
 import torch
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.file_pages import give_back_freed
-from tandem.engine.executor.mxfp4 import Mxfp4
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.weights.file_pages import give_back_freed
+from tandem.engine.executor.weights.mxfp4 import Mxfp4
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import resolve
 

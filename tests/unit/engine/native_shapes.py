@@ -18,10 +18,16 @@ import torch
 
 from tandem.common.dtypes import is_quantized
 from tandem.common.kv_budget import VisibleKeys
-from tandem.engine.cache.kv_groups import layer_groups, model_layout
-from tandem.engine.executor.native_decoder import NativeDecoder
-from tandem.engine.executor.torch_steps import TorchSteps
-from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
+from tandem.engine.cache.layout.kv_groups import layer_groups, model_layout
+from tandem.engine.executor.native.decoder import NativeDecoder
+from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.weights.decoder_weights import (
+    ExpertWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+    ModelWeights,
+)
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import GateClamp, ModelConfig, Multipliers
 from tandem.models.experts import Experts

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.common.block_hash import hash_blocks
-from tandem.engine.cache.block_pool import BlockPool, Reservation
+from tandem.engine.cache.pool.block_pool import BlockPool, Reservation
 from tandem.engine.types import StoredBlock
 
 ROOT = b"root of 16 bytes"

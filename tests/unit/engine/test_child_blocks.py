@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.cache.child_blocks import Beginning, ChildBlocks
+from tandem.engine.cache.pool.child_blocks import Beginning, ChildBlocks
 
 TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 1 << 31]), min_size=4, max_size=4)
 

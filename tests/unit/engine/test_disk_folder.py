@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.tiers.disk_folder import claim
-from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.disk.folder import claim
+from tandem.engine.tiers.disk.storage import DiskStorage
 from tandem.engine.tiers.seal import make_seal
 from tandem.errors import ConfigError
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.cache.eviction import EvictionQueue
+from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 def test_pops_by_last_use() -> None:

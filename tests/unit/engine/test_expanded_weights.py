@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.engine.executor import expand
-from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.torch_steps import TorchSteps
-from tandem.engine.executor.triton_steps import TritonSteps
-from tandem.engine.executor.weights import ModelWeights
+from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.triton.steps import TritonSteps
+from tandem.engine.executor.weights.decoder_weights import ModelWeights, expand
+from tandem.engine.executor.weights.load import load_weights
 from tandem.models.quantized.fp8 import Fp8
 from tandem.models.quantized.packed_groups import PackedGroups
 from tandem.models.source import ModelFolder, resolve

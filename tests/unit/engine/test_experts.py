@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.load_weights import load_weights
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.weights import ExpertWeights
+from tandem.engine.executor.weights.decoder_weights import ExpertWeights
+from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.source import ModelFolder, read_folder
 from tandem_kernels.native.library import Kind

@@ -13,9 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, Mlp, ModelWeights
+from tandem.engine.executor.weights.decoder_weights import (
+    ExpertWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+    ModelWeights,
+)
 from tandem.errors import UnsupportedModel
 from tandem.models.quantized.fp8 import RUN, Fp8
 from tandem.models.source import read_folder

@@ -12,14 +12,14 @@ import pytest
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.common.retention import PRIORITY_DEFAULT, Retention
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.tiers import frequency_sketch
-from tandem.engine.tiers.device_blocks import HostPages
-from tandem.engine.tiers.frequency_sketch import FrequencySketch
-from tandem.engine.tiers.host_storage import HostStorage
-from tandem.engine.tiers.keep_policy import HighestPriorities, keep_policy
-from tandem.engine.tiers.slot_pool import SlotPool
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.tiers.device.blocks import HostPages
+from tandem.engine.tiers.host import HostStorage
+from tandem.engine.tiers.slots import frequency_sketch
+from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
+from tandem.engine.tiers.slots.keep_policy import HighestPriorities, keep_policy
+from tandem.engine.tiers.slots.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, TierGroup
 from tests.engine_driver import Outcome, make_engine, make_spec

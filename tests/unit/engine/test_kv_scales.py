@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.common.config.engine import EngineConfig, KvDtype
-from tandem.engine.executor.kv_scales import fixed_scales
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import UnsupportedModel
 from tandem.models.source import ModelFolder, read_folder

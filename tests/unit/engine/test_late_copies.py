@@ -12,10 +12,10 @@ import torch
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.engine.engine import Engine
-from tandem.engine.tiers.device_blocks import Event, HostPages
-from tandem.engine.tiers.host_storage import HostStorage
+from tandem.engine.tiers.device.blocks import Event, HostPages
+from tandem.engine.tiers.device.staged_blocks import StagedBlocks, Stream
+from tandem.engine.tiers.host import HostStorage
 from tandem.engine.tiers.jobs import Load, Part
-from tandem.engine.tiers.staged_blocks import StagedBlocks, Stream
 from tandem.engine.tiers.storage import Bytes, Entry
 from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.tiers.tiers import STALL_S

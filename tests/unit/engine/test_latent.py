@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.cache.kv_groups import model_layout
-from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.lora_weights import load_lora
-from tandem.engine.executor.native_decoder import NativeDecoder
-from tandem.engine.executor.torch_steps import TorchSteps
+from tandem.engine.cache.layout.kv_groups import model_layout
+from tandem.engine.executor.native.decoder import NativeDecoder
+from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.weights.load import load_weights
+from tandem.engine.executor.weights.lora import load_lora
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import ModelFolder
 from tests.kv_pools import empty_pool

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.common.dtypes import RotatedKey
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 
 
 def smollm2(dtype: str, **sizes: Any) -> BlockLayout:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.executor.load_weights import LoadProgress, load_weights
+from tandem.engine.executor.weights.load import LoadProgress, load_weights
 from tests.tiny_models import make_tiny_model
 
 

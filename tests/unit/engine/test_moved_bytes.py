@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.kv_groups import KvGroup, KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.transfer_order import transfer_order
 from tandem.engine.types import Mode
 from tests.engine_driver import drive, make_spec

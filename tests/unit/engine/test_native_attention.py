@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tandem.common.kv_budget import VisibleKeys
-from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tests.unit.engine import native_shapes
 from tests.unit.engine.native_shapes import BASE, Shape

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.weights import Linear
+from tandem.engine.executor.weights.decoder_weights import Linear
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.source import resolve

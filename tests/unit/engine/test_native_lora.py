@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.engine.executor.lora_weights import LoraLayer, LoraWeights
-from tandem.engine.executor.native_decoder import NativeDecoder
-from tandem.engine.executor.torch_steps import TorchSteps
+from tandem.engine.executor.native.decoder import NativeDecoder
+from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.lora import LoraPart
 from tandem_kernels.native import library

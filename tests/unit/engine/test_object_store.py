@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.tiers import lookups, make_tiers, object_storage, writes
-from tandem.engine.tiers.store_client import read_credentials, split_url
-from tandem.engine.tiers.store_search import search
+from tandem.engine.tiers import make_tiers, writes
+from tandem.engine.tiers.object_store import lookups
+from tandem.engine.tiers.object_store import storage as object_storage
+from tandem.engine.tiers.object_store.client import read_credentials, split_url
+from tandem.engine.tiers.object_store.search import search
 from tandem.engine.tiers.tier import LoadRate
 from tandem.errors import ConfigError
 from tests.engine_driver import make_engine, make_spec

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tandem.common.block_hash import hash_blocks
 from tandem.common.retention import Kept, Retention
-from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.cache.pins import Fate, Pins
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.cache.pool.pins import Fate, Pins
 from tandem.engine.engine import Engine
 from tandem.engine.types import PinLoad
 from tests.engine_driver import make_engine, make_spec

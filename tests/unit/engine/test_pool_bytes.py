@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.cache.pool_bytes import pool_bytes
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.errors import InternalError
 
 

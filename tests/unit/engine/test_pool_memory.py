@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tandem.engine.cache.pool_memory import create_shared, map_shared, populate, size_shared
+from tandem.engine.cache.layout.pool_memory import create_shared, map_shared, populate, size_shared
 
 SIZE = 9 << 20  # two whole turns of `populate` and a part of one
 

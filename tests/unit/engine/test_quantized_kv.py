@@ -19,10 +19,10 @@ from msgspec import structs
 
 from tandem.common.config.engine import EngineConfig, Kernels, KvDtype
 from tandem.engine.engine import Engine
-from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.torch_steps import TorchSteps
-from tandem.engine.executor.weights import Linear
+from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.weights.decoder_weights import Linear
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import ConfigError

@@ -14,7 +14,7 @@ from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.soonest import Choice, Prompt, Reach
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.engine import Engine
-from tandem.engine.tiers.host_storage import HostStorage
+from tandem.engine.tiers.host import HostStorage
 from tandem.engine.tiers.tier import LoadRate
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.toy_runner import continuation

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.tiers.cuda_device import CudaDevice
-from tandem.engine.tiers.device_blocks import BlocksInPlace, Channel
-from tandem.engine.tiers.staged_blocks import RING_MAX, StagedBlocks
+from tandem.engine.tiers.device.blocks import BlocksInPlace, Channel
+from tandem.engine.tiers.device.cuda import CudaDevice
+from tandem.engine.tiers.device.staged_blocks import RING_MAX, StagedBlocks
 from tests.late_device import LateDevice
 
 NUM_BLOCKS, BLOCK_BYTES = 40, 8

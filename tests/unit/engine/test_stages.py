@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem_bench.engine_stages import Needs, needs
 from tandem_bench.engine_steps import blocks_needed, decode_step, prefill_steps
 from tandem_kernels.native.library import Stage

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.engine.tiers import object_storage
-from tandem.engine.tiers.device_blocks import DONE, BlocksInPlace
+from tandem.engine.tiers.device.blocks import DONE, BlocksInPlace
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.tiers.jobs import Target, Write, write_all
-from tandem.engine.tiers.object_storage import ObjectStorage
+from tandem.engine.tiers.object_store import storage as object_storage
+from tandem.engine.tiers.object_store.storage import ObjectStorage
 from tandem.engine.tiers.seal import Plain
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.tiers.device_blocks import BlocksInPlace, HostPages
-from tandem.engine.tiers.host_storage import HostStorage
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.tiers.device.blocks import BlocksInPlace, HostPages
+from tandem.engine.tiers.host import HostStorage
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.jobs import Load
-from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.tiers.slots.keep_policy import keep_policy
 from tandem.engine.tiers.storage import Bytes, Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import STALL_S, Tiers

@@ -19,8 +19,8 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
-from tandem.engine.tiers.disk_storage import DiskStorage
-from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.disk.storage import DiskStorage
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import StepReport
 from tests.engine_machine import Client, EngineMachine

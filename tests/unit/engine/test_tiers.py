@@ -21,7 +21,7 @@ from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.common.retention import Retention
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.tiers.manifest import HEADER_BYTES
+from tandem.engine.tiers.disk.manifest import HEADER_BYTES
 from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.types import Mode, TierLoad
 from tandem.errors import ConfigError
@@ -316,7 +316,7 @@ def test_a_full_disk_costs_no_answer(
         raise error
 
     engine = disk(tmp_path)
-    monkeypatch.setattr("tandem.engine.tiers.disk_storage.os.pwrite", pwrite)
+    monkeypatch.setattr("tandem.engine.tiers.disk.storage.os.pwrite", pwrite)
     outcome = run(engine, *map(prompt, range(6)), prompt(0))
     assert outcome.token_ids["6"] == continuation(prompt(0), 5)
     assert outcome.ends["6"].num_cached_tokens == 0

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.decode_graphs import bucket_sizes
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.triton_inputs import DecodeRows, StepShape, StepViews, write_step
+from tandem.engine.executor.triton.decode_graphs import bucket_sizes
+from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews, write_step
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.source import ModelFolder

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.weights import ModelWeights
+from tandem.engine.executor.weights.decoder_weights import ModelWeights
+from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.source import ModelFolder, read_folder
 from tests.tiny_models import make_tiny_model

@@ -20,7 +20,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.engine.engine import Engine
 from tandem.engine.tiers import make_tiers
-from tandem.engine.tiers.disk_storage import DiskStorage
+from tandem.engine.tiers.disk.storage import DiskStorage
 from tandem.engine.tiers.tiers import STALL_S
 from tandem.engine.types import Mode, StepReport
 from tests.engine_driver import make_spec

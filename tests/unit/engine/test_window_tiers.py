@@ -17,7 +17,7 @@ from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers import make_tiers
-from tandem.engine.tiers.manifest import HEADER_BYTES
+from tandem.engine.tiers.disk.manifest import HEADER_BYTES
 from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.types import NewTokens, SamplingParams
 from tandem.errors import ConfigError

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.weights import LayerWeights, Linear, Mlp, ModelWeights
+from tandem.engine.executor.weights.decoder_weights import LayerWeights, Linear, Mlp, ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.gguf.tensors import Blocks
 from tandem.models.source import read_folder

@@ -6,7 +6,7 @@ has those of [0, d) that the token after them sees; `match` finds the largest su
 A table covers a span of blocks in each group. Without a window it begins at block 0. With one it
 begins at the first block that the next token sees: `pass_by` gives back what the window has passed,
 and `extend` takes what comes next. Ids in tables are of their group's pool; all who talk to the
-outside use ids that are unique among the pools (kv_groups.py).
+outside use ids that are unique among the pools (layout/kv_groups.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,12 +16,12 @@ from tandem.common.kv_budget import KvBudget
 from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.rates import WindowBytes, WorkerRates
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
 from tandem.engine.cache.heavy_hitters import HeavyHitters
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.cache.pool.window_pool import WindowPool
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
-from tandem.engine.cache.window_pool import WindowPool
 from tandem.engine.types import BlockChanges, StoredBlock
 
 _LISTED_PER_BLOCK_MAX = 16  # bounds how often long shared prefixes are repeated

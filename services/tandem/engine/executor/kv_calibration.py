@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.cache.kv_groups import model_layout
-from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.model import Decoder
-from tandem.engine.executor.step_inputs import make_step_inputs
-from tandem.engine.executor.step_lora import NO_LORA
-from tandem.engine.executor.weights import LayerWeights
+from tandem.engine.cache.layout.kv_groups import model_layout
+from tandem.engine.executor.torch.decoder import Decoder
+from tandem.engine.executor.torch.inputs import make_step_inputs
+from tandem.engine.executor.torch.lora import NO_LORA
+from tandem.engine.executor.weights.decoder_weights import LayerWeights
+from tandem.engine.executor.weights.load import load_weights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.broken_files import naming

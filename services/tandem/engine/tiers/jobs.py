@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tandem.engine.tiers.device_blocks import Channel, Event
+from tandem.engine.tiers.device.blocks import Channel, Event
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.perf_model.rates import PrefillRate
-from tandem.engine.cache.block_events import BlockEvents
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block_events import BlockEvents
 from tandem.engine.cache.resumable_depths import ResumableDepths
 from tandem.engine.tiers.jobs import Target
-from tandem.engine.tiers.keep_policy import KeepPolicy
-from tandem.engine.tiers.slot_pool import SlotPool, WindowSlotPool
+from tandem.engine.tiers.slots.keep_policy import KeepPolicy
+from tandem.engine.tiers.slots.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
 from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
 

@@ -21,14 +21,14 @@ from queue import SimpleQueue
 
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.soonest import Reach, load_seconds
-from tandem.engine.cache.block import Copy
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.tiers.device_blocks import DeviceBlocks
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block import Copy
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.tiers.device.blocks import DeviceBlocks
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.jobs import Load, Part
-from tandem.engine.tiers.lookups import Lookups
+from tandem.engine.tiers.object_store.lookups import Lookups
 from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.tier import Tier, is_held
 from tandem.engine.tiers.writes import PoolGroup, Writes

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.tiers.device_blocks import Channel, DeviceBlocks, Event
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.tiers.device.blocks import Channel, DeviceBlocks, Event
 from tandem.engine.tiers.io_thread import JobThread
 from tandem.engine.tiers.jobs import Target, Write, write_all
 from tandem.engine.tiers.storage import Entry
