@@ -28,8 +28,8 @@ from tests.engine_driver import make_engine, make_spec
 from tests.grouped_toy import GroupedToyRunner, Windows, make_grouped_engine
 from tests.grouped_toy import continuation as grouped_continuation
 from tests.toy_runner import continuation
-from tests.unit.engine.test_seal import ONE, TWO, key_file
-from tests.unit.engine.test_tiers import prompt, run, tier
+from tests.unit.engine.tiers.test_seal import ONE, TWO, key_file
+from tests.unit.engine.tiers.test_tiers import prompt, run, tier
 
 obstore = pytest.importorskip("obstore")
 URL = "s3://bucket/kv"

@@ -23,7 +23,7 @@ from tandem.engine.tiers.slots.slot_pool import SlotPool
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, TierGroup
 from tests.engine_driver import Outcome, make_engine, make_spec
-from tests.unit.engine.test_tiers import BLOCK_BYTES, prompt, settle
+from tests.unit.engine.tiers.test_tiers import BLOCK_BYTES, prompt, settle
 
 BLOCK_SIZE = 16
 

@@ -13,8 +13,8 @@ from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.lora import LoraPart
 from tandem_kernels.native import library
-from tests.unit.engine import native_shapes
-from tests.unit.engine.native_shapes import BASE, QUANTIZED, QUANTIZED_BY_256, Shape
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.native_shapes import BASE, QUANTIZED, QUANTIZED_BY_256, Shape
 
 LIBRARY = library.load()
 assert LIBRARY is not None, "the native kernels were not built"

@@ -24,8 +24,8 @@ from tandem_kernels.native.library import Kind
 from tests.random_blocks import random_blocks
 from tests.step_batches import logits_after
 from tests.tiny_models import make_tiny_model
-from tests.unit.engine import native_shapes
-from tests.unit.engine.test_native_decoder import INSTRUCTIONS
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
 from tests.unit.models import test_quantized as forms
 
 PROMPT = list(range(30, 60))

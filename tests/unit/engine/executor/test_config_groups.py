@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem_kernels.native.library import Kind
 from tests.tiny_models import make_tiny_model
-from tests.unit.engine.test_zeroed_weights import (
+from tests.unit.engine.executor.test_zeroed_weights import (
     GROUP,
     SIZES,
     Checkpoint,

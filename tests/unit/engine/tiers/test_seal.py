@@ -13,7 +13,7 @@ from tandem.engine.tiers.seal import Encrypted, Plain, make_seal, read_keys
 from tandem.engine.tiers.storage import BadBlock
 from tandem.errors import ConfigError
 from tests.toy_runner import continuation
-from tests.unit.engine.test_tiers import disk, prompt, run, tier
+from tests.unit.engine.tiers.test_tiers import disk, prompt, run, tier
 
 HASH, OTHER = b"h" * 16, b"o" * 16
 ONE, TWO = b"1" * 32, b"2" * 32

@@ -27,8 +27,8 @@ from tandem.models.quantized.fp8 import RUN, Fp8
 from tandem.models.source import read_folder
 from tandem_kernels.native import library
 from tests.tiny_models import make_tiny_model
-from tests.unit.engine import native_shapes
-from tests.unit.engine.native_shapes import BASE, Shape
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.native_shapes import BASE, Shape
 
 LIBRARY = library.load()
 assert LIBRARY is not None, "the native kernels were not built"

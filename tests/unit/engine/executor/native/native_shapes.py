@@ -1,6 +1,6 @@
 """Shapes that hurt, through the native decoder and through torch: also run under sanitizers.
 
-    python -m tests.unit.engine.native_shapes [instructions]
+    python -m tests.unit.engine.executor.native.native_shapes [instructions]
 
 computes all of them and compares; it needs no test runner, so that a library can be preloaded.
 """

@@ -16,9 +16,9 @@ import torch
 from tandem.common.kv_budget import VisibleKeys
 from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tests.unit.engine import native_shapes
-from tests.unit.engine.native_shapes import BASE, Shape
-from tests.unit.engine.test_native_decoder import INSTRUCTIONS
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.native_shapes import BASE, Shape
+from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
 
 OF_BF16 = replace(BASE, kv="bfloat16", num_kv_heads=1)
 OF_INT8 = replace(OF_BF16, kv="int8")  # computed in fp32, unless weights are bf16

@@ -17,7 +17,7 @@ from tandem.models.source import ModelFolder, resolve
 from tests.step_batches import Progress, logits_after, mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 
-ENTRIES = json.loads((Path(__file__).parents[2] / "data/golden_smollm2.json").read_text())[
+ENTRIES = json.loads((Path(__file__).parents[3] / "data/golden_smollm2.json").read_text())[
     "entries"
 ]
 PAGE_BYTES = 4096

@@ -32,8 +32,8 @@ from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_fp8 import FixedScales
 from tests.engine_driver import drive, drive_all, make_spec
 from tests.tiny_models import make_tiny_model
-from tests.unit.engine import native_shapes
-from tests.unit.engine.test_native_decoder import INSTRUCTIONS
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
 
 PROMPT = torch.randint(0, 203, (96,), generator=torch.Generator().manual_seed(2)).tolist()
 NUM_TOKENS = 40

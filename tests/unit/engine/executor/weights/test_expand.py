@@ -16,9 +16,9 @@ from tandem.models.quantized.packed_groups import PackedGroups
 from tandem.models.source import ModelFolder, resolve
 from tandem_kernels.blocks import widen
 from tests.random_blocks import TYPES, ZEROED, random_blocks
-from tests.unit.engine import native_shapes
-from tests.unit.engine.native_shapes import QUANTIZED, QUANTIZED_BY_256, Shape
-from tests.unit.engine.test_fp8_weights import each, in_fp8
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.native_shapes import QUANTIZED, QUANTIZED_BY_256, Shape
+from tests.unit.engine.executor.native.test_fp8_weights import each, in_fp8
 
 SHAPES = (
     replace(QUANTIZED, blocks=("Q5_0", "Q8_0", "Q4_1"), bias=True),

@@ -21,7 +21,7 @@ from tandem.models.source import ModelFolder, read_folder
 from tandem_kernels.native.library import Kind
 from tests.lora_adapters import ALL, ATTENTION, merged, write_adapter
 from tests.tiny_models import make_tiny_model
-from tests.unit.engine.test_lora import PROMPTS, add, make_runner, run
+from tests.unit.engine.executor.test_lora import PROMPTS, add, make_runner, run
 from tests.unit.models.conftest import TOKENS
 from tests.unit.models.test_gguf_families import file_of, make_origin
 from tests.unit.models.test_quantized import FLOAT

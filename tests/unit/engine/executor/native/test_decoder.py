@@ -23,10 +23,10 @@ from tandem_kernels.native import library
 from tandem_kernels.sampling import Draw
 from tests.step_batches import place
 from tests.tiny_models import make_tiny_model
-from tests.unit.engine import native_shapes
-from tests.unit.engine.native_shapes import BASE, SHAPES, Shape
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.native_shapes import BASE, SHAPES, Shape
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[5]
 NATIVE = ROOT / "kernels" / "tandem_kernels" / "native"
 LIBRARY = library.load()
 assert LIBRARY is not None, "the native kernels were not built"
@@ -262,7 +262,7 @@ def test_all_shapes_are_clean_under(sanitizer: str, tmp_path: Path) -> None:
     }
     for instructions in INSTRUCTIONS:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.unit.engine.native_shapes", instructions],
+            [sys.executable, "-m", "tests.unit.engine.executor.native.native_shapes", instructions],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

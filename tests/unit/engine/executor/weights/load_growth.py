@@ -1,6 +1,6 @@
 """A process that loads a model and tells by how much that made it grow.
 
-    python -m tests.unit.engine.load_growth MODEL DTYPE KERNELS TOKENS
+    python -m tests.unit.engine.executor.weights.load_growth MODEL DTYPE KERNELS TOKENS
 
 Prints bytes of resident memory, private and mapped: those that stayed, and those at the peak, which
 the kernel keeps. With torch's kernels a step of TOKENS (up to 64) belongs to it: what it does not

@@ -9,8 +9,8 @@ from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem_bench.engine_stages import Needs, needs
 from tandem_bench.engine_steps import blocks_needed, decode_step, prefill_steps
 from tandem_kernels.native.library import Stage
-from tests.unit.engine import native_shapes
-from tests.unit.engine.native_shapes import BASE
+from tests.unit.engine.executor.native import native_shapes
+from tests.unit.engine.executor.native.native_shapes import BASE
 
 
 def test_the_stages_of_a_step_are_its_time_and_are_taken_once() -> None:

@@ -18,7 +18,7 @@ from tandem.models.source import ModelFolder
 from tests.kv_pools import empty_pool
 from tests.lora_adapters import describe, write_adapter
 from tests.tiny_models import make_tiny_model
-from tests.unit.engine.test_native_decoder import INSTRUCTIONS
+from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
 
 PROMPT = torch.randint(0, 203, (150,), generator=torch.Generator().manual_seed(2)).tolist()
 CUTS = ([150], [1] * 9 + [141], [40, 1, 100, 9])
