@@ -92,7 +92,8 @@ class Engine:
         Blocks that consumers wait for go to `on_final` as soon as they are final, before the
         tokens; without it they are in the report.
         """
-        started, work = time.perf_counter(), StepWork()
+        started = time.perf_counter()
+        work = StepWork()
         self._settle_adapters()
         self._tiers.turn()
         self.kept.turn()
@@ -144,7 +145,8 @@ class Engine:
         self._drop(old, unsafe_blocks)
         self._new_sequences.check(spec)
         new = self._new_sequences.make(spec, old.arrival)
-        new.cached, new.shared_wait_s = old.cached, old.shared_wait_s
+        new.cached = old.cached
+        new.shared_wait_s = old.shared_wait_s
         new.num_preemptions = old.num_preemptions
         self._enter(new)
 
@@ -175,7 +177,8 @@ class Engine:
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits all its KV, not a prefix")
         try:
-            num_stored, num_held = sequence.num_stored_blocks, len(sequence.block_table)
+            num_stored = sequence.num_stored_blocks
+            num_held = len(sequence.block_table)
             check_trusted(sequence_id, num_blocks, num_stored, num_held)
             is_short = self._kv.has_windows and num_blocks < sequence.num_prefix_blocks
             own = self._kv.global_ids(sequence.tables, num_stored if is_short else num_blocks)
@@ -272,8 +275,15 @@ class Engine:
         return self._scheduler.awaits_threads()
 
     def load(self) -> EngineLoad:
-        others = self._kv, self._adapters, self._tiers, self.kept
-        return measure_load(self._sequences.values(), self._scheduler, self._peer_blocks, *others)
+        return measure_load(
+            self._sequences.values(),
+            self._scheduler,
+            self._peer_blocks,
+            self._kv,
+            self._adapters,
+            self._tiers,
+            self.kept,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
@@ -410,7 +420,8 @@ class Engine:
         del self._sequences[sequence.sequence_id]
         if sequence.grammar is not None:
             sequence.grammar.cancel()
-        stored, spec = sequence.block_hashes[: sequence.num_stored_blocks], sequence.spec
+        stored = sequence.block_hashes[: sequence.num_stored_blocks]
+        spec = sequence.spec
         self.kept.keep(spec.cache_salt, spec.retention, stored)
         self._scheduler.withdraw(sequence)
         self._kv.give_back(sequence.let_go(), unsafe_blocks)
@@ -433,7 +444,8 @@ class Engine:
     def _take_report(self, work: StepWork, started: float) -> StepReport:
         seconds = time.perf_counter() - started
         report = self._pending.take(work, seconds)
-        report.step, report.load = next(self._steps), self.load()
+        report.step = next(self._steps)
+        report.load = self.load()
         report.stored, report.removed = self._kv.take_events()
         report.chains = self._kv.take_chain_changes()
         report.tiers = self._tiers.take_events()

@@ -42,7 +42,8 @@ class KeptChains:
         if not retention.pin_s or not block_hashes:
             return Kept(0)
         until = self.clock() + retention.pin_s
-        depth, is_refused = len(block_hashes), False
+        depth = len(block_hashes)
+        is_refused = False
         for group, pool in zip(self._kv.layout.groups, self._kv.pools, strict=True):
             if group.window is None:
                 here = block_hashes[: len(pool.match(block_hashes))]

@@ -144,7 +144,8 @@ class PendingReport:
                 embedding=sequence.embedding,
             )
         )
-        sequence.prompt_logprobs, sequence.embedding = [], []
+        sequence.prompt_logprobs = []
+        sequence.embedding = []
 
     def failed(self, sequence: Sequence, error: TandemError) -> None:
         """Reports that the sequence ends without an answer."""

@@ -87,7 +87,9 @@ class Loading:
 
     def take(self, first: int, end: int) -> None:
         """The load ended: blocks first..end - 1 are in place."""
-        self.end, self.computes, self.loaded = 0, False, range(first, end)
+        self.end = 0
+        self.computes = False
+        self.loaded = range(first, end)
 
     def skip(self, num_blocks: int) -> int:
         """Returns how many first blocks are in place once so many are."""
@@ -298,7 +300,8 @@ class Sequence:
         all of them; none follows one that ends the sequence."""
         self.append(token_id)
         new = [token_id]
-        edits, wants_logprobs = self.edits, self.spec.sampling.logprobs is not None
+        edits = self.edits
+        wants_logprobs = self.spec.sampling.logprobs is not None
         if edits is None or wants_logprobs:  # the model's logits tell the log probabilities
             return new
         while len(new) <= forced_max:
@@ -328,16 +331,20 @@ class Sequence:
         fork = parent and self.fork_part(parent, num_cached_blocks)
         part = fork or part or NO_PART
         num_computed = start + part.num_tokens
-        resume, awaits = num_computed, False
+        resume = num_computed
+        awaits = False
         if self.mode is Mode.PREFILL_ONLY:
             resume = min(resume, self.last_depth * self.block_size)
         if fork is None and self.mode is Mode.WAITING_FOR_REMOTE_KV:
             if self.num_tokens - num_computed >= self.spec.remote_prefill_min_tokens:
-                resume, awaits = self.last_depth * self.block_size, True
+                resume = self.last_depth * self.block_size
+                awaits = True
         elif fork is None and self.num_prefix_blocks > num_cached_blocks:
-            resume, awaits = self.num_prefix_blocks * self.block_size, True
+            resume = self.num_prefix_blocks * self.block_size
+            awaits = True
         if awaits:
-            num_computed, part = start, NO_PART
+            num_computed = start
+            part = NO_PART
         return Admission(num_cached_blocks, num_computed, resume, part.sources, fork is not None)
 
     def hold(self, tables: BlockTables, admission: Admission) -> list[BlockCopy]:

@@ -117,7 +117,8 @@ class KvCache:
         for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
         ):
-            hashes, size = block_hashes[first : max(depth, loaded)], kept + end - first
+            hashes = block_hashes[first : max(depth, loaded)]
+            size = kept + end - first
             if loaded and isinstance(pool, WindowPool):
                 blocks = pool.reserve_any(hashes, size)
                 assert blocks is not None
@@ -148,7 +149,8 @@ class KvCache:
         for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
         ):
-            hashes, size = block_hashes[first : max(depth, loaded)], kept + end - first
+            hashes = block_hashes[first : max(depth, loaded)]
+            size = kept + end - first
             if loaded and isinstance(pool, WindowPool):
                 fits = pool.can_reserve_any(hashes, size)
             else:
@@ -229,7 +231,8 @@ class KvCache:
         for number, group in enumerate((tables.budget or self.layout).groups):
             if group.window is None:
                 continue
-            ids, first = tables.ids[number], tables.firsts[number]
+            ids = tables.ids[number]
+            first = tables.firsts[number]
             end = min(group.first_seen(num_tokens), len(ids))
             if end > first:
                 pool = self.pools[number]
@@ -400,7 +403,8 @@ def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, in
     num_blocks = layout.blocks_of(num_tokens)
     spans = []
     for group in layout.groups:
-        first, least = group.first_seen(resume), group.decode_blocks
+        first = group.first_seen(resume)
+        least = group.decode_blocks
         kept = min(group.kept_blocks, first)
         end = num_blocks if least is None else min(num_blocks, first + least - kept)
         spans.append((kept, first, end))

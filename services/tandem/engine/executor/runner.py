@@ -300,7 +300,8 @@ def _check_memory(
     config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
 ) -> None:
     """Raises ConfigError if the free memory is too small."""
-    needs, memory = [], read_memory()
+    needs = []
+    memory = read_memory()
     if device.type == "cuda":  # copies of blocks in host memory are not in the GPU's
         copies_bytes = config.kv_host_bytes
         needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]

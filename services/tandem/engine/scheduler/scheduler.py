@@ -284,8 +284,9 @@ class Scheduler:
         return None
 
     def _awaits_blocks(self, sequence: Sequence) -> bool:
-        others = {"running": self.running, "awaiting": self.awaiting, "loading": self.loading}
-        awaits = self.early_reuse.awaits(sequence, **others)
+        awaits = self.early_reuse.awaits(
+            sequence, running=self.running, awaiting=self.awaiting, loading=self.loading
+        )
         return awaits or self.loads.awaits_lookup(sequence, self._kv)
 
     def _adapters_in_use(self) -> set[str]:
@@ -383,7 +384,8 @@ class Scheduler:
 
     def computed(self, chunk: Chunk) -> None:
         """Updates the pull lag of a chunk's sequence; called before its computed tokens count."""
-        sequence, link = chunk.sequence, self._link(chunk.sequence)
+        sequence = chunk.sequence
+        link = self._link(sequence)
         rate = self._step_time.prefill_rate
         if link is not None and rate is not None:
             sequence.pull_lag_s = lag_after(
@@ -394,7 +396,8 @@ class Scheduler:
         if sequence.spec.consumer_rate is None:
             return None
         layout, (latency_s, bytes_per_s) = self._kv.layout, sequence.spec.consumer_rate
-        size, resume = layout.block_size, sequence.last_depth * layout.block_size
+        size = layout.block_size
+        resume = sequence.last_depth * layout.block_size
         windows = tuple(
             (group.first_seen(resume) * size, group.layout.block_bytes / size / bytes_per_s)
             for group in layout.groups
@@ -404,7 +407,8 @@ class Scheduler:
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
         """Sizes a chunk whose pull overlaps the next chunk; only the last pull is exposed."""
-        num_missing, rate = sequence.num_missing_tokens, self._step_time.prefill_rate
+        num_missing = sequence.num_missing_tokens
+        rate = self._step_time.prefill_rate
         link = self._link(sequence)
         if link is None or rate is None:
             return tail_chunk(num_missing, tokens_left=tokens_left, budget=self._max_tokens)

@@ -291,7 +291,8 @@ class Tiers:
     def _go_on(self, tier: int, load: Load) -> None:
         """Lets a load go on in the thread of a tier; called in the thread that it leaves."""
         load.submitted_at = self._progress_at[load.tier] = self.clock()
-        load.progress_at, load.tier = 0.0, tier
+        load.progress_at = 0.0
+        load.tier = tier
         self._readers[tier].submit(load)
 
     def _count_uses(self) -> None:

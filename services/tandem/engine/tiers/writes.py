@@ -154,7 +154,8 @@ class Writes:
     @property
     def _hung(self) -> set[int]:
         """The tiers whose writes stand still. They get no more until one of them ends."""
-        now, progress = self._clock(), enumerate(self._progress)
+        now = self._clock()
+        progress = enumerate(self._progress)
         return {number for number, each in progress if each.stands_still(now, HUNG_S)}
 
     def _start_one(
@@ -183,7 +184,8 @@ class Writes:
 
     def _settle_one(self, write: Write, target: Target) -> None:
         is_current = write.generation == self._generation
-        tier, group = self._tiers[target.tier], self._groups[write.group]
+        tier = self._tiers[target.tier]
+        group = self._groups[write.group]
         tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
             # But one that is not ready takes no writes meanwhile.

@@ -88,7 +88,8 @@ class BlockLayout:
 def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
     """Returns the pool's size in blocks. Raises ConfigError when not even one block fits."""
     if config.num_blocks is not None:
-        num_blocks, given = config.num_blocks, f"--num-blocks is {config.num_blocks}"
+        num_blocks = config.num_blocks
+        given = f"--num-blocks is {config.num_blocks}"
     else:
         num_blocks = config.kv_bytes_max // block_bytes
         given = f"--kv-memory is {config.kv_bytes_max}, and a block takes {block_bytes} bytes"

@@ -30,12 +30,14 @@ class BlockSpans:
 
     def span(self, block_id: int) -> slice:
         """Returns a block's place in the memory. Raises ValueError."""
-        first, start = 0, 0
+        first = 0
+        start = 0
         for num_blocks, size in self.pools:
             if 0 <= block_id - first < num_blocks:
                 at = start + (block_id - first) * size
                 return slice(at, at + size)
-            first, start = first + num_blocks, start + num_blocks * size
+            first += num_blocks
+            start += num_blocks * size
         raise ValueError(f"block {block_id} is not in pools of {self.num_blocks} blocks")
 
     def num_bytes(self, block_ids: Iterable[int]) -> int:

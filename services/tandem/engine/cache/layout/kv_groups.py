@@ -254,7 +254,8 @@ def model_layout(
     """
     if why := why_not_kv_dtype(model, dtype):
         raise ConfigError(why)
-    rules, latent = layer_groups(model), model.latent
+    rules = layer_groups(model)
+    latent = model.latent
     groups = (
         KvGroup(
             layers,

@@ -35,7 +35,8 @@ class PoolBytes:
         self, block_ids: list[int], num_bytes: int | None = None
     ) -> list[tuple[slice, slice]]:
         """The bytes of each block, with its place among these. Raises InternalError."""
-        pairs, first = [], 0
+        pairs = []
+        first = 0
         for span in map(self._spans.span, block_ids):
             size = span.stop - span.start
             pairs.append((span, slice(first, first + size)))

@@ -69,8 +69,8 @@ def populate(address: int, num_bytes: int) -> threading.Thread:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for first in range(0, num_bytes, _POPULATED_AT_ONCE):
             size = min(_POPULATED_AT_ONCE, num_bytes - first)
-            where = (ctypes.c_void_p(address + first), ctypes.c_size_t(size))
-            if madvise(*where, _MADV_POPULATE_WRITE):
+            start = ctypes.c_void_p(address + first)
+            if madvise(start, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 if (error := ctypes.get_errno()) != errno.EINVAL:
                     log.warning(
                         "%d bytes of the KV pool are not taken ahead: %s",

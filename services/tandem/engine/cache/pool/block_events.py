@@ -36,7 +36,8 @@ class BlockEvents:
         """Returns changes since last time: (stored, parents first; removed, children first)."""
         stored = list(self._stored.values())
         removed = list(self._removed)
-        self._stored, self._removed = {}, {}
+        self._stored = {}
+        self._removed = {}
         return stored, removed
 
     def forget_stored(self) -> None:

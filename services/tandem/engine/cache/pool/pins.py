@@ -117,7 +117,8 @@ class Pins:
     def check(self) -> None:
         """Raises AssertionError if a tenant has more than its share, or the books disagree."""
         for name, tenant in self._tenants.items():
-            num, share = len(tenant.blocks), self.share(name, tenant.weight)
+            num = len(tenant.blocks)
+            share = self.share(name, tenant.weight)
             assert 0 < num <= share, f"a tenant has {num} pins, and its share is {share}"
         counted = sum(len(tenant.blocks) for tenant in self._tenants.values())
         assert counted == len(self._owner), f"{len(self._owner)} are pinned, tenants have {counted}"

@@ -157,15 +157,18 @@ class NativeDecoder:
         """Writes the tokens' KV into the pools of all groups; fp32 logits [slices that want them,
         vocab], good until the next call. `on_kv_written` is called when all KV is in the pools."""
         if self._pools is not pools:  # the same in every step: asking a tensor takes long
-            self._pools, self._groups = pools, _kv_groups_of(pools)
+            self._groups = _kv_groups_of(pools)
+            self._pools = pools
         layout = pools[0].layout
-        slices, lora = batch.slices, {}
+        slices = batch.slices
+        lora = {}
         if batch.has_adapters:
             slices = by_adapter(slices)
             lora = self.adapters.fields(slices)
         inputs = _Inputs(slices, batch.slices, layout.block_size)
         for group, (slots, tables) in zip(self._groups, inputs.of_groups, strict=True):
-            group.slots, group.block_tables = slots, tables
+            group.slots = slots
+            group.block_tables = tables
         self._angles.reach(inputs.positions_end)
         results = self._results = self._results.of(inputs.num_logit_rows)
         step = Step(
@@ -196,7 +199,8 @@ class NativeDecoder:
         """A token id for each row of the last step's logits, or for each of `rows` of them."""
         most_likely = self._results.most_likely.tolist()
         if rows is not None:
-            logits, most_likely = logits[rows], [most_likely[row] for row in rows]
+            logits = logits[rows]
+            most_likely = [most_likely[row] for row in rows]
         return sample(logits, draws, most_likely)
 
     def logprobs(
@@ -204,8 +208,13 @@ class NativeDecoder:
     ) -> Logprobs:
         """Measures a token of each of `rows` of the last step's logits."""
         num_top = min(num_top, self._config.vocab_size)
-        chosen = np.array(rows, np.int32), np.array(token_ids, np.int32)
-        return self._library.measure(self._decoder, logits.data_ptr(), *chosen, num_top)
+        return self._library.measure(
+            self._decoder,
+            logits.data_ptr(),
+            np.array(rows, np.int32),
+            np.array(token_ids, np.int32),
+            num_top,
+        )
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
         """Returns what the last step's logits were made of, for some of their rows."""
@@ -304,7 +313,9 @@ class _Inputs:
         rows: dict[int, range] = {}
         self.block_sums = _BlockSums()
         for piece in slices:
-            table, num_tokens, context_len = piece.block_table, piece.num_tokens, piece.context_len
+            table = piece.block_table
+            num_tokens = piece.num_tokens
+            context_len = piece.context_len
             places = range(context_len - num_tokens, context_len)
             visible = piece.visible or _ALL_KEYS
             sums = self.block_sums.add(piece.block_sums)

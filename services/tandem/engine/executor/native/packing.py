@@ -184,7 +184,8 @@ class Packer:
         return matrix
 
     def _of_one_kind(self, parts: Sequence[Linear], *, rest: Matrix | None) -> Matrix:
-        num_out, num_in = sum(len(part.weight) for part in parts), parts[0].weight.shape[1]
+        num_out = sum(len(part.weight) for part in parts)
+        num_in = parts[0].weight.shape[1]
         kind, _ = self._form_of_blocks(parts[0])
         panels = self._huge_pages.zeros(self._library.quantized_bytes((num_out, num_in), kind))
         first_output = 0

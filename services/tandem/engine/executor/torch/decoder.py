@@ -89,7 +89,8 @@ class Decoder:
         layers = zip(specs, self._places, self._weights.layers, strict=True)
         for index, (spec, place, layer) in enumerate(layers):
             normed = self._norm(x, layer.attention_norm)
-            pool, token_rows = pools[place.group], inputs.token_rows[place.group]
+            pool = pools[place.group]
+            token_rows = inputs.token_rows[place.group]
             projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
             if layer.latent is None:
                 heads = self._heads(layer, projected, angles[spec.rope], inputs.num_tokens)
@@ -135,7 +136,8 @@ class Decoder:
         self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [rows, heads, D] and keys [num_tokens, kv heads, D], rotated, and values."""
-        num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
+        num_heads = self._config.num_attention_heads
+        num_kv_heads = self._config.num_kv_heads
         heads = projected.view(projected.shape[0], -1, self._config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             normed_queries = self._norm_heads(heads[:, :num_heads], layer.q_norm)
@@ -251,7 +253,8 @@ class Decoder:
 
 
 def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    gate = gate.clamp(max=clamp.limit)
+    up = up.clamp(-clamp.limit, clamp.limit)
     return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
 
 

@@ -30,7 +30,9 @@ class StepInputs:
 
 def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
     """Makes the inputs of a step over the pools of all KV groups."""
-    slices, block_size, device = batch.slices, pools[0].block_size, pools[0].device
+    slices = batch.slices
+    block_size = pools[0].block_size
+    device = pools[0].device
     order = batch_order([s.context_len for s in slices], [s.num_tokens for s in slices])
     token_ids: list[int] = []
     positions: list[int] = []

@@ -62,7 +62,8 @@ class HeadAttention:
             fixed_scales=at.kv.fixed_scales,
         )
         on_kv_launched()
-        num_single, parts = at.step.shape.num_single, []
+        num_single = at.step.shape.num_single
+        parts = []
         if num_single:
             parts.append(self._attend_single(queries[:num_single], at))
         if at.step.shape.num_chunks:

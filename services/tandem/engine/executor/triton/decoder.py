@@ -86,7 +86,8 @@ class TritonDecoder:
         `pools` are those of the KV groups.
         `on_kv_launched` is called when all that writes KV is in the stream.
         """
-        specs, eps = self._config.layers, self._config.rms_norm_eps
+        specs = self._config.layers
+        eps = self._config.rms_norm_eps
         angles = {
             rope: rotary_angles(step.positions, *tables)
             for rope, tables in self._frequencies.items()
@@ -126,7 +127,8 @@ class TritonDecoder:
                 delta = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
             delta = self._scaled(delta, layer.mlp_post_norm)
         assert delta is not None
-        last, last_delta = x[step.logit_rows], delta[step.logit_rows]
+        last = x[step.logit_rows]
+        last_delta = delta[step.logit_rows]
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)

@@ -35,7 +35,8 @@ class StepShape:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the parts of the array, in its order."""
-        tokens, seqs = self.num_tokens, self.num_seqs
+        tokens = self.num_tokens
+        seqs = self.num_seqs
         groups = self.num_groups
         tables = groups * seqs * self.table_width
         return (tokens, tokens, groups * tokens, seqs, self.num_chunks + 1, self.num_logits, tables)
@@ -77,8 +78,10 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
         num_groups=len(slices[0].block_tables),
     )
     views = StepViews.of(torch.zeros(sum(shape.sizes), dtype=torch.int32), shape)
-    token_ids, positions = views.token_ids.numpy(), views.positions.numpy()
-    slots, tables = views.slots.numpy(), views.block_tables.numpy()
+    token_ids = views.token_ids.numpy()
+    positions = views.positions.numpy()
+    slots = views.slots.numpy()
+    tables = views.block_tables.numpy()
     starts = views.query_starts.numpy()
     row = 0
     last_rows = {}
@@ -153,7 +156,8 @@ class DecodeRows:
                 for piece, place in zip(slices, places, strict=True)
             ] + [-1] * num_pad
             for row, piece in enumerate(slices):
-                known, table = self._known[group][row], piece.block_tables[group]
+                known = self._known[group][row]
+                table = piece.block_tables[group]
                 if len(table) < len(known) or table[: len(known)] != known:
                     known.clear()
                 if len(table) > len(known):

@@ -40,7 +40,9 @@ class LatentAttention:
         projected   queries or their latent, and the tokens' KV side by side
 
         `on_kv_launched` is called when what writes the KV is in the stream."""
-        sizes, weights, step = self._sizes, at.weights.latent, at.step
+        sizes = self._sizes
+        weights = at.weights.latent
+        step = at.step
         assert weights is not None
         parts = [projected.shape[1] - sizes.kv_dim, sizes.kv_dim]
         queries, kv = torch.split(projected, parts, 1)
@@ -73,7 +75,9 @@ class LatentAttention:
     def _attend(self, queries: LatentQueries, at: LayerStep) -> torch.Tensor:
         """Returns what heads attended, [T, heads, rank]."""
         num_tokens, num_heads, _ = queries.rotated.shape
-        step, num_single, parts = at.step, at.step.shape.num_single, []
+        step = at.step
+        num_single = step.shape.num_single
+        parts = []
         block_tables = step.block_tables[at.group]
         if num_single:
             parts.append(

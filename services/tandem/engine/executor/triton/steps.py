@@ -42,7 +42,8 @@ class TritonSteps:
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles, tunes and records what steps over the pools of the KV groups need, so that no
         request waits for it. The pools are zeros before it, and after it."""
-        block_size, device = pools[0].block_size, pools[0].device
+        block_size = pools[0].block_size
+        device = pools[0].device
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
         self._graphs = DecodeGraphs(
@@ -115,7 +116,8 @@ class TritonSteps:
         self, batch: StepBatch, pools: Sequence[KvPool], *, wants_event: bool
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         host = write_step(batch, pools[0].block_size)
-        array, device = host.array, pools[0].device
+        array = host.array
+        device = pools[0].device
         if device.type == "cuda":
             array = array.pin_memory().to(device, non_blocking=True)
         written: list[torch.cuda.Event | None] = []

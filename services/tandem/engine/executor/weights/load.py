@@ -79,7 +79,8 @@ def load_weights(
     embedding = tensors.matrix(EMBEDDING)
     rows = embedding.blocks
     if kept_for == "native" and not _is_read_by_rows(rows):
-        embedding, rows = Linear(tensors.tensor(EMBEDDING), None), None
+        embedding = Linear(tensors.tensor(EMBEDDING), None)
+        rows = None
     progress.note(EMBEDDING)
     output = embedding if config.tie_word_embeddings else tensors.matrix(OUTPUT)
     progress.note(OUTPUT)
@@ -139,7 +140,8 @@ class _Builder:
         self._names = names
 
     def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
-        attention, tensors = f"{name}.self_attn", self._tensors
+        attention = f"{name}.self_attn"
+        tensors = self._tensors
         norms = {
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in NORMS[self._config.norms].items()

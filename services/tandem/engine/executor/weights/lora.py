@@ -96,7 +96,8 @@ def make_layers(
     """Brings an adapter's tensors into the compute dtype and onto the device."""
     names = _names(config)
     widths = _widths(config)
-    order, rotated = rotary_rows(config), _rotated_rows(config)
+    order = rotary_rows(config)
+    rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns A, and B with the scale."""
@@ -109,7 +110,8 @@ def make_layers(
         return factor.to(device=device, dtype=dtype).contiguous()
 
     def parts(layer: int, product: str) -> Parts:
-        made, first = [], 0
+        made = []
+        first = 0
         for short in names[product]:
             if config.layers[layer].experts is not None:
                 short = short.replace("mlp.", SHARED_MLP)

@@ -16,7 +16,8 @@ from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event
 from tandem.engine.tiers.storage import Bytes
 
 RING_BYTES = 64 << 20  # of a channel
-RING_MIN, RING_MAX = 2, 16  # buffers
+RING_MIN = 2  # buffers
+RING_MAX = 16  # buffers
 
 
 class Stream(Protocol):

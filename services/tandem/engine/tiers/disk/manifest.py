@@ -20,7 +20,8 @@ from tandem.engine.tiers.storage import Entry
 HEADER_BYTES = 4096
 _RECORD = struct.Struct("<16s16sQQ")
 RECORD_BYTES = _RECORD.size
-_CLEAR, _NO_HASH = bytes(RECORD_BYTES), bytes(16)
+_CLEAR = bytes(RECORD_BYTES)
+_NO_HASH = bytes(16)
 _FORMAT = 1
 
 
@@ -73,7 +74,9 @@ class Manifest:
         """Returns the slots that hold a block, with its checksum; and the number of torn records.
 
         Raises OSError."""
-        found, num_torn, at = [], 0, HEADER_BYTES
+        found = []
+        num_torn = 0
+        at = HEADER_BYTES
         data = bytearray()
         while chunk := os.pread(self._file, 1 << 20, at):
             data += chunk

@@ -135,12 +135,14 @@ class DiskStorage(Storage):
         self.folder.close()
 
     def _move(self, move: Callable[[int, memoryview, int], int], slot: int, data: Bytes) -> None:
-        left, at = data.data, slot * self._block_bytes
+        left = data.data
+        at = slot * self._block_bytes
         while left:
             num_bytes = move(self._file, left, at)
             if not num_bytes:
                 raise BadBlock("its file is too short")
-            left, at = left[num_bytes:], at + num_bytes
+            left = left[num_bytes:]
+            at += num_bytes
 
 
 def _pread(file: int, target: memoryview, at: int) -> int:

@@ -111,8 +111,9 @@ class Lookups:
             return False
         deadline = self._clock() + wait_s
         storages: list[SharedStorage] = [group.storage for group in tier.groups]  # type: ignore[misc]
-        about = self._layout, block_hashes, known, self._clock, self._ended.put, deadline
-        lookup = _Lookup(storages, *about)
+        lookup = _Lookup(
+            storages, self._layout, block_hashes, known, self._clock, self._ended.put, deadline
+        )
         self._asked[sequence_id] = lookup
         self._num_in_flight += 1
         self._thread.submit(lookup)

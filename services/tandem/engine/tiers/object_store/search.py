@@ -40,7 +40,8 @@ def search(
 ) -> Found:
     """Returns what is there of a chain, as deep as a request can go on. Of the group without a
     window, `first` blocks are known to be. Raises OSError."""
-    depth, found = len(block_hashes), [list[int]() for _ in layout.groups]
+    depth = len(block_hashes)
+    found = [list[int]() for _ in layout.groups]
     for number, group in enumerate(layout.groups):
         if group.window is None and first < depth:
             depth = storages[number].look_up(block_hashes, first)

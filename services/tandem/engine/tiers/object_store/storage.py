@@ -40,7 +40,8 @@ T = TypeVar("T")
 REMEMBERED = 65_536  # blocks that a worker knows to be there
 _AT_ONCE = 8  # writes, and reads
 _START_S = 60.0  # for the threads: the machine may be busy
-_PAUSE_S, _PAUSE_S_MAX = 1.0, 30.0
+_PAUSE_S = 1.0
+_PAUSE_S_MAX = 30.0
 _CHECKSUM_BYTES = 8
 
 
@@ -78,7 +79,8 @@ class ObjectStorage(Storage):
     def of_group(self, group: int, seal: Seal) -> ObjectStorage:
         """Returns the storage of another KV group of the model in the same store."""
         other = copy.copy(self)
-        other._suffix, other._seal = f"-{group}", seal
+        other._suffix = f"-{group}"
+        other._seal = seal
         return other
 
     @property
@@ -145,7 +147,8 @@ class ObjectStorage(Storage):
             data = np.frombuffer(got.result(), np.uint8)
         except FileNotFoundError as error:
             raise BadBlock("it is not there any more") from error
-        checksum, body = data[:_CHECKSUM_BYTES].tobytes(), data[_CHECKSUM_BYTES:]
+        checksum = data[:_CHECKSUM_BYTES].tobytes()
+        body = data[_CHECKSUM_BYTES:]
         sealed = self._seal.buffer(target)
         if body.nbytes != sealed.nbytes:
             raise BadBlock(f"it has {body.nbytes} bytes instead of {sealed.nbytes}")
@@ -223,7 +226,8 @@ class _Health:
                 pause_s = self._backoff.next_s()
                 log.warning("the store fails; off for %.0f s: %s", pause_s, _first_line(error))
                 self._ready_at = time.monotonic() + pause_s
-            self._has_failed, self._is_tried = True, False
+            self._has_failed = True
+            self._is_tried = False
             self._lock.notify_all()
 
     def _may_ask(self) -> bool:

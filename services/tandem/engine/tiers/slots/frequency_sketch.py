@@ -78,7 +78,8 @@ class FrequencySketch:
 
     def _smallest_plainly(self, block_hash: bytes) -> float:
         a, b, c, d = _PARTS.unpack(block_hash)
-        cells, width = self._view, self._width
+        cells = self._view
+        width = self._width
         last = width - 1
         count: float = min(
             cells[a & last],

@@ -137,7 +137,8 @@ class MostValuable:
     def _growth(self, rate: PrefillRate) -> float:
         """Returns what each block before it adds to the time to compute a block, relative to that
         of a chain's first block."""
-        size, context_s = self._block_size, rate.token_context_s
+        size = self._block_size
+        context_s = rate.token_context_s
         first_s = rate.token_s + context_s * (size - 1) / 2 or context_s  # of a token
         return size * context_s / first_s if first_s else 0.0
 

@@ -200,7 +200,9 @@ class SlotPool(BlockPool):
     ) -> None:
         """Takes a slot that nobody references, after the slot of its parent."""
         block = self._blocks[slot]
-        block.block_hash, block.parent_id, block.num_children = block_hash, parent, num_children
+        block.block_hash = block_hash
+        block.parent_id = parent
+        block.num_children = num_children
         self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
         block.worth = self._worth(slot, block_hash)
         self._by_hash[block_hash] = slot
