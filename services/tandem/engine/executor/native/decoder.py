@@ -21,7 +21,7 @@ from tandem.engine.cache.heavy_hitters import Sums
 from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places
 from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.native.lora import NativeAdapters, PackedLora, by_adapter
-from tandem.engine.executor.native.packing import KINDS, Packer, pack_latent
+from tandem.engine.executor.native.packing import KINDS, Packer
 from tandem.engine.executor.torch.decoder import embedding_multiplier, rope_tables
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
@@ -249,8 +249,7 @@ class NativeDecoder:
         )
         if weights.latent is not None:
             assert self._config.latent is not None
-            latent = pack_latent(self._packer, self._config.latent, weights.latent)
-            layer.latent = pointer(latent)
+            layer.latent = pointer(self._packer.latent(self._config.latent, weights.latent))
         if isinstance(weights.mlp, ExpertWeights):
             assert spec.experts is not None
             layer.experts = pointer(self._experts(spec.experts, weights.mlp))

@@ -19,7 +19,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     Linear,
     ModelWeights,
 )
-from tandem.engine.executor.weights.file_pages import FilePages, give_back_freed
+from tandem.engine.executor.weights.released_memory import FilePages, give_back_freed
 from tandem.models.gguf.tensors import Blocks
 from tandem.models.latent import Latent as LatentSizes
 from tandem.models.quantized.fp8 import Fp8
@@ -140,6 +140,24 @@ class Packer:
         self._kept.append(embedding)
         return {"embedding": embedding.data_ptr(), "embedding_kind": KINDS[embedding.dtype]}
 
+    def latent(self, sizes: LatentSizes, weights: LatentWeights) -> Latent:
+        """Packs the weights of latent attention."""
+        latent = Latent(
+            q_norm=self.floats(weights.q_norm),
+            kv_norm=self.floats(weights.kv_norm),
+            keys=self._of_heads(weights.keys),
+            values=self._of_heads(weights.values),
+            kv_rank=sizes.kv_rank,
+            rope=sizes.rope_dim,
+            plain=sizes.plain_dim,
+            value=sizes.value_dim,
+            norm_eps=LATENT_NORM_EPS,
+        )
+        if weights.q_out is not None:
+            latent.q_out = self.matrix((Linear(weights.q_out, None),))
+        self.keep(latent)
+        return latent
+
     def floats(self, tensor: torch.Tensor | None) -> int | None:
         """Returns the address of the same numbers in float32; None of nothing."""
         if tensor is None:
@@ -147,6 +165,13 @@ class Packer:
         floats = tensor.to(torch.float32, copy=True).contiguous()
         self._kept.append(floats)
         return floats.data_ptr()
+
+    def _of_heads(self, weights: torch.Tensor) -> object:
+        """Packs a matrix of each head, which one thread multiplies with: never as int8."""
+        matrices = [self.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
+        packed = (Matrix * len(matrices))(*matrices)
+        self.keep(packed)
+        return packed
 
     def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
         """Packs matrices in fp8. `stored` are those of the checkpoint that they were made of."""
@@ -250,30 +275,3 @@ def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         tensors = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]
     panels = [each.view(-1, PANEL, *each.shape[1:]) for each in tensors]
     return torch.stack(panels, 1).flatten(0, 2)
-
-
-def pack_latent(packer: Packer, sizes: LatentSizes, weights: LatentWeights) -> Latent:
-    """Returns a struct that lives as long as the packer."""
-    latent = Latent(
-        q_norm=packer.floats(weights.q_norm),
-        kv_norm=packer.floats(weights.kv_norm),
-        keys=_of_heads(packer, weights.keys),
-        values=_of_heads(packer, weights.values),
-        kv_rank=sizes.kv_rank,
-        rope=sizes.rope_dim,
-        plain=sizes.plain_dim,
-        value=sizes.value_dim,
-        norm_eps=LATENT_NORM_EPS,
-    )
-    if weights.q_out is not None:
-        latent.q_out = packer.matrix((Linear(weights.q_out, None),))
-    packer.keep(latent)
-    return latent
-
-
-def _of_heads(packer: Packer, weights: torch.Tensor) -> object:
-    """Packs a matrix of each head, which one thread multiplies with: never as int8."""
-    matrices = [packer.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
-    packed = (Matrix * len(matrices))(*matrices)
-    packer.keep(packed)
-    return packed

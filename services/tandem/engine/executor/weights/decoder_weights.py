@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tandem.engine.executor.weights.file_pages import FilePages
+from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.models.gguf.tensors import Blocks
 from tandem.models.quantized.fp8 import Fp8
 from tandem.models.quantized.packed_groups import PackedGroups

@@ -26,7 +26,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     Quantized,
 )
 from tandem.engine.executor.weights.experts import load_experts
-from tandem.engine.executor.weights.file_pages import FilePages
+from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
     query_rows,

@@ -26,8 +26,8 @@ import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.weights.file_pages import give_back_freed
 from tandem.engine.executor.weights.mxfp4 import Mxfp4
+from tandem.engine.executor.weights.released_memory import give_back_freed
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import resolve
 
