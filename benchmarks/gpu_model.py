@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.executor.weights import LayerWeights, Linear, Mlp, ModelWeights
+from tandem.engine.executor.weights.decoder_weights import LayerWeights, Linear, Mlp, ModelWeights
 from tandem.models.config import ModelConfig
 from tandem.models.layers import LayerSpec
 from tandem.models.rope import Rope

@@ -7,7 +7,7 @@ import time
 import torch
 
 from benchmarks.gpu_model import Size
-from tandem.engine.executor.weights import LayerWeights, ModelWeights
+from tandem.engine.executor.weights.decoder_weights import LayerWeights, ModelWeights
 from tandem.models.config import ModelConfig
 
 

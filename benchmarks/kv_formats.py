@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import latent_model
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.cache.kv_groups import model_layout
-from tandem.engine.cache.pool_memory import populate
+from tandem.engine.cache.layout.kv_groups import model_layout
+from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config import ModelConfig

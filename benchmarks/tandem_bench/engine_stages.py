@@ -31,7 +31,7 @@ from rich.table import Table
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import DTYPE_BYTES
 from tandem.common.process.progress import Step, Waiting
-from tandem.engine.cache.pool_memory import own_pages
+from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError

@@ -13,7 +13,7 @@ from pathlib import Path
 from tandem.models.families import FAMILIES, Family
 from tandem.models.gguf.config import ARCHITECTURES
 from tests.tiny_models import families_of
-from tests.unit.engine.test_triton_families import KINDS, OTHERS
+from tests.unit.engine.executor.triton.test_families import KINDS, OTHERS
 from tests.unit.models.test_gguf_families import files_of
 
 PAGE = Path(__file__).with_suffix(".md")

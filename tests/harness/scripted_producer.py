@@ -23,7 +23,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.perf_model.rates import WorkerRates
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
 from tandem.net.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb

@@ -24,7 +24,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
-from tandem.engine.cache.pool_bytes import pool_bytes
+from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.grpc.reservations import Reservations

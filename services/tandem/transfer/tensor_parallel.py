@@ -14,7 +14,7 @@ Arithmetic alone: it opens no transfer and knows no addresses, only offsets into
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import Incompatible
 
 # Of the whole model's layout; num_blocks is each side's own.

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from tandem.engine.executor.load_weights import load_weights
+from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError
 from tandem.models.gguf.export import export
 from tandem.models.gguf.layout import read_layout

@@ -24,7 +24,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.engine.executor.load_weights import load_weights
+from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError, TandemError
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.gguf.export import export

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.weights import ExpertWeights, Mlp
+from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Mlp
+from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import UnsupportedModel
 from tandem.models.quantized.config import has_kv_scales, read_quantization
 from tandem.models.quantized.scheme import Scheme

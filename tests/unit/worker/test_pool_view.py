@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from tandem.engine.cache.block_spans import BlockSpans
-from tandem.engine.cache.pool_memory import create_shared, map_shared, size_shared
+from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.pool_memory import create_shared, map_shared, size_shared
 from tandem.errors import InternalError, LeaseLost
 from tandem.transfer.grpc.reservations import Reservations
 from tandem.worker.engine_process.pool_view import MappedPool

@@ -10,7 +10,7 @@ from functools import partial
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import KV_BITS
-from tandem.engine.cache.kv_groups import (
+from tandem.engine.cache.layout.kv_groups import (
     STEP_TOKENS,
     KvLayout,
     divide_pool,

@@ -21,7 +21,7 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-KNOWN_IN_STORE = 65_536  # blocks; as services/tandem/engine/tiers/object_storage.py
+KNOWN_IN_STORE = 65_536  # blocks; as services/tandem/engine/tiers/object_store/storage.py
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
 

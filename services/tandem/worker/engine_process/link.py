@@ -21,7 +21,7 @@ import zmq.asyncio
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.endings import oom_kills, told_status
 from tandem.common.retention import Kept, Retention
-from tandem.engine.cache.pool_memory import create_shared, map_shared
+from tandem.engine.cache.layout.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.net.observability.logs import STACKS_SIGNAL
 from tandem.net.socket_folder import make_socket_folder

@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import InternalError, LeaseLost
 from tandem.transfer.grpc.reservations import Blocks, Reservation
 from tandem.worker.engine_process.messages import StoreBytes

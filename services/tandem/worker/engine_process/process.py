@@ -29,8 +29,8 @@ import torch
 import zmq
 
 from tandem.common.process.garbage import exempt_loaded
-from tandem.engine.cache.pool_bytes import pool_bytes
-from tandem.engine.cache.pool_memory import populate
+from tandem.engine.cache.layout.pool_bytes import pool_bytes
+from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.io_thread import IoThread

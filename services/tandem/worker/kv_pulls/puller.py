@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import BlockMismatch
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.protocol import BlockPull

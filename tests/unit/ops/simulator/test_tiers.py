@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tandem.common.perf_model.rates import TierRate
-from tandem.engine.tiers.object_storage import REMEMBERED
+from tandem.engine.tiers.object_store.storage import REMEMBERED
 from tandem.ops.simulator.output.report import summarize
 from tandem.ops.simulator.output.table import tier_columns, tier_rows
 from tandem.ops.simulator.policies import make_policy

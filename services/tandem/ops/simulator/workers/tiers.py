@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from tandem.common.perf_model.rates import PrefillRate, TierRate
 from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt, choose_soonest
 from tandem.engine.cache.block_table import UnfilledBlock
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.tiers.slots.keep_policy import keep_policy
 from tandem.engine.tiers.sources import Sources, Tables
 from tandem.engine.tiers.storage import Bytes, Entry, Storage
 from tandem.engine.tiers.tier import Tier
