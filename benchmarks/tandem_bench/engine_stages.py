@@ -35,7 +35,7 @@ from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_bench.engine import MODES, idle_percent, limits
 from tandem_bench.engine_steps import (
     blocks_needed,

@@ -37,9 +37,9 @@ from tandem.common.config.router import RouterConfig
 from tandem.common.process.cancellation import cancel
 from tandem.common.process.garbage import exempt_loaded
 from tandem.errors import MemoryGrown, TandemError
-from tandem.models.broken_files import naming
-from tandem.models.source import read_json_if_any, resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.files import naming, read_json_if_any
+from tandem.models.source import resolve
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import make_tracing
 from tandem.net.rpc.certificates import CertificateFiles
 from tandem.net.security.access import Access, is_loopback

@@ -19,7 +19,7 @@ from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, silent
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tandem.models.families import FAMILIES
+from tandem.models.config.families import FAMILIES
 from tests.harness.documents import ROOT
 from tests.tiny_models import families_of
 

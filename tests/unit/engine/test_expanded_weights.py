@@ -12,9 +12,10 @@ from tandem.engine.executor.load_weights import load_weights
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.executor.triton_steps import TritonSteps
 from tandem.engine.executor.weights import ModelWeights
-from tandem.models.quantized.fp8 import Fp8
-from tandem.models.quantized.packed_groups import PackedGroups
-from tandem.models.source import ModelFolder, resolve
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
 from tandem_kernels.blocks import widen
 from tests.random_blocks import TYPES, ZEROED, random_blocks
 from tests.unit.engine import native_shapes

@@ -14,7 +14,7 @@ from tandem.engine.executor.lora_weights import load_lora
 from tandem.engine.executor.native_decoder import NativeDecoder
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.kv_pools import empty_pool
 from tests.lora_adapters import describe, write_adapter
 from tests.tiny_models import make_tiny_model

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.models.checkpoint.weight_shapes import expected_shapes
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.test_load_growth import bytes_once_loaded, check
 from tests.unit.models import conftest as tiny_gguf

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import converted_folder
-from tandem.models.source import ModelFolder, read_folder
+from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
 from tests.step_batches import mixed_steps
 from tests.tiny_models import make_tiny_model
-from tests.unit.models.test_gguf_families import file_of, make_origin
+from tests.unit.models.gguf.test_families import file_of, make_origin
 
 PROMPTS = [
     torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()

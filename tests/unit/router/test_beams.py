@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import NewTokens, SamplingParams
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.choices.beams import Beam, BeamOptions, extend, ranked, search

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 from tandem.api.openai.replies import Replies
 from tandem.api.openai.requests import parse_chat, parse_completion
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta, Usage
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from tokenizers import Tokenizer as Backend
 
 from tandem.models.source import resolve
-from tandem.models.tokenizer import RenderedText, Tokenizer
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
 from tandem.router.request.prompt import pieces
 from tandem.router.request.prompt.pieces import (
     CONTEXT_CHARACTERS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import BadRequest, ContextTooLong
 from tandem.models.source import resolve
-from tandem.models.tokenizer import RenderedText, Tokenizer
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.prompt import prompts
 from tandem.router.request.prompt.pieces import CUT_TOKENS, PIECE_CHARACTERS

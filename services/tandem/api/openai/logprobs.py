@@ -7,7 +7,7 @@ itself, so they are exact where no character spans two tokens.
 from typing import Any
 
 from tandem.api.openai.parsed import ParsedRequest
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta
 from tandem.router.request.request import ClientRequest

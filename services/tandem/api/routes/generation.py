@@ -31,7 +31,7 @@ from tandem.api.openai.fields import warn
 from tandem.api.openai.requests import drop_unknown_fields
 from tandem.api.openai.structured import Strict
 from tandem.common.config.router import RouterConfig
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of
 from tandem.router.placement.hint import HINT_HEADER, PlacementHint
 from tandem.router.placement.hint import read as read_hint

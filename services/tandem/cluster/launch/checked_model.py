@@ -11,11 +11,12 @@ from tandem.cluster.launch.options import LaunchOptions
 from tandem.errors import TandemError
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.kv_scales import find_kv_scales
+from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings
-from tandem.models.lora import open_lora
-from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, is_local, resolve
-from tandem.models.tokenizer import Tokenizer
-from tandem.models.tokenizer_check import check_file
+from tandem.models.lora.adapter import open_lora
+from tandem.models.source import BUILT_IN, built_in_file, is_local, resolve
+from tandem.models.tokenizer.check import check_file
+from tandem.models.tokenizer.tokenizer import Tokenizer
 
 
 def model_here(options: LaunchOptions) -> ModelFolder | None:

@@ -50,8 +50,8 @@ from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
 from tandem.common.process.progress import Step, Waiting
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
 from tandem.models.memory import read_memory, why_too_much, worker_need
-from tandem.models.source import ModelFolder
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.control_state import Head
 

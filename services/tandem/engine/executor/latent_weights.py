@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
-from tandem.models.latent import Latent
+from tandem.models.config.latent import Latent
 
 if TYPE_CHECKING:
     from tandem.engine.executor.tensors_by_name import TensorsByName

@@ -3,7 +3,7 @@
 import torch
 
 from tandem.engine.executor.model import rope_tables
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.rope import rotary_angles
 
 _ANGLES_MIN = 2048

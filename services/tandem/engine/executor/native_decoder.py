@@ -30,9 +30,9 @@ from tandem.engine.executor.packing import KINDS, Packer
 from tandem.engine.executor.weights import ExpertWeights, LayerWeights, Linear, ModelWeights
 from tandem.engine.executor.weights import Mlp as MlpWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
-from tandem.models.experts import Experts as ExpertSpec
-from tandem.models.layers import LayerSpec
+from tandem.models.config.experts import Experts as ExpertSpec
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (

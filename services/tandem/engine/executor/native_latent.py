@@ -7,7 +7,7 @@ import torch
 from tandem.engine.executor.latent_weights import LATENT_NORM_EPS, LatentWeights
 from tandem.engine.executor.packing import Packer
 from tandem.engine.executor.weights import Linear
-from tandem.models.latent import Latent as LatentSizes
+from tandem.models.config.latent import Latent as LatentSizes
 from tandem_kernels.native.library import Latent, Matrix
 
 

@@ -16,8 +16,8 @@ from tandem.engine.cache.pool_memory import own_pages
 from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.heap import give_back_freed
 from tandem.engine.executor.weights import Linear, ModelWeights
+from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.gguf.tensors import Blocks
-from tandem.models.quantized.fp8 import Fp8
 from tandem_kernels.native.library import (
     PANEL,
     Kind,

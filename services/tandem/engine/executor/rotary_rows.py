@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 
 
 def rotary_rows(config: ModelConfig) -> torch.Tensor | None:

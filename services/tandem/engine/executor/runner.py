@@ -33,6 +33,7 @@ from tandem.engine.executor.native_lora import PackedLora
 from tandem.engine.executor.torch_steps import TorchSteps
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings, max_context
 from tandem.models.memory import (
     Memory,
@@ -42,7 +43,6 @@ from tandem.models.memory import (
     why_too_much,
     worker_need,
 )
-from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw

@@ -14,10 +14,10 @@ from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.heap import give_back_freed
 from tandem.engine.executor.mxfp4 import Mxfp4
 from tandem.engine.executor.weights import Linear, Quantized
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.gguf.tensors import Blocks, can_widen, is_packed
-from tandem.models.quantized.fp8 import Fp8
-from tandem.models.quantized.packed_groups import PackedGroups
-from tandem.models.quantized.tensors import Coded
 
 # The kernels for which matrices stay quantized; "": they become numbers.
 KeptFor = Literal["", "native", "torch", "triton"]

@@ -10,7 +10,7 @@ from tandem.engine.executor.step_inputs import make_step_inputs
 from tandem.engine.executor.step_lora import StepLora
 from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.dispatch import kernels_for
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import logprobs

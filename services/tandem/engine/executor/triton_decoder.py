@@ -36,8 +36,8 @@ from tandem.engine.executor.weights import (
     Mlp,
     ModelWeights,
 )
-from tandem.models.config import ModelConfig
-from tandem.models.experts import Experts
+from tandem.models.config.experts import Experts
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from tandem.engine.executor.expand import pieces
 from tandem.engine.executor.weights import Linear
-from tandem.models.quantized.packed_groups import PackedGroups
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 

@@ -11,7 +11,7 @@ from tandem.engine.executor.triton_inputs import StepViews, adapted_rows, write_
 from tandem.engine.executor.triton_lora import TritonAdapters
 from tandem.engine.executor.weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.logprobs import logprobs

@@ -9,9 +9,9 @@ import torch
 
 from tandem.engine.executor.file_pages import FilePages
 from tandem.engine.executor.latent_weights import LatentWeights
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import Blocks
-from tandem.models.quantized.fp8 import Fp8
-from tandem.models.quantized.packed_groups import PackedGroups
 
 Quantized = Blocks | Fp8 | PackedGroups
 

@@ -17,7 +17,7 @@ from tandem.engine.cache.kv_groups import (
     model_layout,
 )
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 from tandem.models.shape import num_parameters
 from tandem.transfer.tensor_parallel import ParallelLayout

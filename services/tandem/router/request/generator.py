@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from tandem.common.adapter import Adapter, digest_of
 from tandem.common.config.router import RouterConfig
 from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
-from tandem.models.source import ModelFolder
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.folder import ModelFolder
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.net.security.limits import Limits
 from tandem.router.admission.tenants import cache_salt

@@ -17,7 +17,7 @@ import pytest
 from tandem.errors import BadRequest, CompilerBusy
 from tandem.models.grammars.text import Kind, StructuredOutput
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.request.prompt import prompts
 from tandem.router.request.prompt.grammar_checker import GrammarChecker
 from tandem.router.request.prompt.prompts import PromptPreparer

@@ -18,7 +18,7 @@ from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import GrammarMasks, GrammarMatcher
 from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 
 FOLDER = resolve("smollm2")
 ENDS = set(FOLDER.config.eos_token_ids)

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 
 EOS = 2

@@ -45,10 +45,10 @@ from typing import NamedTuple
 
 from tandem.common.block_hash import Chain, hash_blocks
 from tandem.errors import BadRequest, CompilerBusy, ConfigError, TokenizerLate
-from tandem.models.broken_files import first_line
+from tandem.models.files import first_line
 from tandem.models.grammars.text import StructuredOutput, refused
-from tandem.models.tokenizer import RenderedText, Tokenizer, check_unicode
-from tandem.models.tokenizer_check import MEMORY_BYTES
+from tandem.models.tokenizer.check import MEMORY_BYTES
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer, check_unicode
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
 from tandem.router.request.prompt.grammar_checker import RETRY_AFTER_S, GrammarChecker
