@@ -34,8 +34,8 @@ from tandem.transfer.nixl.ucx_mode import UcxMode
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
-from tandem.worker.engine_process.link import EngineLink, _replies
-from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine
+from tandem.worker.engine_process.link import EngineLink, PoolThroughEngine, _replies
+from tandem.worker.engine_process.pool_view import MappedPool
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.pull_ledger import PullLedger
 from tandem.worker.kv_pulls.lease import ConsumerLease

@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from tandem.api.admin.app import make_admin_app
 from tandem.api.admin.listener import AdminListener
 from tandem.api.admin.page_feed import PageFeed
+from tandem.api.app import make_app
 from tandem.api.gateway.ext_proc import ExternalProcessor
 from tandem.api.gateway.fronts import FrontTable, announce
 from tandem.api.gateway.listener import PickerListener
@@ -30,7 +31,6 @@ from tandem.api.gateway.picker import EndpointPicker
 from tandem.api.grpc.access import CallGuard
 from tandem.api.grpc.cluster import GrpcCluster
 from tandem.api.grpc.inference import GrpcApi
-from tandem.api.http.app import make_app
 from tandem.api.listener import PublicListener
 from tandem.common.config.cluster import LEAVE_SIGNAL
 from tandem.common.config.router import RouterConfig

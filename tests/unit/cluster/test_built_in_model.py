@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.built_in_model import download_built_in
+from tandem.cluster.launch.checked_model import download_built_in
 from tandem.errors import ConfigError
 from tandem.models.source import BUILT_IN_PACKAGE, BUILT_IN_VERSION, built_in_file, resolve
 

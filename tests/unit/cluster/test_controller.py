@@ -16,7 +16,7 @@ from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.processes.owned import Owned, SharedOwned, read
 from tandem.cluster.ray import controller as controller_module
 from tandem.cluster.ray.controller import PoolController
-from tandem.cluster.ray.head import HOST_LABEL
+from tandem.cluster.ray.node import HOST_LABEL
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tests.harness.cluster import wait_for
 

@@ -8,7 +8,8 @@ import pytest
 
 from tandem.cluster.pools import Host
 from tandem.cluster.ray import host_watch
-from tandem.cluster.ray.head import (
+from tandem.cluster.ray.host_watch import FIRST_JOIN_S, LOST_AFTER_S, HostWatch
+from tandem.cluster.ray.node import (
     CORES_LABEL,
     HOST_LABEL,
     NODE_LABEL,
@@ -16,7 +17,6 @@ from tandem.cluster.ray.head import (
     read_cores,
     shown_cores,
 )
-from tandem.cluster.ray.host_watch import FIRST_JOIN_S, LOST_AFTER_S, HostWatch
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-# What tandem/cluster/ray/head.py takes of each: attributes, and arguments of its constructor.
+# What tandem/cluster/ray/node.py takes of each: attributes, and arguments of its constructor.
 _TAKEN = {
     "ray._private.node.Node": (
         ("start_api_server", "all_processes", "gcs_address"),
@@ -49,7 +49,7 @@ _TAKEN = {
 def test_ray_still_has_what_the_loopback_head_takes(path: str) -> None:
     module, _, name = path.rpartition(".")
     told = (
-        f"Ray {ray.__version__} changed {path}, which is private: adapt tandem/cluster/ray/head.py "
+        f"Ray {ray.__version__} changed {path}, which is private: adapt tandem/cluster/ray/node.py "
         "to it, or stay on the version that pyproject.toml pins"
     )
     attributes, arguments = _TAKEN[path]

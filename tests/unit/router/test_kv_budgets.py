@@ -8,7 +8,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.common.kv_budget import KvBudget
 from tandem.errors import BadRequest
-from tandem.router.request.kv_budgets import pool_tokens_of
+from tandem.router.request.generator import pool_tokens_of
 from tandem.router.request.request import ClientRequest
 
 CLUSTER = ClusterConfig(cluster_id="c", redis_url="redis://x", token="t")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.api.http.slow_reads import _READS_OF_ADDRESS, SlowReads
+from tandem.api.http.server import _READS_OF_ADDRESS, SlowReads
 
 
 async def test_each_address_has_its_turns_whatever_others_have() -> None:

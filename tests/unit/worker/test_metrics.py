@@ -18,8 +18,7 @@ from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission
 from tandem.worker.engine_process.messages import PullsSettled
 from tandem.worker.kv_pulls.lease import PullStats
-from tandem.worker.metrics.tiers import DAMAGE_S, TierDamage
-from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.metrics.worker import DAMAGE_S, TierDamage, WorkerMetrics
 from tandem.worker.prefill.leases import Lease
 
 

@@ -21,8 +21,8 @@ from tandem.cluster.launch.pool_option import as_mapping
 from tandem.cluster.launch.run import Run
 from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.processes.process import child_environment
-from tandem.cluster.ray.head import RayNode, shown_cores, write_ray_token
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.cluster.ray.node import RayNode, shown_cores, write_ray_token
 from tandem.cluster.ray.ray_host import RayHost
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.config.tls import KINDS, Kind

@@ -19,8 +19,8 @@ from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
-from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.cluster.ray.node import HeadStarted
 from tandem.common.config.cluster import ROUTER_POOLS
 from tandem.common.process.progress import Step
 from tandem.errors import ConfigError

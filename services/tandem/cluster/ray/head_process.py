@@ -21,7 +21,7 @@ import msgspec
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes import guardian
 from tandem.cluster.processes.process import failed_start
-from tandem.cluster.ray.head import LISTENING, HeadStarted, RayNode, head_environment
+from tandem.cluster.ray.node import LISTENING, HeadStarted, RayNode, head_environment
 
 
 class HeadProcess:

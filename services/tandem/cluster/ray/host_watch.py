@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from tandem.cluster.pools import Host
-from tandem.cluster.ray.head import CORES_LABEL, GPUS_LABEL, HOST_LABEL, NODE_LABEL, read_cores
+from tandem.cluster.ray.node import CORES_LABEL, GPUS_LABEL, HOST_LABEL, NODE_LABEL, read_cores
 
 log = logging.getLogger(__name__)
 

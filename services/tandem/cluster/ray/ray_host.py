@@ -21,8 +21,8 @@ from rich.markup import escape
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import HeadLease
-from tandem.cluster.ray.head import HeadStarted, RayNode
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.cluster.ray.node import HeadStarted, RayNode
 from tandem.common.printable import printable
 from tandem.errors import ConfigError
 from tandem.net.store.client import UNREACHABLE

@@ -5,8 +5,9 @@
                 x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
-Families differ from this drawing in what models/config/families.py lists: norms may stand after attention
-and the MLP, q and k may be normalized, layers may have a window or no rotation, sums multipliers.
+Families differ from this drawing in what models/config/families.py lists: norms may stand after
+attention and the MLP, q and k may be normalized, layers may have a window or no rotation, sums
+multipliers.
 In the place of the MLP there may be experts: MLPs of which a router chooses some for each token.
 Knows tensors and the KV pool; no sequences, no scheduling.
 """

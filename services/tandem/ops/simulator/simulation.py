@@ -19,10 +19,9 @@ from tandem.ops.simulator.requests import MIGRATIONS_MAX, Request
 from tandem.ops.simulator.scenario import Fault, Scenario
 from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.view import View
-from tandem.ops.simulator.workers.host import Host
 from tandem.ops.simulator.workers.make_tiers import make_tiers
 from tandem.ops.simulator.workers.task import Task
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import Host, Worker
 from tandem.prefix_index.holders import holder_of, with_store
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.router.admission.admit import admit

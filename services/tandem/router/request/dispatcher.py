@@ -38,7 +38,6 @@ from tandem.router.request.migrations import (
     lost_for_good,
     raise_if_refused,
 )
-from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.returns import Returns
@@ -50,6 +49,7 @@ _Take = Callable[[Job, Work, Placement, dict[str, int]], T]
 # A request with fewer tokens to come than this ends where it is sooner than it migrates.
 FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
+_RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
@@ -424,3 +424,37 @@ def _prefill_of(work: Work, placement: Placement) -> Prefill:
 
 class _Migrate(Exception):
     """Signals that the worker leaves, and the request might go on elsewhere."""
+
+
+class PendingQueue:
+    """The pending queue of a router."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
+        self._config = config
+        self._view = view
+        self._metrics = metrics
+        self.num_pending = 0
+
+    async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
+        """Waits for a usable decode worker. Raises NoWorkers after too long, or for too many.
+
+        An answer that was begun is not given up for want of room here. `refused`: epochs of
+        workers that need not be waited for.
+        """
+        if not is_begun and self.num_pending >= self._config.hold_requests_max:
+            raise NoWorkers(
+                f"no decode worker is ready and {self.num_pending} requests wait for one already",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        deadline_s = self._config.hold_deadline_s
+        self.num_pending += 1
+        try:
+            with self._metrics.requests_pending.track_inprogress():
+                async with asyncio.timeout(deadline_s):
+                    while not self._view.has_decode_worker(refused):
+                        await self._view.wait_change()
+        except TimeoutError:
+            message = f"no decode worker was ready within {deadline_s:g} s"
+            raise NoWorkers(message, retry_after_s=_RETRY_AFTER_S) from None
+        finally:
+            self.num_pending -= 1

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import grpc
 import msgspec
@@ -23,9 +23,7 @@ from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.transfer.nixl.reach import host_identity
 from tandem.worker.convert import load_message, plain_of, rate_message, retention_of
-
-if TYPE_CHECKING:
-    from tandem.worker.lifecycle.worker import Worker
+from tandem.worker.lifecycle.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,14 @@ starting --> ready --> draining --> gone
                                               KV compatibility was refused)
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import math
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,7 @@ from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.net.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.net.store.registry import KvCompatibility, Load, State, WorkerRecord
 from tandem.transfer.nixl.messages import Broken
 from tandem.worker.convert import load_message, plain_of
@@ -46,7 +48,6 @@ from tandem.worker.lifecycle.kv_events import KvEvents
 from tandem.worker.lifecycle.loading import start_and_tell
 from tandem.worker.lifecycle.membership import Membership
 from tandem.worker.lifecycle.role import RoleChange
-from tandem.worker.lifecycle.servicer import Servicer
 from tandem.worker.lifecycle.warm import Warmer
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics
@@ -74,8 +75,12 @@ class Worker:
     role: RoleChange
     compatibility: KvCompatibility
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(
+        self, config: WorkerConfig, make_servicer: Callable[[Worker], WorkerServicer]
+    ) -> None:
+        """`make_servicer` makes the gRPC service that calls this worker."""
         self.config = config
+        self._make_servicer = make_servicer
         self.epoch = uuid.uuid4().hex[:16]
         self.state: State = "starting"
         self._drain_until = math.inf  # by time.monotonic(), from `stop` on
@@ -265,7 +270,7 @@ class Worker:
             ],
             options=SERVER_OPTIONS,
         )
-        add_WorkerServicer_to_server(Servicer(self), server)  # type: ignore[no-untyped-call]
+        add_WorkerServicer_to_server(self._make_servicer(self), server)  # type: ignore[no-untyped-call]
         wanted = f"{self.config.host}:{self.config.port}"
         try:
             port = add_port(

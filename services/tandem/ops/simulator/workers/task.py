@@ -1,16 +1,12 @@
-"""A task is the part of a request on one simulated worker. A listener follows tasks."""
+"""A task is the part of a request on one simulated worker."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 from tandem.ops.simulator.workers.tiers import Load
-
-if TYPE_CHECKING:
-    from tandem.ops.simulator.workers.worker import Worker
 
 
 @dataclass(slots=True, eq=False)
@@ -49,16 +45,3 @@ class Task:
     def reusable_hashes(self, block_size: int) -> Sequence[bytes]:
         """Returns the hashes of the blocks before the last token, which is always computed."""
         return self.hashes[: (self.num_tokens - 1) // block_size]
-
-
-class Listener(Protocol):
-    """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
-
-    def reserved(self, worker: Worker, task: Task) -> None: ...
-    def prefilled(self, worker: Worker, task: Task) -> None: ...
-    def refused(self, worker: Worker, task: Task) -> None: ...
-    def decoded(self, worker: Worker, task: Task) -> None: ...
-    def blocks_changed(
-        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""
-    ) -> None: ...
-    def load_changed(self, worker: Worker) -> None: ...

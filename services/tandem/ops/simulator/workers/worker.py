@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from tandem.common.perf_model.predict import OWN_SPARE, RATES_OFF, prefill_seconds, queued_seconds
 from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt
@@ -24,11 +25,23 @@ from tandem.net.store.registry import Load
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.scenario import Scenario
 from tandem.ops.simulator.workers.engine import Engine
-from tandem.ops.simulator.workers.host import Host
 from tandem.ops.simulator.workers.kv_cache import KvCache
-from tandem.ops.simulator.workers.task import Listener, Task
+from tandem.ops.simulator.workers.task import Task
 from tandem.ops.simulator.workers.tiers import Load as TierLoad
 from tandem.ops.simulator.workers.tiers import WorkerTiers
+
+
+class Listener(Protocol):
+    """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
+
+    def reserved(self, worker: Worker, task: Task) -> None: ...
+    def prefilled(self, worker: Worker, task: Task) -> None: ...
+    def refused(self, worker: Worker, task: Task) -> None: ...
+    def decoded(self, worker: Worker, task: Task) -> None: ...
+    def blocks_changed(
+        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""
+    ) -> None: ...
+    def load_changed(self, worker: Worker) -> None: ...
 
 
 class Worker:
@@ -423,3 +436,28 @@ class Worker:
         if removed:
             self._listener.blocks_changed(self, (), removed)
         return True
+
+
+class Host:
+    """A machine whose workers share its cores: when more are busy than it has, each is slower.
+
+    A worker has one thread. `cores` need not be whole: it is by how much all workers together are
+    faster than one alone, memory and everything else that they share counted in.
+    """
+
+    def __init__(self, cores: float) -> None:
+        self._cores = cores
+        self._is_busy: dict[Worker, bool] = {}
+        self._speed = 1.0
+
+    def join(self, worker: Worker) -> None:
+        self._is_busy[worker] = False
+
+    def note(self, worker: Worker, *, busy: bool) -> None:
+        """Notes whether a worker computes now; slows all when more do than there are cores."""
+        self._is_busy[worker] = busy
+        speed = min(1.0, self._cores / max(1, sum(self._is_busy.values())))
+        if speed != self._speed:
+            self._speed = speed
+            for each in self._is_busy:
+                each.set_speed(speed)
