@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from benchmarks.slow_tier_engine import BYTES_PER_S
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig, Role
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig

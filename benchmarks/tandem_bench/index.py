@@ -34,7 +34,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.process.progress import Step, Waiting
 from tandem.errors import ConfigError
 from tandem.net.store.client import connect

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from tandem.api.server import Router
 from tandem.cluster.launch.certificates import Authority
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import AddressConfig, RouterConfig
 from tandem.common.config.tls import PublicTls

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import PairRate, default_pair
 from tandem.errors import Incompatible

@@ -176,7 +176,7 @@ def logs(
 
     That of a worker on another machine comes through a router, while its process answers.
     """
-    from tandem.cluster.launch.worker_log import show_worker_log
+    from tandem.cluster.logs.worker_log import show_worker_log
 
     show_worker_log(url, worker, follow=follow)
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.process.cancellation import cancel
 from tandem.errors import RateLimited, UsageUnknown
 from tandem.net.security.limits import NO_LIMITS, Limits

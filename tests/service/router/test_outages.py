@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tandem.api.server import Router
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.common.perf_model.rates import PrefillRate, WorkerRates

@@ -26,7 +26,6 @@ from rich.markup import escape
 from tandem.cluster.gpus import count_gpus, with_gpu
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model, model_here
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
 from tandem.cluster.launch.options import (
     LaunchOptions,
@@ -39,6 +38,7 @@ from tandem.cluster.launch.run import Run
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import ClusterSpec, plan
 from tandem.cluster.processes import process
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, tell_head
 from tandem.cluster.processes.owned import write_spec

@@ -32,7 +32,6 @@ from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.common import own_files
 from tandem.common.backoff import Backoff, doubling
 from tandem.common.config.cluster import (
     LEAVE_SIGNAL,
@@ -40,7 +39,7 @@ from tandem.common.config.cluster import (
     ROUTER_POOLS,
     RUN_FOLDER_VARIABLE,
 )
-from tandem.common.process import endings
+from tandem.common.process import endings, own_files
 from tandem.errors import ConfigError
 from tandem.net.observability.logs import configure_logging
 

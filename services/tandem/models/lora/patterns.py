@@ -43,7 +43,7 @@ def match_all(patterns: Sequence[Pattern], names: Sequence[str]) -> list[list[st
     is_few = len(patterns) <= _PLAIN_MAX
     if is_few and all(_PLAIN.fullmatch(pattern.given) for pattern in patterns):
         return [_match(pattern, names) for pattern in patterns]
-    from tandem.common.bounded_child import run_bounded
+    from tandem.common.process.bounded_child import run_bounded
 
     told = json.dumps([[tuple(pattern) for pattern in patterns], list(names)])
     output, _ = run_bounded(

@@ -36,7 +36,7 @@ _RUN = 2000  # one of cubic time takes minutes
 def check_file(file: Path) -> None:
     """Checks a tokenizer.json in a child process. Raises ConfigError naming the file and what is
     wrong with it."""
-    from tandem.common.bounded_child import run_bounded
+    from tandem.common.process.bounded_child import run_bounded
 
     output, status = run_bounded(
         [sys.executable, "-I", "-m", __spec__.name],

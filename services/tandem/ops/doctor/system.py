@@ -5,7 +5,7 @@ import resource
 import shutil
 from pathlib import Path
 
-from tandem.cluster.launch.run_logs import runs_folder
+from tandem.cluster.logs.run_logs import runs_folder
 from tandem.models.gguf.convert import cache_root
 from tandem.models.memory import read_memory
 from tandem.ops.doctor.host import Finding, Host

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
-from tandem.common.hang_limit import hang_limit
+from tandem.common.process.hang_limit import hang_limit
 from tandem.engine.adapter_slots import READ_DEADLINE_S
 from tandem.engine.types import AdapterLoad
 from tandem.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.head_lease import HeadLease, fenced_set
 from tandem.cluster.processes.owned import Owned, SharedOwned
 from tandem.cluster.ray.scale_channel import ScaleChannel

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.launch.run_logs import find_log, show_log
+from tandem.cluster.logs.run_logs import find_log, show_log
 from tandem.cluster.operate import ask
 from tandem.common.process.progress import Step, Waiting
 from tandem.errors import OperateError

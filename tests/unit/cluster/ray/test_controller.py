@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.processes.owned import Owned, SharedOwned, read
 from tandem.cluster.ray import controller as controller_module

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.run_logs import lines
+from tandem.cluster.logs.run_logs import lines
 from tandem.cluster.processes import process
 from tandem.errors import BadRequest
 from tandem.net.observability.log_file import Place, older, read_piece

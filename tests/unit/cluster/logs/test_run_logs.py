@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.run_logs import (
+from tandem.cluster.logs.run_logs import (
     RUNS_KEPT,
     RunLogs,
     find_log,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tandem.common.hang_limit import hang_limit
+from tandem.common.process.hang_limit import hang_limit
 
 HANG = {
     "the interpreter is held": "re.match('(a|aa)+$', 'a' * 100 + '!')",
@@ -16,7 +16,7 @@ HANG = {
 @pytest.mark.parametrize("how", HANG)
 def test_a_process_that_hangs_ends_and_says_where_it_was(how: str) -> None:
     program = (
-        "import re, threading\nfrom tandem.common.hang_limit import hang_limit\n"
+        "import re, threading\nfrom tandem.common.process.hang_limit import hang_limit\n"
         f"def hangs():\n  with hang_limit(0.5):\n    {HANG[how]}\n"
         "thread = threading.Thread(target=hangs)\nthread.start()\nthread.join()"
     )
