@@ -130,7 +130,8 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
 def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
     @app.get("/v1/requests/{request_id}")
     async def request(request_id: str, request: Request) -> Response:
-        requests, tenant = generator.requests, visible_tenant(request.state.key)
+        requests = generator.requests
+        tenant = visible_tenant(request.state.key)
         if choices := requests.find_choices(request_id, tenant):
             told = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
             return JsonResponse(told)

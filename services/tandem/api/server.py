@@ -165,7 +165,8 @@ class Router:
     def _make_public(self) -> PublicListener:
         guard = CallGuard(self._access, self._trail)
         handlers = GrpcApi(self._config, self.generator, guard).handlers()
-        clients, live = self._access.clients, guard.live_peers
+        clients = self._access.clients
+        live = guard.live_peers
         return PublicListener(self._config, handlers, clients, live, self._tls)
 
     def _make_picker(self) -> PickerListener:

@@ -49,7 +49,8 @@ def show_status(url: str) -> None:
     state = ask_once(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
-    screen, router = console(), state["router"]
+    screen = console()
+    router = state["router"]
     ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")
     model = state["model"] or "a router"
     screen.print(Text.assemble(f"{model} at {url}: ", ready, f"; redis {state['redis']}"))
@@ -107,7 +108,8 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
 
 def set_role(url: str, worker_id: str, role: str) -> None:
     """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
-    path, body = _path(worker_id, "role"), {"role": role} if role else {}
+    path = _path(worker_id, "role")
+    body = {"role": role} if role else {}
     with Waiting(Step(worker_id, "changes its pool")):
         done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
     print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
@@ -159,7 +161,8 @@ def show_why(url: str, request_id: str) -> None:
 
 
 def _show_record(record: Mapping[str, Any]) -> None:
-    screen, ttft_ms = console(), record["ttft_ms"]
+    screen = console()
+    ttft_ms = record["ttft_ms"]
     outcome = f"{record['outcome']}: {record['error']}" if record["error"] else record["outcome"]
     screen.print(f"{record['id']} ({record['kind']}): {outcome}")
     stages = record["stages_ms"]
@@ -307,11 +310,13 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     for pool, size in wanted.items():
         state = pools.get(pool, {})
         if not is_told:
-            registered, ready = state.get("registered", 0), state.get("ready", 0)
+            registered = state.get("registered", 0)
+            ready = state.get("ready", 0)
             if pool != "router" and not registered == ready == size:
                 found.append(f"{pool}: {registered} registered, {ready} ready, {size} wanted")
             continue
-        running, agents = state.get("running", 0), len(state.get("agents", ()))
+        running = state.get("running", 0)
+        agents = len(state.get("agents", ()))
         ready = size if pool == "router" else state.get("ready", 0)
         if state.get("wanted") != size or not running == agents == ready == size:
             why = f"; {state['waits_why']}" if "waits_why" in state else ""
@@ -378,7 +383,8 @@ def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     those of older versions do not."""
     found: dict[str, tuple[int, int]] = {}
     for worker in workers:
-        free, total = worker.get("memory_free_bytes", 0), worker.get("memory_total_bytes", 0)
+        free = worker.get("memory_free_bytes", 0)
+        total = worker.get("memory_total_bytes", 0)
         if free < _MEMORY_LOW_SHARE * total:
             found[worker["host"]] = (free, total)
     return [

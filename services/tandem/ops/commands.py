@@ -382,7 +382,8 @@ def run() -> None:
 
 def _named(words: list[str]) -> str:
     """Returns the command line up to the name of the command."""
-    command, names = app, ["tandem"]
+    command = app
+    names = ["tandem"]
     for word in words[:2]:
         if word.startswith("-") or word not in command:
             break

@@ -129,7 +129,8 @@ def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> 
     @app.post(CHAT_PATH)
     async def chat(request: Request) -> Response:
         """Answers a chat as /v1/chat/completions of the public port does."""
-        request.state.request_id, request.state.client_id = uuid.uuid4().hex, ""
+        request.state.request_id = uuid.uuid4().hex
+        request.state.client_id = ""
         body, headers = await routes.read(request, ChatBody)
         parsed = parse_chat(body, request.state.request_id)
         replies = Replies(parsed, generator.name_of(parsed.requests[0].model), routes.tokenizer)

@@ -75,7 +75,8 @@ def add_cluster_routes(
         body = await read_allowed(request, "deadline_s", "force")
         if not isinstance(force := body.get("force", False), bool):
             raise BadRequest("force must be true or false", param="force")
-        deadline_s, who = body.get("deadline_s", 0.0), caller(request.scope)
+        deadline_s = body.get("deadline_s", 0.0)
+        who = caller(request.scope)
         await control.drain(worker_id, deadline_s, force=force, who=who)
         return JsonResponse({"draining": worker_id}, 202)
 
@@ -149,7 +150,9 @@ def _audited(found: Differences) -> dict[str, Any]:
 
 
 def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
-    record, load, client = worker.record, worker.load, worker.client
+    record = worker.record
+    load = worker.load
+    client = worker.client
     return {
         "pool": record.pool or record.role,
         "compatible": view.is_compatible(record),

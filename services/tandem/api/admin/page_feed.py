@@ -172,19 +172,19 @@ class PageFeed:
     async def look(self, now: float) -> None:
         """Takes a snapshot, and offers all viewers what changed."""
         pools = await self._control.sizes.pools()
-        before, self._snapshot = (
-            self._snapshot,
-            take_snapshot(
-                self.config,
-                self._generator,
-                self._view,
-                pools,
-                self._events,
-                started_at=self._started_at,
-                now=now,
-            ),
+        before = self._snapshot
+        self._snapshot = take_snapshot(
+            self.config,
+            self._generator,
+            self._view,
+            pools,
+            self._events,
+            started_at=self._started_at,
+            now=now,
         )
-        is_first, self._seen_at, self._full = not self._seen_at, now, b""
+        is_first = not self._seen_at
+        self._seen_at = now
+        self._full = b""
         flows = self._metrics.flows.take()
         samples = self._history.since(self._num_sampled)
         self._num_sampled = self._history.num_taken

@@ -57,7 +57,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Returns the state as of `now`, in seconds since the epoch."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
-    reason, wrong = generator.not_ready_reason(), view.cluster_problems().values()
+    reason = generator.not_ready_reason()
+    wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     head = {
         "headline": headline(problems, pools),
@@ -124,7 +125,8 @@ def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     if worker is None:
         role = row.pool
         return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, "", "", "", False, ())
-    record, load = worker.record, worker.load
+    record = worker.record
+    load = worker.load
     cached = 100 * load.blocks_cached / load.blocks_total if load.blocks_total else 0.0
     is_low = record.memory_free_bytes < _MEMORY_LOW_SHARE * record.memory_total_bytes
     return (

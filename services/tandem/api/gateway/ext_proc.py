@@ -84,7 +84,8 @@ class ExternalProcessor:
     async def _process(
         self, messages: AsyncIterator[pb.ProcessingRequest], context: _Context
     ) -> AsyncGenerator[pb.ProcessingResponse, None]:
-        now, task = asyncio.get_running_loop().time(), asyncio.current_task()
+        now = asyncio.get_running_loop().time()
+        task = asyncio.current_task()
         assert task is not None
         exchange = _Exchange(body_until=now + self._config.header_deadline_s)
 
@@ -94,7 +95,8 @@ class ExternalProcessor:
             elif not exchange.reading.expired():
                 exchange.reading.reschedule(0)
 
-        access, peer = self._picker.access, peer_address(context)
+        access = self._picker.access
+        peer = peer_address(context)
         accounts = ExitStack()
         try:
             while (message := await self._next(exchange, messages)) is not None:
@@ -208,7 +210,8 @@ class ExternalProcessor:
     ) -> Iterable[pb.ProcessingResponse]:
         """Returns the answers to the headers and to the body, which is all here."""
         picked = await self._picked(exchange, "request_headers")
-        chunks, exchange.chunks = exchange.chunks, []
+        chunks = exchange.chunks
+        exchange.chunks = []
         bodies = _chunks(chunks, ends_here=ends_here)
         return chain([picked], (pb.ProcessingResponse(request_body=body) for body in bodies))
 

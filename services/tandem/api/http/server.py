@@ -240,7 +240,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._enter(_Phase.HEADER)
         while data and not (self._is_refused or self.transport.is_closing()):
             room = self._limits.header_bytes_max - self._header_bytes
-            part, data = data[:room], data[room:]
+            part = data[:room]
+            data = data[room:]
             self._header_bytes += len(part)
             self._parse(part)
             if self._header_bytes >= self._limits.header_bytes_max and not self._is_refused:
@@ -307,7 +308,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        num, num_max = len(self.headers), self._limits.headers_max
+        num = len(self.headers)
+        num_max = self._limits.headers_max
         if num > num_max:
             message = f"the header has {num} fields; at most {num_max} are taken"
             self._refusal = (431, "too_many_headers", message)

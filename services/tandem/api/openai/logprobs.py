@@ -48,7 +48,8 @@ class ChoiceLogprobs:
             columns["tokens"].append(self._name(token_id))
             columns["text_offset"].append(self._offset)
             self._offset += self._num_characters(token_id)
-            logprob, top = None, None
+            logprob = None
+            top = None
             if measured is not None:
                 logprob = max(measured.logprob, _LEAST)
                 pairs = zip(measured.top_ids[:num_top], measured.top_logprobs, strict=False)

@@ -89,7 +89,8 @@ class GenerationRoutes:
 
     def _hint(self, request: Request) -> PlacementHint | None:
         """Returns the placement that an endpoint picker chose for a request to this front."""
-        value, own = request.headers.get(HINT_HEADER), self.config.gateway.front_of
+        value = request.headers.get(HINT_HEADER)
+        own = self.config.gateway.front_of
         if value is None or not own:
             return None
         hint = read_hint(

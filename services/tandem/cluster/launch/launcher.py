@@ -166,7 +166,8 @@ class _Launch:
         self._ray_head.tell(spec)
         self._spec = spec
         head = readiness.wait(self._ray_head)
-        self._ray_pids, self._head_address = head.pids, head.address
+        self._ray_pids = head.pids
+        self._head_address = head.address
         if self._ray_host is not None:
             self._ray_host.take_spec(spec)
             self._ray_host.take_started(head)
@@ -302,7 +303,8 @@ def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     config = options.engine
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return
-    num_workers, memory = options.num_prefill + options.num_decode, read_memory()
+    num_workers = options.num_prefill + options.num_decode
+    memory = read_memory()
     if why := why_too_much(worker_need(config, model), num_workers, memory):
         raise ConfigError(why)
 

@@ -102,7 +102,8 @@ class Leaving:
     def _look(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
         """Returns the pools that lack processes on other hosts, and whether a process there is
         still starting."""
-        lacking, is_coming = [], False
+        lacking = []
+        is_coming = False
         for pool, state in pools.items():
             if pool == "grpc":
                 continue  # a gRPC replica goes to each host that gets a router

@@ -51,7 +51,8 @@ class Readiness:
         """Waits until all parts are up. Raises ConfigError with the part that is not and the end of
         its log."""
         head: HeadStarted | None = None
-        progress, moved_at = (0, False, 0), time.monotonic()
+        progress = (0, False, 0)
+        moved_at = time.monotonic()
         with closing(connect_blocking(self.redis_url)) as redis:
             while self._waiting or head is None:
                 for member_id in [m for m in self._waiting if self._is_ready(m, redis)]:
@@ -68,7 +69,8 @@ class Readiness:
                 self.screen.wait_for(*self._steps(head is None, loaded, to_load))
                 now = len(self._waiting), head is None, loaded
                 if now != progress:
-                    progress, moved_at = now, time.monotonic()
+                    progress = now
+                    moved_at = time.monotonic()
                 if time.monotonic() - moved_at > _DEADLINE_S:
                     raise ConfigError(
                         f"not ready, and without progress for {_DEADLINE_S:g} s: "
@@ -81,7 +83,8 @@ class Readiness:
     def _steps(self, waits_for_head: bool, loaded: int, to_load: int) -> list[Step]:
         """Returns the rows of the bars: the members, the weights that they load, and Ray."""
         total = len(self.members)
-        ready, left = total - len(self._waiting), ", ".join(self._waiting)
+        ready = total - len(self._waiting)
+        left = ", ".join(self._waiting)
         steps = [Step("workers", f"{ready} of {total} ready; {left}", ready, total)] if left else []
         if left and loaded < to_load:
             told = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"

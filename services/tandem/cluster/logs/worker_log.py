@@ -27,7 +27,8 @@ def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
     """Prints a log; with `follow`, until it is interrupted. Raises OperateError."""
     with Waiting(Step(process_id, "is looked up")):
         state, why_unknown = _state(url)
-    local, worker = _local(process_id), _worker(state, process_id)
+    local = _local(process_id)
+    worker = _worker(state, process_id)
     is_own_router = state.get("router", {}).get("id") == process_id
     if local is not None and (worker is None or _writes(worker, local)):
         if host := _other_host(state, process_id):
@@ -142,4 +143,5 @@ def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool)
                 raise
             if not is_away:
                 _note(f"{error.message}. Its lines come when it answers")
-            is_away, piece = True, {**piece, "text": ""}
+            is_away = True
+            piece = {**piece, "text": ""}

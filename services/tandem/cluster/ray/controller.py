@@ -191,7 +191,8 @@ class PoolController:
 
     def _note_waits(self) -> None:
         """Updates the reasons of pools that stay smaller than wanted, and logs new ones."""
-        hosts, now = self._hosts.usable(), self._owned
+        hosts = self._hosts.usable()
+        now = self._owned
         waits = gpu_waits(self._spec, now.wanted, now.members, hosts, self._leaving)
         for pool in waits.keys() - self._waits.keys():
             log.warning("the pool %s waits: %s", pool, waits[pool])
@@ -216,7 +217,8 @@ class PoolController:
             log.warning("the state of the pools cannot be written: %s", error)
             if self._shared is None:
                 return False  # with Redis the file is only a copy
-        self._owned, self._written = new, encoded
+        self._owned = new
+        self._written = encoded
         return True
 
     def _has_drained(self, member: Member) -> bool:
@@ -287,7 +289,8 @@ class NodeRequests:
     def request(self, bundles: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
         """Requests nodes with room for all bundles, each (resources, labels of its node). If Ray's
         head does not answer, the next call tries again."""
-        bundles, now = list(bundles), time.monotonic()
+        bundles = list(bundles)
+        now = time.monotonic()
         if bundles == self._told and now - self._told_at < _REPEAT_INTERVAL_S:
             return
         if bundles != self._told:
@@ -300,7 +303,8 @@ class NodeRequests:
         except (ray.exceptions.RayError, RuntimeError, OSError) as error:
             log.warning("Ray's autoscaler cannot be asked for nodes: %s", error)
             return
-        self._told, self._told_at = bundles, now
+        self._told = bundles
+        self._told_at = now
 
 
 def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:

@@ -65,7 +65,8 @@ class HeadProcess:
     def _start(self, node: RayNode) -> None:
         self.end()
         self.is_listening = False
-        module, told = "tandem.cluster.ray.head", msgspec.json.encode(node).decode()
+        module = "tandem.cluster.ray.head"
+        told = msgspec.json.encode(node).decode()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self._run_folder), told],

@@ -89,7 +89,8 @@ class HostWatch:
             labels = dict(node.get("Labels") or {})
             if not node.get("Alive") or self._label not in labels:
                 continue
-            host_id, cores = labels[self._label], read_cores(labels.get(CORES_LABEL, ""))
+            host_id = labels[self._label]
+            cores = read_cores(labels.get(CORES_LABEL, ""))
             resources = dict(node.get("Resources") or {})
             num_gpus = int(labels.get(GPUS_LABEL, 0))
             alive[host_id] = Host(host_id, cores, labels, resources, num_gpus)

@@ -67,12 +67,15 @@ def read_piece(path: Path, after: Place, bytes_max: int = PIECE_BYTES_MAX) -> tu
                 opened.setdefault(os.fstat(file.fileno()).st_ino, file)
         files = list(opened.items())[::-1]
         inodes = [inode for inode, _ in files]
-        first, offset = 0, 0
+        first = 0
+        offset = 0
         if after.inode in inodes:
-            first, offset = inodes.index(after.inode), after.offset
+            first = inodes.index(after.inode)
+            offset = after.offset
         for inode, file in files[first:]:
             file.seek(offset if offset <= os.fstat(file.fileno()).st_size else 0)
-            start, text = file.tell(), file.read(bytes_max)
+            start = file.tell()
+            text = file.read(bytes_max)
             if len(text) == bytes_max:
                 text = text[: text.rfind(b"\n") + 1] or text
             if text:

@@ -45,7 +45,8 @@ def kernel_clock_status() -> int | None:
 def time_sync(host: Host) -> Finding:
     """The kernel's flag counts first. It stays up where chrony runs without `rtcsync`, and in a
     container nothing shows the daemon that sets the host's clock."""
-    name, status = "time sync", kernel_clock_status()
+    name = "time sync"
+    status = kernel_clock_status()
     if status is not None and not status & _UNSYNCHRONIZED:
         return Finding(name, "the kernel's clock is synchronized")
     if (host.root / "run/systemd/timesync/synchronized").exists():

@@ -61,7 +61,8 @@ def open_files(host: Host) -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a router raises its soft limit itself
     if hard == resource.RLIM_INFINITY:
         return Finding("open files", "unlimited")
-    needed, room = 2 * _CONNECTIONS + _OTHER_FILES, max(1, (hard - _OTHER_FILES) // 2)
+    needed = 2 * _CONNECTIONS + _OTHER_FILES
+    room = max(1, (hard - _OTHER_FILES) // 2)
     if hard >= needed:
         return Finding("open files", str(hard))
     cost = f"a router takes {room} connections, not {_CONNECTIONS}"

@@ -48,7 +48,8 @@ def compute(options: KvSizeOptions) -> KvSizeAnswer:
         batch=options.batch,
         computed_dtype=options.dtype,
     )
-    one_rank, rank_counts = partial(size, tensor_parallel=1), options.tensor_parallel
+    one_rank = partial(size, tensor_parallel=1)
+    rank_counts = options.tensor_parallel
     fits = [
         device_fit(
             model,

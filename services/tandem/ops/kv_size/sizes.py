@@ -57,7 +57,8 @@ class DeviceFit:
 
 def attention_name(model: ModelConfig) -> str:
     """Names the kind of attention by its heads (https://arxiv.org/abs/2305.13245)."""
-    num_heads, num_kv_heads = model.num_attention_heads, model.num_kv_heads
+    num_heads = model.num_attention_heads
+    num_kv_heads = model.num_kv_heads
     if model.latent is not None:
         return "MLA"
     if num_kv_heads == num_heads:

@@ -54,7 +54,8 @@ class Autoscaled:
     def _turn(self) -> None:
         simulation = self._simulation
         workers = simulation.view.roster.by_id.values()
-        prefill, decode = self.pools["prefill"], self.pools["decode"]
+        prefill = self.pools["prefill"]
+        decode = self.pools["decode"]
         seen = Observation(
             now_s=simulation.clock.now_s,
             demand=simulation.meter.demand(),
@@ -86,7 +87,8 @@ def run_autoscaled(
 
 def reversals(sizes: list[tuple[float, int]]) -> list[float]:
     """Returns when a pool's `Fleet.sizes` turned from growing to shrinking or back."""
-    turns, direction = [], 0
+    turns = []
+    direction = 0
     for (_, before), (at_s, after) in pairwise(sizes):
         now = (after > before) - (after < before)
         if direction and now and now != direction:

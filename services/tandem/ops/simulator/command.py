@@ -30,8 +30,11 @@ def simulate(options: SimulateOptions) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         with Waiting(Step(options.trace.name, "is read")):
-            names, shares, scenario = options.names(), options.shares(), options.scenario()
-            arrivals, config = options.arrivals(), options.autoscaler()
+            names = options.names()
+            shares = options.shares()
+            scenario = options.scenario()
+            arrivals = options.arrivals()
+            config = options.autoscaler()
     except OSError as error:
         _give_up(f"{error.filename} cannot be read: {error.strerror}")
     except (UsageError, TraceError, ConfigError, msgspec.MsgspecError) as error:

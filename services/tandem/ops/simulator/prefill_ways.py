@@ -34,9 +34,12 @@ def worth_asking(
     after it has loaded blocks of it."""
     if not peers:
         return []
-    rates, size = scenario.rates, scenario.block_size
-    load, cached = worker.load(), worker.cache.num_cached(task.hashes) * size
-    prompt, work = Prompt(task.num_tokens, size), Work(task.num_tokens, size)
+    rates = scenario.rates
+    size = scenario.block_size
+    load = worker.load()
+    cached = worker.cache.num_cached(task.hashes) * size
+    prompt = Prompt(task.num_tokens, size)
+    work = Work(task.num_tokens, size)
     here = Here(rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
     for peer in peers:
@@ -67,7 +70,8 @@ def expect_pull(
 ) -> Expected | None:
     """Returns what to expect if the prompt's first blocks are pulled from one of the holders, which
     have so many of its tokens; None if nothing is pulled."""
-    rates, size = scenario.rates, scenario.block_size
+    rates = scenario.rates
+    size = scenario.block_size
     cached = worker.cache.num_cached(task.hashes) * size
     known = [Holder(tokens, pair) for name, tokens in holders if name != worker.worker_id]
     expected = expect(rates, task.num_tokens, cached, holders=known, block_size=size)
@@ -84,7 +88,8 @@ def exposed_pull_s(
 ) -> float:
     """Returns the seconds that a decode worker's pull takes longer than `source` computes, which
     had `cached_tokens`: those of the last chunk, or more."""
-    rates, size = scenario.rates, scenario.block_size
+    rates = scenario.rates
+    size = scenario.block_size
     missing = task.num_tokens - task.cached_tokens
     pull_s = pair.seconds(rates.moved_bytes(missing / size))
     compute_s = prefill_seconds(source.rates, task.num_tokens, cached_tokens)

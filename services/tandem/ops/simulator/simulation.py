@@ -197,7 +197,8 @@ class Simulation:
             holders = [w.worker_id for w in placement.prefix_holders]
             request.holders = [(w, matches[w] * size) for w in holders]
         task = request.make_task(request.tokens_left)
-        request.decode_task, request.lease = task, None
+        request.decode_task = task
+        request.lease = None
         request.candidates = worth_asking(
             self.scenario, worker, task, placement.prefill_candidates, matches
         )
@@ -223,10 +224,12 @@ class Simulation:
         while request.candidates:
             peer = self.workers[request.candidates.pop(0)]
             lease = request.make_task(0)
-            request.lease, request.prefill = lease, peer
+            request.lease = lease
+            request.prefill = peer
             if peer.is_up and not peer.is_draining and self._prefill(request, peer, lease):
                 return
-        request.lease, request.prefill = None, request.decode
+        request.lease = None
+        request.prefill = request.decode
         request.decode.release(request.decode_task)
         if not self._prefill(request, request.decode, request.decode_task):
             request.failure = "refused"
@@ -329,7 +332,8 @@ class Simulation:
             request.lease = None
             self._ask_candidate(request)
             return
-        lease, peer = request.lease, request.prefill
+        lease = request.lease
+        peer = request.prefill
         request.lease = request.decode_task = None
         if lease is not None and peer is not None:
             peer.cancel(lease)

@@ -64,7 +64,8 @@ class View:
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
     ) -> Sent:
         """Notes a prompt that was sent there, with `missing` tokens to prefill."""
-        known, told = self._known[worker_id], self._scenario.rates
+        known = self._known[worker_id]
+        told = self._scenario.rates
         rates = beside_decode(told, 0, known.load.num_running)
         told_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
         sent = self._paces.sent(worker_id, told_s, self._clock.now_s, may_pull=may_pull)
@@ -89,7 +90,8 @@ class View:
         """Notes that the worker is up or down, which its stream shows at once."""
         known = self._known[worker.worker_id]
         known.sent.clear()
-        known.load, known.rates = worker.load(), self._scenario.rates
+        known.load = worker.load()
+        known.rates = self._scenario.rates
         known.load_queue_s = 0.0
         self._join(worker.worker_id, self.roster.mean_placed(worker.role))
         self._refresh(known)
@@ -109,8 +111,11 @@ class View:
         self._paces.join(worker_id)
 
     def _report(self, known: _Known) -> None:
-        known.reporting, known.changed = True, False
-        load, now_s, tiers = known.worker.load(), self._clock.now_s, known.worker.tiers
+        known.reporting = True
+        known.changed = False
+        load = known.worker.load()
+        now_s = self._clock.now_s
+        tiers = known.worker.tiers
         load_queue_s = 0.0 if tiers is None else tiers.queue_s(now_s)
         arrives = (known, load, load_queue_s, now_s, known.worker.epoch)
         self._clock.after(self._scenario.report_age_s, self._take, *arrives)
@@ -120,7 +125,8 @@ class View:
     ) -> None:
         known.reporting = False
         if epoch == known.worker.epoch and known.worker.is_up:
-            known.load, known.load_queue_s = load, load_queue_s
+            known.load = load
+            known.load_queue_s = load_queue_s
             while known.sent and known.sent[0][0] < taken_s:
                 known.sent.popleft()
             self._refresh(known)
@@ -131,12 +137,15 @@ class View:
         self.roster.put(self._snapshot(known))
 
     def _snapshot(self, known: _Known) -> WorkerSnapshot:
-        worker, load, count = known.worker, known.load, len(known.sent)
+        worker = known.worker
+        load = known.load
+        count = len(known.sent)
         sent = summed(prefill for _, prefill in known.sent)
         told = self._scenario.rates
         sent_s = sent.seconds(beside_decode(told, 0, load.num_running))
         told_s = load.queue_s(told) + sent_s
-        is_decode, rates = worker.role == "decode", known.rates
+        is_decode = worker.role == "decode"
+        rates = known.rates
         if known.load_queue_s:
             rates = msgspec.structs.replace(rates, load_queue_s=known.load_queue_s)
         return WorkerSnapshot(

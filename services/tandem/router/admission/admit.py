@@ -43,7 +43,8 @@ def admit(
     `ahead_s` is how long the request waits in the router first, `completion_tokens` is the mean
     of a request's output tokens (0: not known), and `now` is any clock in seconds.
     """
-    factor, margin = calibration.factor, calibration.margin
+    factor = calibration.factor
+    margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
     if within_s == math.inf:  # workers that keep deadlines measure before their records say so
         limit_s = limit.seconds(work.num_tokens)

@@ -217,7 +217,8 @@ class Limiter:
                 reply = await self._ask_redis(tenant, [ask.asked for ask in asks])
                 if reply is None:
                     tenant.is_dirty = True
-                    asks, tenant.asks = asks + tenant.asks, []
+                    asks = asks + tenant.asks
+                    tenant.asks = []
                     self._answer_alone(tenant, asks)
                     return
                 self._answer(tenant, asks, reply)
@@ -240,8 +241,10 @@ class Limiter:
         was_emptied = tenant.was_written and not reply.was_known
         if self._is_away or (was_emptied and not self._is_alone):
             log.warning("Redis is back or was emptied: limits are shared again in %g s", RETURN_S)
-            self._is_away, self._returning_until = False, now + RETURN_S
-        tenant.was_written, tenant.written_at = True, now
+            self._is_away = False
+            self._returning_until = now + RETURN_S
+        tenant.was_written = True
+        tenant.written_at = now
         return reply
 
     def _answer(self, tenant: _Tenant, asks: list[_Ask], reply: Reply) -> None:
@@ -249,7 +252,8 @@ class Limiter:
             tenant.is_dirty |= bool(asks)  # Redis has decided on them, and counts differently
             self._answer_alone(tenant, asks)
             return
-        tenant.others, tenant.others_running = reply.others, reply.others_running
+        tenant.others = reply.others
+        tenant.others_running = reply.others_running
         for ask, kind in zip(asks, reply.refused_by, strict=True):
             if kind is None:
                 self._give(ask, self._take(tenant, ask.asked))
@@ -297,7 +301,8 @@ class Limiter:
 
     def _standing(self, tenant: _Tenant, limits: Limits) -> Standing:
         if self._is_alone:
-            share, now_ms = self._share(tenant), self._now_ms()
+            share = self._share(tenant)
+            now_ms = self._now_ms()
             return Standing(limits, tenant.window, tenant.running, now_ms, share)
         return tenant.standing(limits, self._now_ms())
 

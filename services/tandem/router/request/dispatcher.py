@@ -184,7 +184,8 @@ class Dispatcher:
         timeline = job.progress.timeline
         with timeline.stage("route"):
             block_hashes = job.hashes(compatibility)
-            lookup, job.routing.lookup = job.routing.lookup, None
+            lookup = job.routing.lookup
+            job.routing.lookup = None
             matches = await (lookup or self._match(block_hashes))
             waits = not job.routing.has_turn and self.admission.must_wait()
             turn = self._turn(job, work, matches)
@@ -285,7 +286,8 @@ class Dispatcher:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
             # Nor does it fit into any pool that is no larger: those need not be asked.
-            size, workers = longest_sequence(routed.placement.decode), self._view.snapshots()
+            size = longest_sequence(routed.placement.decode)
+            workers = self._view.snapshots()
             job.routing.refused |= {w.epoch for w in workers if 0 < longest_sequence(w) <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
@@ -296,7 +298,8 @@ class Dispatcher:
             self._view.note_prefilled(worker_id, prefill, sent_at, by_it=by == worker_id)
 
     async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
-        progress, routing = job.progress, job.routing
+        progress = job.progress
+        routing = job.routing
         while True:
             token_ids: list[int] = []
             logprobs: list[LogprobEntry] = []

@@ -161,7 +161,9 @@ class WorkerClient:
         call = stub.Decode(metadata=self._calls.metadata)
         self._commands.clear()
         writer = asyncio.create_task(self._write(call))
-        self.is_up, self._stub, self._heard_at = True, stub, time.monotonic()
+        self.is_up = True
+        self._stub = stub
+        self._heard_at = time.monotonic()
         log.info("worker %s at %s is connected", self.worker_id, self.address)
         self._on_change()
         try:
@@ -207,7 +209,9 @@ class WorkerClient:
                 attempt.note_draining(update.draining)
 
     def _go_down(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
-        was_up, self.is_up, self.is_draining = self.is_up, False, False
+        was_up = self.is_up
+        self.is_up = False
+        self.is_draining = False
         self._stub = None
         self.unreported.clear()
         self._num_reported = 0

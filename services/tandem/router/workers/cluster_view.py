@@ -114,7 +114,8 @@ class ClusterView:
             self._stale.update(self._workers)
         for worker_id in self._stale:
             worker = self._workers[worker_id]
-            compatible, placed = self.is_compatible(worker.record), self._shares.placed(worker_id)
+            compatible = self.is_compatible(worker.record)
+            placed = self._shares.placed(worker_id)
             self._roster.put(worker.snapshot(compatible=compatible, placed=placed))
         self._stale.clear()
         self._roster.second = self._shares.second(now_s)
@@ -276,7 +277,8 @@ class ClusterView:
                 log.warning("Redis was started anew or emptied: workers publish again")
                 text = "Redis was started anew or emptied: workers publish again"
                 self.events.add("redis", "", text, once=data_set.decode(errors="replace"))
-            self.redis_state, self._data_set = "ok", data_set
+            self.redis_state = "ok"
+            self._data_set = data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
             # A laptop that slept, a host that was paused: the workers may have stood still, too.
@@ -311,7 +313,8 @@ class ClusterView:
     def _note_gone(self, record: WorkerRecord, *, is_replaced: bool = False) -> None:
         """Notes a record that has gone: taken away by its worker, or expired after a silence, or
         written over by the next process of its name."""
-        now, silent_s = time.time(), self._silences.silent_s(record.worker_id)
+        now = time.time()
+        silent_s = self._silences.silent_s(record.worker_id)
         is_removed = bool(record.num_writes) and not silent_s and not is_replaced
         has_left = record.state == "draining" or is_removed
         self.gone[record.worker_id] = Gone(record, now, has_left, silent_s)
@@ -323,7 +326,8 @@ class ClusterView:
         """Returns whether other adapters are served than before."""
         named = [each for w in self._compatible() for each in w.record.adapters.named]
         named.sort(key=lambda adapter: (adapter.added_at, adapter.digest))
-        before, self._adapters = self._adapters, {each.name: each for each in named}
+        before = self._adapters
+        self._adapters = {each.name: each for each in named}
         return before != self._adapters
 
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:

@@ -36,7 +36,8 @@ class LoadingWorkers:
 
     def note(self, told: Mapping[str, Loading], now: float) -> list[str]:
         """Takes in all notices; returns the workers whose notice has not changed for long."""
-        before, self._told = self._told, {}
+        before = self._told
+        self._told = {}
         for worker_id, notice in told.items():
             last = before.get(worker_id, _Told(notice, now, now))
             if last.notice.num_bytes != notice.num_bytes:

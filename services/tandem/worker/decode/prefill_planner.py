@@ -158,7 +158,8 @@ class PrefillPlanner:
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _here(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> Here:
-        rates, load = self._here_rates(), self.load
+        rates = self._here_rates()
+        load = self.load
         told_s = load.queued_s if load.HasField("queued_s") else None
         queue_s = queue_seconds(rates, load.queued_tokens) if told_s is None else told_s
         return Here(
@@ -186,7 +187,8 @@ class PrefillPlanner:
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float
     ) -> Candidate:
         name = candidate.worker_id
-        record, rates = self._records.get(name), self._rates_of(name)
+        record = self._records.get(name)
+        rates = self._rates_of(name)
         queue_s = 0.0
         if record is not None:
             queue_s = record.load.queue_s(rates)

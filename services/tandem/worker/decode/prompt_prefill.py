@@ -78,7 +78,8 @@ class PromptPrefill:
     ) -> SequenceSpec:
         """Returns a spec that may await its KV with what peers would give: the engine compares it
         with its tiers, if it has some."""
-        producer, offer = None, None
+        producer = None
+        offer = None
         if self._has_tiers and candidates:
             producer = self._planner.producer(candidates, holders, len(spec.token_ids))
         if producer is not None:
@@ -221,7 +222,8 @@ class PromptPrefill:
         first_missing = reserved.num_cached_tokens // self._block_size
         try:
             async with asyncio.timeout(None) as sequence.asks:
-                num_tokens, num_cached = len(sequence.spec.token_ids), reserved.num_cached_tokens
+                num_tokens = len(sequence.spec.token_ids)
+                num_cached = reserved.num_cached_tokens
                 with self._planner.sent(lease.peer.worker_id, num_tokens, num_cached):
                     return await lease.run(
                         sequence.spec,
@@ -260,7 +262,8 @@ class PromptPrefill:
     def _note_failure(
         self, sequence: DecodeSequence, lease: ConsumerLease, error: Exception
     ) -> None:
-        told, named = None if isinstance(error, TandemError) else error, about(sequence.sequence_id)
+        told = None if isinstance(error, TandemError) else error
+        named = about(sequence.sequence_id)
         request_id = sequence.request_id
         log.warning("prefill of %s failed: %s", request_id, error, exc_info=told, extra=named)
         self._metrics.prefill_failures.inc()
@@ -278,7 +281,8 @@ class PromptPrefill:
         self._link.send(messages.Restart(spec))
 
     def _record(self, sequence: DecodeSequence, lease: ConsumerLease) -> None:
-        stats, timings = lease.stats, sequence.timings
+        stats = lease.stats
+        timings = sequence.timings
         timings.transfer_exposed_ms = stats.exposed_s * 1000
         timings.transfer_ms = stats.pull_s * 1000
         timings.blocks_pulled = stats.num_blocks

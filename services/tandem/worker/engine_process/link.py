@@ -162,7 +162,8 @@ class EngineLink:
         future: asyncio.Future[transfer.PullResult] = asyncio.get_running_loop().create_future()
         pull_id = uuid.uuid4().hex
         self._pulls[pull_id] = future
-        producer_ids, local_ids = list(pull.producer_block_ids), list(pull.local_block_ids)
+        producer_ids = list(pull.producer_block_ids)
+        local_ids = list(pull.local_block_ids)
         read = transfer.Pull(pull_id, peer_id, producer_ids, local_ids, pull.deadline_s)
         self.send(messages.StartPull(pull.sequence_id, read))
         return future
@@ -346,7 +347,8 @@ class PoolThroughEngine:
 
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
         data = await self._link.load_bytes(sequence_id, list(block_ids))
-        blocks, at = [], 0
+        blocks = []
+        at = 0
         for span in map(self.spans.span, block_ids):
             size = span.stop - span.start
             blocks.append(data[at : at + size])

@@ -52,7 +52,8 @@ class EngineWatch:
         self._stuck_s = self._stuck_s + TURN_S if stuck else 0.0
         if self._stuck_s > self._timeout_s:
             self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
-        num_reports, self._num_reports = self._num_reports, self._link.num_reports
+        num_reports = self._num_reports
+        self._num_reports = self._link.num_reports
         # A consumer gives up before this watch does, and its command to remove waits then.
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:

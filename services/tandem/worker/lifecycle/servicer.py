@@ -66,7 +66,8 @@ class Servicer(WorkerServicer):
     async def ListBlocks(
         self, request: pb.ListBlocksRequest, context: Any
     ) -> pb.ListBlocksResponse:
-        first, end = max(0, request.first_bucket), request.end_bucket
+        first = max(0, request.first_bucket)
+        end = request.end_bucket
         if not first < end <= NUM_BUCKETS:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -95,7 +96,8 @@ class Servicer(WorkerServicer):
         return pb.ReadLogResponse(text=text, after=str(after))
 
     async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:
-        hashes, retention = list(request.block_hashes), retention_of(request)
+        hashes = list(request.block_hashes)
+        retention = retention_of(request)
         kept = await self._worker.link.keep_chain(request.cache_salt, retention, hashes)
         return pb.KeepResponse(**asdict(kept))
 

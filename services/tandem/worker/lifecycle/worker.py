@@ -90,7 +90,8 @@ class Worker:
         self.adapters = NamedAdapters(config.engine)
         self._address = ""
         self._metrics_address = ""
-        self._model, self._max_model_len = "", 0
+        self._model = ""
+        self._max_model_len = 0
         self._started_at = time.time()
         self._host = HostState(config)
         self._events: KvEvents | None = None
@@ -197,7 +198,8 @@ class Worker:
             await self.peers.aclose()
             await membership.leave()
             self.decode.end_streams()
-            events, self._events = self._events, None
+            events = self._events
+            self._events = None
             if events is not None:
                 await events.aclose()
             await server.stop(_CLOSE_S)
@@ -212,7 +214,8 @@ class Worker:
             {name: round(ms) for name, ms in ready.load_ms.items()},
         )
         self._load = Load(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
-        self._model, self._max_model_len = config.engine.model, ready.max_model_len
+        self._model = config.engine.model
+        self._max_model_len = ready.max_model_len
         self.compatibility = KvCompatibility(
             model_fingerprint=ready.model_fingerprint,
             compute_dtype=ready.compute_dtype,
@@ -260,7 +263,8 @@ class Worker:
     def _listen(self) -> grpc.aio.Server:
         """A server that has its port, and serves once it is started."""
         log_lost_peers_calmly()
-        cluster, tls_dir = self.config.cluster, self.config.tls_dir
+        cluster = self.config.cluster
+        tls_dir = self.config.tls_dir
         server = grpc.aio.server(
             interceptors=[
                 TokenInterceptor(cluster.token),
@@ -370,7 +374,8 @@ class Worker:
 
         Raises what either of them raised, and WorkerLost when the engine ends first.
         """
-        working, until = asyncio.create_task(work), asyncio.create_task(ending)
+        working = asyncio.create_task(work)
+        until = asyncio.create_task(ending)
         ended = asyncio.create_task(self.link.ended())
         try:
             await asyncio.wait([working, until, ended], return_when=asyncio.FIRST_COMPLETED)

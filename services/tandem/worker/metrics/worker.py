@@ -244,7 +244,8 @@ class WorkerMetrics(MetricSet):
         return BoundedServer(app, host, port, name="metrics").port
 
     def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
-        names, values = list(self._labels), list(self._labels.values())
+        names = list(self._labels)
+        values = list(self._labels.values())
         for name, text in _HELP.items():
             yield gauges(f"tandem_{name}", text, names, [(values, getattr(load, name))])
         text = "Share of the KV pool that live sequences hold, 0 to 1"
@@ -285,7 +286,8 @@ class _AtScrape(Collector):
 
 
 def index_metrics(labels: Mapping[str, str], publisher: Publisher) -> Iterator[Metric]:
-    names, values = list(labels), list(labels.values())
+    names = list(labels)
+    values = list(labels.values())
     for name, text, number in (
         ("blocks", "Blocks that it holds, as the tree should have them", publisher.num_held),
         ("lag_blocks", "Changes that the prefix tree does not have yet", publisher.lag),

@@ -98,7 +98,8 @@ class Pairing:
     def use(self, peer: Peer, choice: Choice) -> None:
         """Uses the chosen transport from now on; `again` may bring another one back."""
         told = (peer.transport, peer.reason)
-        peer.transport, peer.reason = choice.transport, choice.reason
+        peer.transport = choice.transport
+        peer.reason = choice.reason
         self._rates.use(peer.worker_id, choice.transport, choice.warning[:_REASON_MAX])
         if told == (choice.transport, choice.reason):
             return

@@ -85,7 +85,8 @@ class PrefillService:
         Holds go on while `serves_holds`: a worker that takes over a sequence pulls its blocks from
         here. Without an end to them, prefixes that many requests share would keep a drain going.
         """
-        self._draining, self._serves_holds = True, serves_holds
+        self._draining = True
+        self._serves_holds = serves_holds
         for lease in self._leases:
             if lease.stage == "queued" and not lease.is_hold:
                 lease.events.put_nowait(Failed(lease.lease_id, NoWorkers.code, _DRAINS))

@@ -39,7 +39,8 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
     requests = simulation.requests
     served = [r for r in requests if r.ended_s]
     good = [r for r in served if is_good(r, simulation.scenario.slo)]
-    tokens, counts = Counter[str](), Counter[str]()
+    tokens = Counter[str]()
+    counts = Counter[str]()
     for request in served:
         if request.prefill is not None:
             tokens[request.prefill.worker_id] += request.arrival.num_tokens

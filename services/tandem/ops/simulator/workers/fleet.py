@@ -31,7 +31,9 @@ class Fleet:
         self._clock = clock
         self._workers = list(workers)
         self._cold_start_s = cold_start_s
-        self._on_start, self._on_drain, self._on_stop = on_start, on_drain, on_stop
+        self._on_start = on_start
+        self._on_drain = on_drain
+        self._on_stop = on_stop
         self._states: list[_State] = ["ready"] * len(self._workers)
         self._starts = [0] * len(self._workers)
         self._paid_s = 0.0

@@ -139,7 +139,8 @@ class WorkerTiers:
 
     def write(self, block_hashes: Sequence[bytes], new: Iterable[bytes]) -> None:
         """Copies blocks of a chain: those that are new in the pool, and others without a copy."""
-        fresh, parent_hash = set(new), b""
+        fresh = set(new)
+        parent_hash = b""
         for block_hash in block_hashes:
             if block_hash in fresh or not self._has(block_hash):
                 self._write(Entry(block_hash, parent_hash))

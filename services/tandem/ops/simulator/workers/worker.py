@@ -295,7 +295,8 @@ class Worker:
 
     def _start_next(self) -> bool:
         """Starts a prompt's prefill or its load; returns False if none can start."""
-        engine, tiers = self.engine, self.tiers
+        engine = self.engine
+        tiers = self.tiers
         is_free = engine.prefilling is None
         if self._ready and is_free:
             self._compute(self._ready.popleft())
@@ -336,7 +337,8 @@ class Worker:
 
     def _compute(self, task: Task) -> None:
         """Has the engine compute what is missing, or first what comes before loaded blocks."""
-        size, end = self._block_size, task.num_tokens
+        size = self._block_size
+        end = task.num_tokens
         if task.load is not None and task.lacks_first:
             end = task.load.first * size
         start = min(task.num_there * size, end - 1)
@@ -353,7 +355,8 @@ class Worker:
         """Returns what the worker would load of a prompt now, if that is the soonest."""
         if self.tiers is None:
             return None
-        engine, rates = self.engine, self.rates
+        engine = self.engine
+        rates = self.rates
         engine.advance(self._clock.now_s)
         hashes = task.reusable_hashes(self._block_size)
         queue_s = rates.prefill.seconds(engine.prefill_tokens_left(), 0, rates.step_tokens)
@@ -430,7 +433,8 @@ class Worker:
         removed = self.cache.reserve(task.hashes[:cached], num_private)
         if removed is None:
             return False
-        task.num_held, task.num_private = cached, num_private
+        task.num_held = cached
+        task.num_private = num_private
         task.epoch = self.epoch
         task.cached_tokens = min(cached * self._block_size, task.num_tokens - 1)
         if removed:
