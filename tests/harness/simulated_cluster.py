@@ -41,7 +41,7 @@ from tandem.worker.engine_process.pull_ledger import PullLedger
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_pull import PrefixPuller
 from tandem.worker.prefill.service import PrefillService
@@ -128,7 +128,7 @@ class Node:
         self.chain_root = compatibility.chain_root(b"")
         prefixes = PrefixPuller(config, compatibility, peers, rates, metrics, make_lease)
         parts, producers = (
-            Parts(config, self.link, rates, metrics),
+            WorkerParts(config, self.link, rates, metrics),
             Producers(peers, prefixes, make_lease),
         )
         identity = pb.PrefixHolder(worker_id=worker_id, epoch=epoch, address="here")

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.engine.types import AdapterLoad, EngineLoad
 from tandem.net.observability.metrics import Declared, MetricSet
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.prefix_index.audit import TreeStats
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.limits.metrics import TenantMetrics
@@ -70,7 +70,7 @@ def collected() -> set[str]:
         *index.collect(),
         *WorkerGauges(view).collect(),
         *AutoscaleGauges(view).collect(),
-        *worker._gauges(Load(), {}),
+        *worker._gauges(WorkerLoad(), {}),
         *Metrics().registry.collect(),
         *tenants.collect(),
         *worker.collect(),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.predict import prefill_seconds, queue_seconds
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
-from tandem.router.admission.admit import Decision, admit
+from tandem.router.admission.admit import AdmissionDecision, admit
 from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import (
     MARGIN,
@@ -45,7 +45,7 @@ def decide(
     *,
     calibration: Calibration = Calibration(),
     ahead_s: float = 0.0,
-) -> Decision:
+) -> AdmissionDecision:
     return admit(
         work, placement, limit, calibration, ahead_s=ahead_s, completion_tokens=0.0, now=7.0
     )
@@ -110,7 +110,7 @@ def test_what_was_learned_and_the_wait_in_the_router_count() -> None:
     assert decide(work, placement, limit, calibration=slow).late_s == pytest.approx(
         3 * predicted_s - MARGIN * 2.0
     )
-    assert decide(work, placed(work), TtftLimit(100.0)) == Decision(
+    assert decide(work, placed(work), TtftLimit(100.0)) == AdmissionDecision(
         0.0, None, 100.0
     )  # as it teaches nothing
 

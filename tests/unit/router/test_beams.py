@@ -18,7 +18,7 @@ from tandem.models.folder import ModelFolder
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.choices.beams import Beam, BeamOptions, extend, ranked, search
-from tandem.router.request.job import Job, PreparedRequest, Progress, Step
+from tandem.router.request.job import Job, JobStep, PreparedRequest, Progress
 from tandem.router.request.request import ClientRequest
 from tests.engine_driver import make_spec
 from tests.harness.beam_reference import beams_of
@@ -53,7 +53,7 @@ class EngineRun:
         self.engine = Engine(config, runner, folder.fingerprint)
         self._found: dict[str, NewTokens] = {}
 
-    async def __call__(self, job: Job) -> AsyncGenerator[Step, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[JobStep, None]:
         request, made = job.request, job.progress.output_token_ids
         spec = make_spec(
             job.request_id,
@@ -69,7 +69,7 @@ class EngineRun:
             self.engine.check_integrity()
         (measured,) = self._found.pop(job.request_id).logprobs
         top = LogprobEntry(top_ids=measured.top_ids, top_logprobs=measured.top_logprobs)
-        yield Step([0], "length", [top])
+        yield JobStep([0], "length", [top])
 
 
 def job_of(width: int, max_tokens: int) -> Job:

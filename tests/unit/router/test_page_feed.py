@@ -16,11 +16,11 @@ from tandem.api.admin.snapshot import WORKER_COLUMNS
 from tandem.common.perf_model.kv_load import TierUse
 from tandem.common.process.cancellation import cancel
 from tandem.errors import QueueFull
-from tandem.router.autoscaler.policy import Decision
+from tandem.router.autoscaler.policy import ScalingDecision
 from tandem.router.metrics.router import WorkerGauges
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord
-from tandem.router.workers.events import Event
+from tandem.router.workers.events import ClusterEvent
 from tests.harness.page_server import SimulatedRouter
 
 pytestmark = pytest.mark.asyncio
@@ -215,9 +215,9 @@ async def test_an_event_that_cannot_be_read_stops_no_later_ones(
     fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routers of two versions write them during an upgrade."""
-    event, reads = Event(NOW, "started", "decode-0", "a text"), [0]
+    event, reads = ClusterEvent(NOW, "started", "decode-0", "a text"), [0]
 
-    async def read(*_: object) -> list[Event]:
+    async def read(*_: object) -> list[ClusterEvent]:
         reads[0] += 1
         if reads[0] == 1:
             raise msgspec.ValidationError("Object missing required field `at`")
@@ -272,7 +272,7 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
 
 
 async def test_the_autoscalers_mode_and_reasons_are_told(fed: SimulatedRouter) -> None:
-    fed.view.decisions = [Decision("decode", 1, 3, 3, "queue", "3 workers are wanted")]
+    fed.view.decisions = [ScalingDecision("decode", 1, 3, 3, "queue", "3 workers are wanted")]
     with fed.feed.viewing() as viewer:
         await fed.feed.look(NOW)
         head = (await next_of(viewer))[1]["head"]

@@ -13,7 +13,7 @@ from tandem.common.perf_model.soonest import produced_s
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,
-    Prompt,
+    PrefillPrompt,
     plan_prefill,
     seconds_at,
     seconds_here,
@@ -26,8 +26,8 @@ LAN = PairRate("nixl", 1e-3, 1e9)
 WAN = PairRate("grpc", 40e-3, 2e6)
 
 
-def prompt(num_tokens: int) -> Prompt:
-    return Prompt(num_tokens, 16)
+def prompt(num_tokens: int) -> PrefillPrompt:
+    return PrefillPrompt(num_tokens, 16)
 
 
 def candidate(worker_id: str = "p0", **more: object) -> Candidate:

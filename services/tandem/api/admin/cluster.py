@@ -16,7 +16,7 @@ from tandem.common.perf_model.kv_load import kv_use
 from tandem.common.perf_model.predict import queue_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.errors import BadRequest
-from tandem.net.observability.log_file import Place
+from tandem.net.observability.log_file import LogPosition
 from tandem.prefix_index.audit import Differences
 from tandem.router.index.audit import IndexAudit
 from tandem.router.request.generator import Generator
@@ -84,7 +84,7 @@ def add_cluster_routes(
     async def log(worker_id: str, request: Request) -> Response:
         """Returns a part of the log of a worker, or of this router, and the place where it ends:
         with `?after=PLACE`, what comes then. An empty text: there is no more yet."""
-        after = Place.parse(request.query_params.get("after", ""))
+        after = LogPosition.parse(request.query_params.get("after", ""))
         if worker_id == config.router_id:
             text, end = await read_own_log(after)
         else:

@@ -42,7 +42,7 @@ from tandem.router.metrics.history import COLUMNS, STEP_S, History, WorkerSums
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
-from tandem.router.workers.events import Event
+from tandem.router.workers.events import ClusterEvent
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class PageFeed:
         self._num_sampled = 0  # samples of the history that viewers have
         self._full = b""  # of the last snapshot; empty: not encoded yet
         self._seen_at = 0.0  # when the last snapshot was taken; 0: viewers have none
-        self._events: list[Event] = []
+        self._events: list[ClusterEvent] = []
 
     def check_room(self) -> None:
         """Raises QueueFull if there are too many viewers."""

@@ -20,7 +20,7 @@ from tandem.common.perf_model.kv_load import kv_use
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import RequestRecord
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.events import Event
+from tandem.router.workers.events import ClusterEvent
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_rows
 
@@ -42,7 +42,7 @@ class Snapshot:
     head: dict[str, Any] = field(default_factory=dict)
     workers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[ClusterEvent] = field(default_factory=list)
 
 
 def take_snapshot(
@@ -50,7 +50,7 @@ def take_snapshot(
     generator: Generator,
     view: ClusterView,
     pools: Mapping[str, Mapping[str, Any]],
-    events: list[Event],
+    events: list[ClusterEvent],
     *,
     started_at: float,
     now: float,

@@ -20,8 +20,8 @@ from starlette.responses import Response
 from tandem.api.http.body import read_json_object
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.stream import (
-    Answer,
     EventStream,
+    ReplyFormat,
     collect,
     first_delta,
     until_disconnect,
@@ -110,7 +110,7 @@ class GenerationRoutes:
         self,
         request: Request,
         requests: Sequence[ClientRequest],
-        replies: Answer,
+        replies: ReplyFormat,
         headers: Mapping[str, str],
         *,
         stream: bool,

@@ -48,7 +48,7 @@ from tandem.cluster.ray.ray_host import RayHost
 from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
 from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.memory import read_memory, why_too_much, worker_need
@@ -116,7 +116,7 @@ class _Launch:
 
     def __exit__(self, *_: object) -> None:
         """Ends everything in order, within 5 s."""
-        with Waiting(Step("processes", "end")):
+        with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()
             self._ray_head.end()
@@ -139,7 +139,7 @@ class _Launch:
 
     def _start_all(self) -> tuple[ModelFolder, Readiness]:
         began = time.monotonic()
-        self._screen.wait_for(Step("redis"))
+        self._screen.wait_for(ProgressRow("redis"))
         self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
         number = self._take_lead() if self._listening else 0

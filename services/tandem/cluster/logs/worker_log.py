@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.cluster.logs.run_logs import find_log, show_log
 from tandem.cluster.operate import ask
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import OperateError
 
 _PIECE_DEADLINE_S = 15.0  # the router waits 10 s for the worker
@@ -25,7 +25,7 @@ _POLL_S = 0.5
 
 def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
     """Prints a log; with `follow`, until it is interrupted. Raises OperateError."""
-    with Waiting(Step(process_id, "is looked up")):
+    with Waiting(ProgressRow(process_id, "is looked up")):
         state, why_unknown = _state(url)
     local = _local(process_id)
     worker = _worker(state, process_id)
@@ -44,7 +44,7 @@ def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool)
     """Prints the log that the process itself sends, or the one of this machine if it sends none."""
     path = f"/v1/cluster/workers/{urllib.parse.quote(process_id, safe='')}/log"
     try:
-        with Waiting(Step(process_id, "is asked for its log")):
+        with Waiting(ProgressRow(process_id, "is asked for its log")):
             piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
     except OperateError as error:
         if local is None:

@@ -10,7 +10,7 @@ from tandem.models.config.fields import flag, number, size
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ExpertGroups:
     """Groups of equally many experts: those of a token are of the groups that it ranks first."""
 
     num: int
@@ -31,7 +31,7 @@ class Experts:
     is_normalized: bool  # a token's weights sum to 1, before `scale`
     has_biases: bool = False  # the router's and all products' of the experts
     is_corrected: bool = False  # experts are ranked by sigmoids plus learned numbers
-    groups: Groups | None = None
+    groups: ExpertGroups | None = None
     scale: float = 1.0  # of weights
     shared_inner: int = 0  # the intermediate size of an MLP beside them for all tokens; 0: none
 
@@ -91,10 +91,10 @@ def _of_deepseek(
     return [experts if layer >= num_dense else None for layer in range(num_layers)]
 
 
-def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> Groups | None:
+def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> ExpertGroups | None:
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
-    groups = Groups(size(config, "n_group"), size(config, "topk_group"))
+    groups = ExpertGroups(size(config, "n_group"), size(config, "topk_group"))
     # A corrected router ranks a group by two of its experts.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:

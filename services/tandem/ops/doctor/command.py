@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.ops.doctor.clocks import clock, time_sync
 from tandem.ops.doctor.devices import gpus, memory_reads, nixl, rdma
-from tandem.ops.doctor.host import Finding, Host
+from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.ops.doctor.system import (
     huge_pages,
     kernel,
@@ -27,7 +27,7 @@ from tandem.ops.doctor.system import (
 _REDIS_DEADLINE_S = 2.0
 
 
-def redis(host: Host) -> Finding:
+def redis(host: HostFiles) -> Finding:
     """Asks Redis for an answer. The finding never shows the password."""
     from tandem.net.store.client import wait_until_answers
 
@@ -44,7 +44,7 @@ def redis(host: Host) -> Finding:
     return Finding("Redis", f"answers in {(time.monotonic() - asked_at) * 1e3:.0f} ms")
 
 
-CHECKS: tuple[Callable[[Host], Finding], ...] = (
+CHECKS: tuple[Callable[[HostFiles], Finding], ...] = (
     *(kernel, memory, huge_pages, shared_memory, open_files, memlock),
     *(model_disk, run_disk, clock, time_sync),
     *(gpus, nixl, memory_reads, rdma, redis),
@@ -56,8 +56,10 @@ def main() -> None:
     findings = []
     with Waiting() as waiting:
         for number, check in enumerate(CHECKS):
-            waiting.show(Step("checks", check.__name__.replace("_", " "), number, len(CHECKS)))
-            findings.append(check(Host()))
+            waiting.show(
+                ProgressRow("checks", check.__name__.replace("_", " "), number, len(CHECKS))
+            )
+            findings.append(check(HostFiles()))
     for finding in findings:
         verdict = "!" if finding.cost else "ok"
         print(f"{verdict:2}  {finding.name:<12} {finding.found}")

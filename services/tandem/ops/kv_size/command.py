@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 
 from tandem.common.options import read
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import TandemError
 from tandem.ops.kv_size.answer import compute
 from tandem.ops.kv_size.options import KvSizeOptions
@@ -20,7 +20,7 @@ from tandem.ops.kv_size.tables import tables
 def main() -> None:
     options = read(KvSizeOptions, "tandem kv-size")
     try:
-        with Waiting(Step(options.model, "is read")):
+        with Waiting(ProgressRow(options.model, "is read")):
             answer = compute(options)
     except (TandemError, OSError, msgspec.MsgspecError) as error:
         print(f"tandem kv-size: {getattr(error, 'message', error)}", file=sys.stderr)

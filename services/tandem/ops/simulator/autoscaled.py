@@ -14,7 +14,7 @@ from tandem.ops.simulator.simulation import Simulation
 from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.workers.fleet import Fleet
 from tandem.router.autoscaler.demand import Observation
-from tandem.router.autoscaler.policy import Autoscaler, Decision
+from tandem.router.autoscaler.policy import Autoscaler, ScalingDecision
 from tandem.router.placement.choose import choose
 from tandem.router.scaling.pool_observation import likely_decode, see_pool
 
@@ -26,7 +26,7 @@ class Autoscaled:
     """
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
-        self.decisions: list[tuple[float, Decision]] = []  # those that changed a pool
+        self.decisions: list[tuple[float, ScalingDecision]] = []  # those that changed a pool
         self._simulation = simulation
         self._config = config
         self._policy = Autoscaler(config, simulation.clock.now_s)

@@ -11,13 +11,13 @@ from tandem.common.perf_model.rates import PairRate
 from tandem.common.perf_model.soonest import Offer
 from tandem.ops.simulator.scenario import Scenario
 from tandem.ops.simulator.workers.task import Task
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.placement.choose import Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,
-    Prompt,
+    PrefillPrompt,
     plan_prefill,
     soonest_producer,
 )
@@ -25,7 +25,7 @@ from tandem.worker.decode.prefill_choice import (
 
 def worth_asking(
     scenario: Scenario,
-    worker: Worker,
+    worker: SimulatedWorker,
     task: Task,
     peers: Sequence[WorkerSnapshot],
     matches: Mapping[str, int],
@@ -38,7 +38,7 @@ def worth_asking(
     size = scenario.block_size
     load = worker.load()
     cached = worker.cache.num_cached(task.hashes) * size
-    prompt = Prompt(task.num_tokens, size)
+    prompt = PrefillPrompt(task.num_tokens, size)
     work = Work(task.num_tokens, size)
     here = Here(rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
@@ -63,7 +63,7 @@ def worth_asking(
 
 def expect_pull(
     scenario: Scenario,
-    worker: Worker,
+    worker: SimulatedWorker,
     task: Task,
     holders: Iterable[tuple[str, int]],
     pair: PairRate,
@@ -84,7 +84,7 @@ def expect_pull(
 
 
 def exposed_pull_s(
-    scenario: Scenario, pair: PairRate, source: Worker, task: Task, cached_tokens: int
+    scenario: Scenario, pair: PairRate, source: SimulatedWorker, task: Task, cached_tokens: int
 ) -> float:
     """Returns the seconds that a decode worker's pull takes longer than `source` computes, which
     had `cached_tokens`: those of the last chunk, or more."""

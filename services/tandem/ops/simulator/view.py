@@ -18,19 +18,19 @@ from tandem.common.perf_model.predict import (
     summed,
 )
 from tandem.common.perf_model.rates import PairRate, WorkerRates
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.pace import Paces, Sent, paced
 from tandem.ops.simulator.scenario import Scenario
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 
 
 @dataclass(slots=True)
 class _Known:
-    worker: Worker
-    load: Load
+    worker: SimulatedWorker
+    load: WorkerLoad
     rates: WorkerRates  # that it told, at the pace that was seen
     load_queue_s: float = 0.0  # of its tiers, when the load was taken
     sent: deque[tuple[float, Prefill]] = field(default_factory=deque)  # when, and for what
@@ -41,7 +41,7 @@ class _Known:
 class View:
     """The simulated router's view; `roster` is up to date after `tick`, which may replace it."""
 
-    def __init__(self, scenario: Scenario, clock: Clock, workers: list[Worker]) -> None:
+    def __init__(self, scenario: Scenario, clock: Clock, workers: list[SimulatedWorker]) -> None:
         self._scenario = scenario
         self._clock = clock
         self._known = {w.worker_id: _Known(w, w.load(), scenario.rates) for w in workers}
@@ -86,7 +86,7 @@ class View:
         if sent.worker_id != worker_id:
             self._refresh(self._known[sent.worker_id])
 
-    def note_state(self, worker: Worker) -> None:
+    def note_state(self, worker: SimulatedWorker) -> None:
         """Notes that the worker is up or down, which its stream shows at once."""
         known = self._known[worker.worker_id]
         known.sent.clear()
@@ -96,11 +96,11 @@ class View:
         self._join(worker.worker_id, self.roster.mean_placed(worker.role))
         self._refresh(known)
 
-    def note_drain(self, worker: Worker) -> None:
+    def note_drain(self, worker: SimulatedWorker) -> None:
         """Notes that the worker takes nothing new, which its record tells at once."""
         self._refresh(self._known[worker.worker_id])
 
-    def note_load(self, worker: Worker) -> None:
+    def note_load(self, worker: SimulatedWorker) -> None:
         known = self._known[worker.worker_id]
         known.changed = True
         if not known.reporting:
@@ -121,7 +121,7 @@ class View:
         self._clock.after(self._scenario.report_age_s, self._take, *arrives)
 
     def _take(
-        self, known: _Known, load: Load, load_queue_s: float, taken_s: float, epoch: int
+        self, known: _Known, load: WorkerLoad, load_queue_s: float, taken_s: float, epoch: int
     ) -> None:
         known.reporting = False
         if epoch == known.worker.epoch and known.worker.is_up:

@@ -43,7 +43,7 @@ _PAUSES = 8  # times the usual pause: chance makes one in 3,000 as long
 _STEP_S = 60.0  # after a step, in which pools grow though they have just shrunk
 
 
-class Decision(msgspec.Struct, frozen=True):
+class ScalingDecision(msgspec.Struct, frozen=True):
     """The decision for one pool. `line` explains it to people."""
 
     role: Role
@@ -78,7 +78,7 @@ class Autoscaler:
         self._stepped_s = self._step_from_s = -float("inf")  # seen then; the first load after it
         self._busy_s = now_s  # when a request was seen last
 
-    def decide(self, seen: Observation) -> tuple[Decision, Decision]:
+    def decide(self, seen: Observation) -> tuple[ScalingDecision, ScalingDecision]:
         """Decides the sizes of the prefill pool and of the decode pool."""
         self._remember(seen)
         if self._is_idle(seen):
@@ -127,7 +127,7 @@ class Autoscaler:
         usual_s = (self._busy_s - first.now_s) / num_requests if num_requests else 0.0
         return idle_s > 0 and seen.now_s - self._busy_s >= max(idle_s, _PAUSES * usual_s)
 
-    def _rest(self, role: Role, seen: Observation) -> Decision:
+    def _rest(self, role: Role, seen: Observation) -> ScalingDecision:
         """Gives a pool that is idle its smallest size; a load that comes back starts anew."""
         config = self._config
         pool = seen.prefill if role == "prefill" else seen.decode
@@ -136,7 +136,7 @@ class Autoscaler:
         self._stabilizers[role].rest(seen.now_s)
         idle_s = seen.now_s - self._busy_s
         line = f"{role} {pool.wanted} -> {least}: no request for {idle_s:.0f} s"
-        return Decision(role, pool.wanted, least, least, "idle", line)
+        return ScalingDecision(role, pool.wanted, least, least, "idle", line)
 
     def _output_tokens(self, seen: Observation) -> float:
         """Mean output tokens of recent requests; a guess before one has ended."""
@@ -210,7 +210,7 @@ class Autoscaler:
         load: Forecast,
         recent: Demand,
         wishes: list[_Wish],
-    ) -> Decision:
+    ) -> ScalingDecision:
         config = self._config
         pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
@@ -241,7 +241,7 @@ class Autoscaler:
             f"{quantile(recent.itl, config.slo_quantile):g} of the limit; {pool.num_ready} ready, "
             f"{pool.queued_s:.1f} s queued, {pool.num_waiting} wait, kv {pool.kv_use:.0%}"
         )
-        return Decision(role, pool.wanted, bounded, to, why, line)
+        return ScalingDecision(role, pool.wanted, bounded, to, why, line)
 
 
 def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:

@@ -19,16 +19,16 @@ Window = Literal["minute", "day"]
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
-class Kept(NamedTuple):
+class WindowRetention(NamedTuple):
     """Seconds that a window lasts, and seconds that Redis keeps it."""
 
     seconds: int
     kept_s: int
 
 
-WINDOWS: Mapping[Window, Kept] = {
-    "minute": Kept(60, 6 * 3600),
-    "day": Kept(86400, 400 * 86400),
+WINDOWS: Mapping[Window, WindowRetention] = {
+    "minute": WindowRetention(60, 6 * 3600),
+    "day": WindowRetention(86400, 400 * 86400),
 }
 _BATCH_KEPT_S = 7 * 86400  # longer than a batch whose answer was lost may wait
 

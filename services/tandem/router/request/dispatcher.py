@@ -29,7 +29,7 @@ from tandem.router.admission.predict import computing_worker
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, choose
 from tandem.router.placement.reasons import reason_of
-from tandem.router.request.job import Job, JobState, Routed, Step, submission, work_of
+from tandem.router.request.job import Job, JobState, JobStep, Routed, submission, work_of
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.migrations import (
     REFUSALS,
@@ -93,7 +93,7 @@ class Dispatcher:
             lookup.cancel()
             raise
 
-    async def run(self, job: Job) -> AsyncGenerator[Step, None]:
+    async def run(self, job: Job) -> AsyncGenerator[JobStep, None]:
         """Yields steps until the end; closing the iterator cancels the job where it runs.
 
         Raises Overloaded, QueueFull, NoWorkers, WorkerLost, or what the worker answered.
@@ -297,7 +297,7 @@ class Dispatcher:
             job.routing.asked = None
             self._view.note_prefilled(worker_id, prefill, sent_at, by_it=by == worker_id)
 
-    async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
+    async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[JobStep, None]:
         progress = job.progress
         routing = job.routing
         while True:
@@ -343,7 +343,7 @@ class Dispatcher:
                     if job.parent is None:  # the prefix tree promised nothing to the others
                         self._on_end(job)
                     job.to(JobState.ENDED)
-                yield Step(token_ids, finish_reason, logprobs)
+                yield JobStep(token_ids, finish_reason, logprobs)
             if finish_reason:
                 return
             if attempt.is_draining and not attempt.is_over and self._may_migrate(job):

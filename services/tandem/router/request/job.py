@@ -283,7 +283,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class JobStep:
     """New tokens of a job; `finish_reason` ("stop" or "length") only in the last step."""
 
     token_ids: list[int]

@@ -26,7 +26,7 @@ from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.net.store.client import UNREACHABLE, UNREADABLE
 from tandem.net.store.script import Script
 from tandem.router.autoscaler.demand import Demand, DemandMeter, Observation
-from tandem.router.autoscaler.policy import Autoscaler, Decision
+from tandem.router.autoscaler.policy import Autoscaler, ScalingDecision
 from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
@@ -125,7 +125,7 @@ class AutoscaleLoop:
         if not lead:
             self._policy = None
             told = await redis.get(self._told_key)
-            self._view.decisions = msgspec.json.decode(told or b"[]", type=list[Decision])
+            self._view.decisions = msgspec.json.decode(told or b"[]", type=list[ScalingDecision])
             return
         num_held = await self._sum_demand()
         owned: dict[str, int] = {}  # without sizes that cannot be set here, or read now
@@ -170,7 +170,7 @@ class AutoscaleLoop:
         self._last = seen
         return num_held
 
-    def _decide(self, num_held: int, owned: dict[str, int]) -> list[Decision]:
+    def _decide(self, num_held: int, owned: dict[str, int]) -> list[ScalingDecision]:
         now_s = time.monotonic()
         if self._policy is None:
             log.info("autoscaling is %s, and decided here", self._config.autoscale.mode)

@@ -25,7 +25,7 @@ from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.store.client import UNREACHABLE, Client
 from tandem.net.store.registry import KvCompatibility, Registry, WorkerRecord
 from tandem.net.store.silence import Silences
-from tandem.router.autoscaler.policy import Decision
+from tandem.router.autoscaler.policy import ScalingDecision
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
@@ -59,7 +59,9 @@ class ClusterView:
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as the pool controller wrote it
     pool_watch: PoolWatch = field(default_factory=PoolWatch)
-    decisions: list[Decision] = field(default_factory=list)  # of the autoscaler, the last ones
+    decisions: list[ScalingDecision] = field(
+        default_factory=list
+    )  # of the autoscaler, the last ones
     calls: PeerCalls = field(init=False)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
     _workers: dict[str, KnownWorker] = field(default_factory=dict)

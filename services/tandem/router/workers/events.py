@@ -24,7 +24,7 @@ _TELL_EVERY_S = 1.0
 _COUNTED_MAX = 100  # kinds of things between two events
 
 
-class Event(msgspec.Struct, frozen=True):
+class ClusterEvent(msgspec.Struct, frozen=True):
     """Something that happened. `about` is a worker's id, an error's code, or empty."""
 
     at: float  # seconds since the epoch
@@ -43,7 +43,7 @@ class EventLog:
 
     def add(self, kind: str, about: str, text: str, once: str = "") -> None:
         """Adds an event; with `once`, unless another router has told of the same."""
-        event = Event(time.time(), kind, about, text)
+        event = ClusterEvent(time.time(), kind, about, text)
         self._journal.add(_STREAM, event, f"{kind}:{once}" if once else "")
 
     def count(self, kind: str, about: str, text: str) -> None:
@@ -62,7 +62,7 @@ class EventLog:
             self._tell_counted()
             await cancel(writing)
 
-    async def read(self, num_max: int, trail: AuditTrail) -> list[Event]:
+    async def read(self, num_max: int, trail: AuditTrail) -> list[ClusterEvent]:
         """Returns the last events and changes of all routers, the newest first. Raises NotNow."""
         events = await self._journal.read(_STREAM, num_max, _decode)
         events += [_of_change(entry) for entry in await trail.read_kind("changes", num_max)]
@@ -107,11 +107,11 @@ class EventLog:
         self.add("left" if in_order else "lost", record.worker_id, text, once=record.epoch)
 
 
-def _of_change(entry: AuditEntry) -> Event:
+def _of_change(entry: AuditEntry) -> ClusterEvent:
     text = f"{entry.what}: {entry.before} -> {entry.after}, by {entry.caller}"
     kind = "refused" if entry.why else "changed"
-    return Event(entry.at, kind, "", f"{text}: {entry.why}" if entry.why else text)
+    return ClusterEvent(entry.at, kind, "", f"{text}: {entry.why}" if entry.why else text)
 
 
-def _decode(text: bytes) -> Event:
-    return msgspec.json.decode(text, type=Event)
+def _decode(text: bytes) -> ClusterEvent:
+    return msgspec.json.decode(text, type=ClusterEvent)

@@ -22,15 +22,15 @@ from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process.messages import Remove
 from tandem.worker.kv_pulls.lease import PullStats
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
 
-class LiveSequences:
+class DecodeSequences:
     """`max_model_len` bounds a sequence, in tokens."""
 
-    def __init__(self, parts: Parts, max_model_len: int) -> None:
+    def __init__(self, parts: WorkerParts, max_model_len: int) -> None:
         self._link = parts.link
         self._rates = parts.rates
         self._metrics = parts.metrics

@@ -30,7 +30,7 @@ from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,
     PrefillPlan,
-    Prompt,
+    PrefillPrompt,
     plan_prefill,
     soonest_producer,
 )
@@ -129,7 +129,7 @@ class PrefillPlanner:
         workers count as equally fast, and the rates of their pairs decide."""
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
-        prompt = Prompt(num_tokens, self._block_size)
+        prompt = PrefillPrompt(num_tokens, self._block_size)
         here = self._here(holders, cached_tokens)
         own_holder = pb.PrefixHolder(
             worker_id=self._config.worker_id, num_blocks=cached_tokens // self._block_size
@@ -181,7 +181,7 @@ class PrefillPlanner:
         if self._config.transfer.prefill_at == "remote":
             return None
         places = [self._candidate(c, holders, 0.0) for c in candidates]
-        return soonest_producer(Prompt(num_tokens, self._block_size), places)
+        return soonest_producer(PrefillPrompt(num_tokens, self._block_size), places)
 
     def _candidate(
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float

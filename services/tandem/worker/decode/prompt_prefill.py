@@ -22,14 +22,14 @@ from tandem.engine.types import Mode, Reserved, SequenceSpec
 from tandem.errors import LeaseLost, Overloaded, ProducerSilent, TandemError
 from tandem.net.observability.logs import about
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.decode.live_sequences import LiveSequences
+from tandem.worker.decode.live_sequences import DecodeSequences
 from tandem.worker.decode.prefill_choice import PrefillPlan
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker, PullStats
 from tandem.worker.kv_pulls.lease_stream import is_producer_gone
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.peers import Peers
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -54,10 +54,10 @@ class PromptPrefill:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: WorkerParts,
         producers: Producers,
         planner: PrefillPlanner,
-        sequences: LiveSequences,
+        sequences: DecodeSequences,
         identity: pb.PrefixHolder,
     ) -> None:
         """`identity` is this worker's, for peers that may pull a prompt's first blocks from it."""

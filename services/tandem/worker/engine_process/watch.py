@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from tandem.common.config.worker import WorkerConfig
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.worker.engine_process.link import EngineLink
 
 TURN_S = 1.0
@@ -25,7 +25,7 @@ class EngineWatch:
         self,
         config: WorkerConfig,
         link: EngineLink,
-        load: Callable[[], Load],
+        load: Callable[[], WorkerLoad],
         *,
         is_used: Callable[[], bool],
         give_up: Callable[[str], None],

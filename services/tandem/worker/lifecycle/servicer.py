@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from tandem.common.adapter import Adapter
 from tandem.common.config.cluster import Role
 from tandem.errors import ConfigError
-from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, LogPosition, read_piece
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from tandem.net.store.registry import KvCompatibility
@@ -92,7 +92,9 @@ class Servicer(WorkerServicer):
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> pb.ReadLogResponse:
         if not (path := os.environ.get(FILE_VARIABLE, "")):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_FILE)
-        text, after = await asyncio.to_thread(read_piece, Path(path), Place.parse(request.after))
+        text, after = await asyncio.to_thread(
+            read_piece, Path(path), LogPosition.parse(request.after)
+        )
         return pb.ReadLogResponse(text=text, after=str(after))
 
     async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:

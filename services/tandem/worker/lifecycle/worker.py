@@ -31,7 +31,7 @@ from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from tandem.net.store.registry import KvCompatibility, Load, State, WorkerRecord
+from tandem.net.store.registry import KvCompatibility, State, WorkerLoad, WorkerRecord
 from tandem.transfer.nixl.messages import Broken
 from tandem.worker.convert import load_message, plain_of
 from tandem.worker.decode.prompt_prefill import Producers
@@ -51,7 +51,7 @@ from tandem.worker.lifecycle.role import RoleChange
 from tandem.worker.lifecycle.warm import Warmer
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
@@ -86,7 +86,7 @@ class Worker:
         self._drain_until = math.inf  # by time.monotonic(), from `stop` on
         self._stopping = asyncio.Event()
         self._broken = ""  # why this process must end and be started anew
-        self._load = Load()
+        self._load = WorkerLoad()
         self.adapters = NamedAdapters(config.engine)
         self._address = ""
         self._metrics_address = ""
@@ -111,7 +111,7 @@ class Worker:
         self._metrics.role = self.role.role
         await self._membership.refresh()
 
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         return self._load
 
     async def run(self) -> None:
@@ -213,7 +213,7 @@ class Worker:
             ready.rates.block_bytes >> 10,
             {name: round(ms) for name, ms in ready.load_ms.items()},
         )
-        self._load = Load(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
+        self._load = WorkerLoad(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
         self._model = config.engine.model
         self._max_model_len = ready.max_model_len
         self.compatibility = KvCompatibility(
@@ -229,7 +229,7 @@ class Worker:
         self.rates = Rates(config, ready.rates)
         pairing = Pairing(config, self.epoch, self.link, self.rates, self.compatibility)
         self.peers = Peers(config, self.rates, pairing)
-        parts = Parts(config, self.link, self.rates, self._metrics, self._tracing)
+        parts = WorkerParts(config, self.link, self.rates, self._metrics, self._tracing)
         producers = self._producers(ready)
         self._probes = Probes(lambda: self.state, lambda: self.link.send(messages.ListChains(0, 0)))
         self._warmer = Warmer(config, self.link, producers.prefixes, self._metrics)
@@ -305,7 +305,7 @@ class Worker:
         self.prefill.on_report(report)
         self._warmer.on_step(step)
         self._load = plain_of(
-            Load,
+            WorkerLoad,
             step.load,
             queue_max=self.config.engine.queue_max,
             num_leases=self.prefill.num_leases,

@@ -22,7 +22,7 @@ from tandem.engine.types import EngineLoad, StepReport, TierLoad
 from tandem.models.memory import read_memory
 from tandem.net.bounded_server import BoundedServer
 from tandem.net.observability.metrics import MetricSet, counter, gauge, gauges, histogram
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.prefix_index.publisher import Publisher
 from tandem.transfer.nixl.messages import PullResult, Renewed
 from tandem.worker.engine_process.messages import PullsSettled, TransferReply
@@ -233,7 +233,7 @@ class WorkerMetrics(MetricSet):
         self,
         host: str,
         port: int,
-        load: Callable[[], Load],
+        load: Callable[[], WorkerLoad],
         pairs: Callable[[], Mapping[str, PairRate]],
         probes: Probes,
     ) -> int:
@@ -243,7 +243,9 @@ class WorkerMetrics(MetricSet):
         app = probes.around(make_wsgi_app(scraped))
         return BoundedServer(app, host, port, name="metrics").port
 
-    def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
+    def _gauges(
+        self, load: WorkerLoad, pairs: Mapping[str, PairRate]
+    ) -> Iterable[GaugeMetricFamily]:
         names = list(self._labels)
         values = list(self._labels.values())
         for name, text in _HELP.items():

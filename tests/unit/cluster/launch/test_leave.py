@@ -11,7 +11,7 @@ import pytest
 
 from tandem.cluster.launch import leave
 from tandem.cluster.launch.leave import Leaving
-from tandem.common.process.progress import Step
+from tandem.common.process.progress import ProgressRow
 
 HERE, THERE = "host-here", "host-there"
 
@@ -42,7 +42,7 @@ def agent(host: str, state: str = "running") -> dict[str, Any]:
 def left(
     monkeypatch: pytest.MonkeyPatch,
     pools: Callable[[set[str]], dict[str, Any]],
-    shown: list[Step] | None = None,
+    shown: list[ProgressRow] | None = None,
 ) -> tuple[list[str], FakeRedis]:
     """Returns what was said while the host left, and the Redis after that."""
     redis, said, shown = FakeRedis(pools), list[str](), shown if shown is not None else []
@@ -104,10 +104,10 @@ def test_what_starts_elsewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         there = agent(THERE, "running" if is_up else "pending")
         return {"router": {"wanted": 1, "agents": [*own, there]}}
 
-    shown = list[Step]()
+    shown = list[ProgressRow]()
     said, _ = left(monkeypatch, pools, shown)
     assert said == ["draining what runs here"]
-    assert set(shown) == {Step("hand over", "other hosts lack router")}
+    assert set(shown) == {ProgressRow("hand over", "other hosts lack router")}
     assert time.monotonic() - started > 1.0
 
 
@@ -122,9 +122,9 @@ def test_a_process_that_never_starts_leaves_time_to_drain(monkeypatch: pytest.Mo
         own = [] if is_gone else [agent(HERE)]
         return {"router": {"wanted": 1, "agents": [*own, agent(THERE, "restarting")]}}
 
-    shown = list[Step]()
+    shown = list[ProgressRow]()
     said, redis = left(monkeypatch, pools, shown)
     assert said[-1] == "draining what runs here"
-    assert shown[-1] == Step("drain", "router-0 to end", 0, 1)
+    assert shown[-1] == ProgressRow("drain", "router-0 to end", 0, 1)
     assert len(drained) > 1
     assert not redis.words

@@ -18,7 +18,7 @@ from tandem.cluster.launch.readiness import Readiness
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.errors import ConfigError
-from tandem.net.store.registry import Loading
+from tandem.net.store.registry import LoadingNotice
 from tests.harness.terminal import Terminal
 
 
@@ -32,7 +32,7 @@ class FakeRedis:
         raise RedisTimeoutError("slow")
 
     def hvals(self, key: str) -> list[bytes]:
-        notice = Loading("decode", num_bytes=next(self._loaded), num_bytes_all=100)
+        notice = LoadingNotice("decode", num_bytes=next(self._loaded), num_bytes_all=100)
         return [msgspec.msgpack.encode(notice)]
 
     def close(self) -> None: ...

@@ -12,7 +12,7 @@ import pytest
 from tandem.cluster.logs.run_logs import lines
 from tandem.cluster.processes import process
 from tandem.errors import BadRequest
-from tandem.net.observability.log_file import Place, older, read_piece
+from tandem.net.observability.log_file import LogPosition, older, read_piece
 
 WRITER = """
 import logging, os, socket, subprocess, sys
@@ -69,7 +69,9 @@ def test_a_log_is_followed_when_it_begins_anew(tmp_path: Path) -> None:
     assert list(followed) == ["two\n", "three\n"]
 
 
-def read_all(path: Path, after: Place, bytes_max: int = 1000) -> tuple[list[str], Place]:
+def read_all(
+    path: Path, after: LogPosition, bytes_max: int = 1000
+) -> tuple[list[str], LogPosition]:
     """Reads pieces until there are no more. Returns them, and the place."""
     found = []
     while True:
@@ -82,25 +84,25 @@ def read_all(path: Path, after: Place, bytes_max: int = 1000) -> tuple[list[str]
 def test_a_log_is_read_in_pieces_of_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "decode-0.log"
     path.write_text("one\ntwo\nthree\nü\na line longer than a piece\n\nlast")
-    pieces, place = read_all(path, Place(), 10)
+    pieces, place = read_all(path, LogPosition(), 10)
     assert "".join(pieces) == path.read_text()
     assert pieces[:3] == ["one\ntwo\n", "three\nü\n", "a line lon"]
     with path.open("a") as stream:
         stream.write(" one\nmore\n")
-    assert read_all(path, Place.parse(str(place)))[0] == [" one\nmore\n"]
+    assert read_all(path, LogPosition.parse(str(place)))[0] == [" one\nmore\n"]
 
 
 def test_a_reader_goes_on_where_a_log_began_anew(tmp_path: Path) -> None:
     path = tmp_path / "decode-0.log"
     path.write_text("one\n")
-    _, place = read_all(path, Place())
+    _, place = read_all(path, LogPosition())
     with path.open("a") as stream:
         stream.write("two\n")
     path.rename(older(path))
     assert read_all(path, place)[0] == ["two\n"]  # the new one is not there yet
     path.write_text("three\n")
     assert read_all(path, place)[0] == ["two\n", "three\n"]
-    assert read_all(path, Place())[0] == ["one\ntwo\n", "three\n"]
+    assert read_all(path, LogPosition())[0] == ["one\ntwo\n", "three\n"]
     place = read_all(path, place)[1]
     assert read_all(path, place) == ([], place)
     for text in ("four\n", "five\n"):  # now the file of the place is gone
@@ -113,9 +115,9 @@ def test_a_reader_goes_on_where_a_log_began_anew(tmp_path: Path) -> None:
 
 def test_a_file_that_was_cut_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "decode-0.log"
-    assert read_piece(path, Place(7, 9)) == (b"", Place(7, 9))  # no file
+    assert read_piece(path, LogPosition(7, 9)) == (b"", LogPosition(7, 9))  # no file
     path.write_text("a long line\n")
-    place = read_all(path, Place())[1]
+    place = read_all(path, LogPosition())[1]
     path.write_text("short\n")
     assert read_all(path, place)[0] == ["short\n"]
 
@@ -123,4 +125,4 @@ def test_a_file_that_was_cut_is_read_from_its_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["x", "1", "-1", "1-", "1--2", "1-2\n", f"1-{'9' * 19}"])
 def test_what_is_no_place_is_refused(text: str) -> None:
     with pytest.raises(BadRequest, match="is no place in a log"):
-        Place.parse(text)
+        LogPosition.parse(text)

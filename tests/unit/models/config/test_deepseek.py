@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config.experts import Experts, Groups
+from tandem.models.config.experts import ExpertGroups, Experts
 from tandem.models.config.latent import Latent
 from tandem.models.config.model import ModelConfig
 
@@ -34,7 +34,9 @@ def test_deepseek_v2() -> None:
     grouped = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
     more = {"routed_scaling_factor": 16.0, "first_k_dense_replace": 1, "rope_scaling": YARN}
     config = ModelConfig.from_hf(SIZES | DEEPSEEK_V2 | grouped | more, None)
-    experts = Experts(64, 6, 1407, False, groups=Groups(8, 3), scale=16.0, shared_inner=2 * 1407)
+    experts = Experts(
+        64, 6, 1407, False, groups=ExpertGroups(8, 3), scale=16.0, shared_inner=2 * 1407
+    )
     assert [layer.experts for layer in config.layers] == [None, *[experts] * 4]
     scale = 192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2
     assert config.latent == Latent(512, 64, 128, 128, 1536, True, pytest.approx(scale))
@@ -55,7 +57,7 @@ def test_deepseek_v3() -> None:
         2048,
         True,
         is_corrected=True,
-        groups=Groups(8, 4),
+        groups=ExpertGroups(8, 4),
         scale=2.5,
         shared_inner=2048,
     )

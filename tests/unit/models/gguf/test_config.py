@@ -7,7 +7,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config.experts import Experts, Groups
+from tandem.models.config.experts import ExpertGroups, Experts
 from tandem.models.config.latent import Latent
 from tandem.models.config.model import ModelConfig
 from tandem.models.gguf.convert import converted_folder
@@ -292,7 +292,7 @@ def test_groups_that_older_converters_left_out_are_those_of_the_published_sizes(
     v2 = deepseek(tmp_path, tiny_gguf, block_count=60, expert_count=160)
     v3 = deepseek(tmp_path, tiny_gguf, block_count=61, expert_count=256, expert_gating_func=2)
     found = [config.layers[-1].experts.groups for config in (v2, v3)]
-    assert found == [Groups(8, 3), Groups(8, 4)]
+    assert found == [ExpertGroups(8, 3), ExpertGroups(8, 4)]
     one = {"expert_group_count": 1, "expert_group_used_count": 1}
     config = deepseek(tmp_path, tiny_gguf, block_count=61, expert_count=256, **one)
     assert config.layers[-1].experts.groups is None

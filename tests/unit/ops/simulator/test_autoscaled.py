@@ -15,7 +15,7 @@ from tandem.ops.simulator.scenario import Scenario, Slo
 from tandem.ops.simulator.simulation import Simulation
 from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.workers.fleet import Fleet
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
 
@@ -92,7 +92,7 @@ def test_a_worker_comes_a_cold_start_later_and_goes_when_it_is_empty() -> None:
     clock, log = Clock(), []
     scenario = Scenario(block_size=16, kv_tokens=160, sequences_max=4, queue_max=4)
     workers = [
-        Worker(f"w{n}", "prefill", scenario, clock, None)  # type: ignore[arg-type]
+        SimulatedWorker(f"w{n}", "prefill", scenario, clock, None)  # type: ignore[arg-type]
         for n in range(3)
     ]
     fleet = Fleet(

@@ -24,7 +24,7 @@ _ZEROED_MOST = 64  # inputs of a block that has a zero
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class QuantizedGroups:
     """A matrix [out, in]; each output has `scales.shape[1]` groups of inputs."""
 
     numbers: torch.Tensor  # [out, in]: uint8 of 0 to 15, or int8

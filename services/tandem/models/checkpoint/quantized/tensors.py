@@ -15,7 +15,7 @@ import torch
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.quantized.forms import PARTS
 from tandem.models.checkpoint.quantized.fp8 import Fp8
-from tandem.models.checkpoint.quantized.groups import Groups
+from tandem.models.checkpoint.quantized.groups import QuantizedGroups
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.config.quantization_scheme import Quantization, Scheme
 from tandem.models.gguf.tensors import Blocks
@@ -79,7 +79,7 @@ class Coded:
         """Returns exactly the same numbers, quantized, as torch and Triton keep them."""
         return self._fp8() if self.scheme.is_float else self._groups().packed()
 
-    def _groups(self) -> Groups:
+    def _groups(self) -> QuantizedGroups:
         groups = {
             "scaled": self._int8,
             "packed": self._packed,
@@ -101,26 +101,28 @@ class Coded:
         inverse = "weight_scale_inv" in self.by_kind
         return self.by_kind["weight_scale_inv" if inverse else "weight_scale"].float()
 
-    def _int8(self) -> Groups:
-        return Groups(self.by_kind["weight"], _ZERO, self._scale().reshape(-1, 1))
+    def _int8(self) -> QuantizedGroups:
+        return QuantizedGroups(self.by_kind["weight"], _ZERO, self._scale().reshape(-1, 1))
 
-    def _packed(self) -> Groups:
+    def _packed(self) -> QuantizedGroups:
         numbers, zeros = self._integers(self.by_kind["weight_packed"])
         if self.scheme.has_zeros:  # of outputs in words that the last one may not fill
             zeros = _unpacked(self.by_kind["weight_zero_point"].t())[:, : len(numbers)].t()
-        return self._in_their_order(Groups(numbers, zeros, self._scale()))
+        return self._in_their_order(QuantizedGroups(numbers, zeros, self._scale()))
 
-    def _gptq(self) -> Groups:
+    def _gptq(self) -> QuantizedGroups:
         numbers, zeros = self._integers(self.by_kind["qweight"].t())
         if self.scheme.bits == 4:
             zeros = _unpacked(self.by_kind["qzeros"]).t() + self.scheme.zero_offset
-        return self._in_their_order(Groups(numbers, zeros, self.by_kind["scales"].float().t()))
+        return self._in_their_order(
+            QuantizedGroups(numbers, zeros, self.by_kind["scales"].float().t())
+        )
 
-    def _awq(self) -> Groups:
+    def _awq(self) -> QuantizedGroups:
         numbers, zeros = (
             _unpacked(self.by_kind[name], _AWQ_ORDER).t() for name in ("qweight", "qzeros")
         )
-        return Groups(numbers, zeros, self.by_kind["scales"].float().t())
+        return QuantizedGroups(numbers, zeros, self.by_kind["scales"].float().t())
 
     def _integers(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the numbers of rows of words, and the zero of all if their scheme has one."""
@@ -128,7 +130,7 @@ class Coded:
             return _unpacked(words), _ZERO + 8
         return (_bytes_of(words) ^ _MIDDLE).view(torch.int8), _ZERO
 
-    def _in_their_order(self, groups: Groups) -> Groups:
+    def _in_their_order(self, groups: QuantizedGroups) -> QuantizedGroups:
         """Returns the same with the groups of inputs that the checkpoint tells."""
         if (of_input := self._group_of_input()) is None:
             return groups

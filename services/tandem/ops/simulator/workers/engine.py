@@ -21,7 +21,7 @@ Job = TypeVar("Job")
 _EPSILON = 1e-9  # steps
 
 
-class Engine(Generic[Job]):
+class SimulatedEngine(Generic[Job]):
     """The engine of a worker. It knows rates and counts, not requests."""
 
     def __init__(self, rates: WorkerRates) -> None:

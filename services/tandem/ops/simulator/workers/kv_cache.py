@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 
-class KvCache:
+class SimulatedKvCache:
     """Blocks by hash. The last block of a prompt, when it is not full, is never cached."""
 
     def __init__(self, num_blocks: int) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.ops.simulator.workers.tiers import Load
+from tandem.ops.simulator.workers.tiers import TierRead
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Task:
     tokens_left: int | None = None  # to make, when its worker died under it in the batch
     returns: bool = False  # its prompt is likely to: it is of a session
     is_weighed: bool = False  # it is the next one, and loading was not the soonest a moment ago
-    load: Load | None = None  # from tiers, under way or done
+    load: TierRead | None = None  # from tiers, under way or done
     new_hashes: list[bytes] = field(default_factory=list)  # of blocks that are new in the pool
     loaded_blocks: dict[str, int] = field(default_factory=dict)  # by the tier's name
     first_token_by: float = math.inf  # seconds of the clock: a later first token is of no use

@@ -21,30 +21,33 @@ from typing import Protocol
 
 from tandem.common.perf_model.predict import OWN_SPARE, RATES_OFF, prefill_seconds, queued_seconds
 from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.scenario import Scenario
-from tandem.ops.simulator.workers.engine import Engine
-from tandem.ops.simulator.workers.kv_cache import KvCache
+from tandem.ops.simulator.workers.engine import SimulatedEngine
+from tandem.ops.simulator.workers.kv_cache import SimulatedKvCache
 from tandem.ops.simulator.workers.task import Task
-from tandem.ops.simulator.workers.tiers import Load as TierLoad
-from tandem.ops.simulator.workers.tiers import WorkerTiers
+from tandem.ops.simulator.workers.tiers import TierRead, WorkerTiers
 
 
 class Listener(Protocol):
     """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
 
-    def reserved(self, worker: Worker, task: Task) -> None: ...
-    def prefilled(self, worker: Worker, task: Task) -> None: ...
-    def refused(self, worker: Worker, task: Task) -> None: ...
-    def decoded(self, worker: Worker, task: Task) -> None: ...
+    def reserved(self, worker: SimulatedWorker, task: Task) -> None: ...
+    def prefilled(self, worker: SimulatedWorker, task: Task) -> None: ...
+    def refused(self, worker: SimulatedWorker, task: Task) -> None: ...
+    def decoded(self, worker: SimulatedWorker, task: Task) -> None: ...
     def blocks_changed(
-        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""
+        self,
+        worker: SimulatedWorker,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        tier: str = "",
     ) -> None: ...
-    def load_changed(self, worker: Worker) -> None: ...
+    def load_changed(self, worker: SimulatedWorker) -> None: ...
 
 
-class Worker:
+class SimulatedWorker:
     def __init__(
         self,
         worker_id: str,
@@ -52,7 +55,7 @@ class Worker:
         scenario: Scenario,
         clock: Clock,
         listener: Listener,
-        host: Host | None = None,
+        host: SharedCores | None = None,
         tiers: WorkerTiers | None = None,
     ) -> None:
         """Without a `host` it has cores of its own."""
@@ -63,8 +66,8 @@ class Worker:
         self.is_draining = False
         self.epoch = 0  # counts its starts
         self.num_leases = 0
-        self.engine: Engine[Task] = Engine(rates)
-        self.cache = KvCache(scenario.kv_tokens // scenario.block_size)
+        self.engine: SimulatedEngine[Task] = SimulatedEngine(rates)
+        self.cache = SimulatedKvCache(scenario.kv_tokens // scenario.block_size)
         self._scenario = scenario
         self._block_size = scenario.block_size
         self._clock = clock
@@ -74,7 +77,7 @@ class Worker:
         self._queued_tokens = 0
         self._wakes = 0
         self.tiers = tiers
-        self._loads: dict[Task, TierLoad] = {}  # under way
+        self._loads: dict[Task, TierRead] = {}  # under way
         self._ready: deque[Task] = deque()  # have their memory, and wait for the engine
         self._host = host
         if host is not None:
@@ -144,7 +147,7 @@ class Worker:
             self._drop_load(task)
         self._queue.clear()
         self._reserving.clear()
-        self.cache = KvCache(self.cache.num_blocks)
+        self.cache = SimulatedKvCache(self.cache.num_blocks)
         self._queued_tokens = self.num_leases = 0
         self.is_up = self.is_draining = False
         self._plan()
@@ -165,11 +168,11 @@ class Worker:
         self.engine.speed = speed
         self._plan_wake()
 
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         self.engine.advance(self._clock.now_s)
         task = self.engine.prefilling
         prefills_for_itself = task is not None and task.output_tokens > 0
-        return Load(
+        return WorkerLoad(
             num_running=self.engine.num_decoding + prefills_for_itself,
             num_waiting=len(self._queue) + len(self._reserving) + self._num_loading(),
             queued_tokens=self._queued_tokens + self.engine.prefill_tokens_left(),
@@ -383,7 +386,7 @@ class Worker:
         if task.lacks_first:
             self._ready.append(task)
 
-    def _end_load(self, task: Task, load: TierLoad) -> None:
+    def _end_load(self, task: Task, load: TierRead) -> None:
         if self._loads.get(task) is not load:
             return
         assert self.tiers is not None
@@ -442,7 +445,7 @@ class Worker:
         return True
 
 
-class Host:
+class SharedCores:
     """A machine whose workers share its cores: when more are busy than it has, each is slower.
 
     A worker has one thread. `cores` need not be whole: it is by how much all workers together are
@@ -451,13 +454,13 @@ class Host:
 
     def __init__(self, cores: float) -> None:
         self._cores = cores
-        self._is_busy: dict[Worker, bool] = {}
+        self._is_busy: dict[SimulatedWorker, bool] = {}
         self._speed = 1.0
 
-    def join(self, worker: Worker) -> None:
+    def join(self, worker: SimulatedWorker) -> None:
         self._is_busy[worker] = False
 
-    def note(self, worker: Worker, *, busy: bool) -> None:
+    def note(self, worker: SimulatedWorker, *, busy: bool) -> None:
         """Notes whether a worker computes now; slows all when more do than there are cores."""
         self._is_busy[worker] = busy
         speed = min(1.0, self._cores / max(1, sum(self._is_busy.values())))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.errors import DeadlineExceeded
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
-from tandem.router.limits.limiter import Reservation
+from tandem.router.limits.limiter import LimitReservation
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, JobState, Step
+from tandem.router.request.job import Job, JobState, JobStep
 from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RequestRecord
 from tandem.router.request.text import Piece, TextStream
@@ -56,7 +56,7 @@ class Generation:
         self,
         means: Means,
         record: RequestRecord,
-        reservation: Reservation,
+        reservation: LimitReservation,
         *,
         num_choices: int,
         deadline: float,
@@ -96,7 +96,7 @@ class Generation:
         self._note(choice, len(piece.token_ids))
         return self._delta(choice, piece, [])
 
-    async def steps(self, job: Job) -> AsyncGenerator[Step, None]:
+    async def steps(self, job: Job) -> AsyncGenerator[JobStep, None]:
         """Yields the steps of a job. Raises DeadlineExceeded when the request's time is over."""
         async with aclosing(self._means.dispatcher.run(job)) as steps:
             while True:
