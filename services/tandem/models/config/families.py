@@ -59,7 +59,7 @@ class Family:
     has_sinks: each head has a learned score that takes part in its softmax and has no value.
     has_clamped_gates: gates and ups are clamped to `swiglu_limit`.
     quantization: the `quant_method` that checkpoints of this family alone may have; other methods
-        are in quantized/config.py.
+        are in quantization.py beside it.
     has_caps: logits and scores may be capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys whose value must be absent, null or false.
