@@ -52,9 +52,11 @@ def skew(model: PreTrainedModel) -> list[torch.Tensor]:
         layer.post_attention_layernorm.weight[0] = 1.0
         router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
         router.weight[:, 0] = 0.0
-        router.weight[ALL, 0], router.weight[NONE, 0] = 9.0, -9.0
+        router.weight[ALL, 0] = 9.0
+        router.weight[NONE, 0] = -9.0
         if hasattr(router, "e_score_correction_bias"):
-            router.e_score_correction_bias[ALL], router.e_score_correction_bias[NONE] = 5.0, -5.0
+            router.e_score_correction_bias[ALL] = 5.0
+            router.e_score_correction_bias[NONE] = -5.0
         for parameter in layer.mlp.experts.parameters():
             parameter[NONE] *= 30
         counts.append(torch.zeros(len(router.weight), dtype=torch.int64))

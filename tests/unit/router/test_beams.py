@@ -54,7 +54,8 @@ class EngineRun:
         self._found: dict[str, NewTokens] = {}
 
     async def __call__(self, job: Job) -> AsyncGenerator[JobStep, None]:
-        request, made = job.request, job.progress.output_token_ids
+        request = job.request
+        made = job.progress.output_token_ids
         spec = make_spec(
             job.request_id,
             [*request.token_ids, *made],
@@ -128,7 +129,8 @@ def test_equal_beams_keep_their_order() -> None:
 
 def test_the_length_counts_the_prompt_and_no_end_token() -> None:
     options = BeamOptions(2, 2.0, {9}, ignores_end=False)
-    short, long = Beam((1, 9), -2.0, is_ended=True), Beam((1, 2), -2.5)
+    short = Beam((1, 9), -2.0, is_ended=True)
+    long = Beam((1, 2), -2.5)
     # -2 / (3 + 1)^2 = -0.125 and -2.5 / (3 + 2)^2 = -0.1
     assert ranked([short, long], 3, options) == [long, short]
     assert ranked([short, long], 3, BeamOptions(2, 0.0, {9}, ignores_end=False)) == [short, long]

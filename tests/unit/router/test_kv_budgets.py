@@ -17,7 +17,8 @@ REFUSES = RouterConfig(model="m", cluster=CLUSTER, kv_budgets="refuse")
 
 
 def test_a_budget_that_fits_a_pool_lifts_its_bound() -> None:
-    plain, fits = ClientRequest("x"), ClientRequest("x", kv_budget=KvBudget(50))
+    plain = ClientRequest("x")
+    fits = ClientRequest("x", kv_budget=KvBudget(50))
     assert pool_tokens_of(plain, 100, REFUSES) == 100
     assert pool_tokens_of(fits, 100, ALLOWS) is None
     assert pool_tokens_of(fits, None, ALLOWS) is None

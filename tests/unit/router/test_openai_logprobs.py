@@ -24,7 +24,8 @@ def tokenizer() -> Tokenizer:
 
 
 def measured(logprob: float, *top: tuple[int, float], rank: int = 3) -> LogprobEntry:
-    ids, values = [one[0] for one in top], [one[1] for one in top]
+    ids = [one[0] for one in top]
+    values = [one[1] for one in top]
     return LogprobEntry(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
 
 

@@ -117,8 +117,10 @@ async def test_a_request_is_told_again_when_it_has_changed(fed: SimulatedRouter)
 async def test_all_viewers_share_one_snapshot_and_one_encoding(
     fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, encoded = [], []
-    take_snapshot, event = page_feed.take_snapshot, page_feed.sse.event
+    taken = []
+    encoded = []
+    take_snapshot = page_feed.take_snapshot
+    event = page_feed.sse.event
     monkeypatch.setattr(
         page_feed, "take_snapshot", lambda *a, **k: taken.append(1) or take_snapshot(*a, **k)
     )
@@ -197,7 +199,8 @@ async def test_a_bug_of_the_page_does_not_end_the_router(
 ) -> None:
     monkeypatch.setattr(page_feed, "INTERVAL_S", 0.01)
     monkeypatch.setattr(page_feed, "_AFTER_BUG_S", 0.01)
-    look, broken = fed.feed.look, [True]
+    look = fed.feed.look
+    broken = [True]
 
     async def breaking(now: float) -> None:
         if broken.pop() if broken else False:
@@ -215,7 +218,8 @@ async def test_an_event_that_cannot_be_read_stops_no_later_ones(
     fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routers of two versions write them during an upgrade."""
-    event, reads = ClusterEvent(NOW, "started", "decode-0", "a text"), [0]
+    event = ClusterEvent(NOW, "started", "decode-0", "a text")
+    reads = [0]
 
     async def read(*_: object) -> list[ClusterEvent]:
         reads[0] += 1
@@ -251,7 +255,8 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
     monkeypatch.setattr(fed.view.events, "add", lambda *what, once: told.append(what))
     fed.put("decode-0")
     watch = fed.view.pool_watch
-    watch.grace_s, watch.owned = 0.0, {"decode": {"wanted": 2, "running": 2}}
+    watch.grace_s = 0.0
+    watch.owned = {"decode": {"wanted": 2, "running": 2}}
     for _ in range(2):
         fed.view._noted_at = 0.0
         fed.view._note_problems()

@@ -146,7 +146,8 @@ def test_pulls_over_nixl_have_vllms_names() -> None:
 
 def test_a_worker_with_other_buckets_has_no_histogram() -> None:
     """A worker of another version may have them; the scrape of all others would fail with it."""
-    old, new = record("decode-1"), record()
+    old = record("decode-1")
+    new = record()
     old.counts = msgspec.structs.replace(old.counts, steps=(1, 2), nixl=NixlCounts())
     found = exposed(Metrics(), [old, new])
     for name in ("iteration_tokens_total_count", "nixl_xfer_time_seconds_count"):

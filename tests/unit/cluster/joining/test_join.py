@@ -49,7 +49,8 @@ def authority() -> Authority:
 @pytest.fixture
 def server(tmp_path: Path, authority: Authority) -> Iterator[JoinServer]:
     write_host_certificates(tmp_path, authority, HERE)
-    folder, joined = host_folder(tmp_path, "join"), list[str]()
+    folder = host_folder(tmp_path, "join")
+    joined = list[str]()
     made = JoinServer(HERE, 0, folder=folder, token=TOKEN, reply=REPLY, joined=joined.append)
     yield made
     made.close()
@@ -110,7 +111,8 @@ def test_only_the_certificate_with_the_digest_is_trusted(
     the token, so a call that succeeds has sent it."""
     evil = Authority("c")
     real_der, evil_der = map(ssl.PEM_cert_to_DER_cert, (padded.pem.decode(), evil.pem.decode()))
-    begin, end = "-----BEGIN CERTIFICATE-----\n", "-----END CERTIFICATE-----\n"
+    begin = "-----BEGIN CERTIFICATE-----\n"
+    end = "-----END CERTIFICATE-----\n"
     (body, evil_body) = (
         a.pem.decode().removeprefix(begin).removesuffix(end) for a in (padded, evil)
     )
@@ -267,7 +269,8 @@ def test_a_caller_that_sends_a_byte_now_and_then_is_cut_off(
     """Each byte came within the socket's time-out: some such callers could keep all others out."""
     monkeypatch.setattr(bounded_server, "DEADLINE_S", 1.0)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     raw = socket.create_connection((HERE, server.port), timeout=30)
 
     def trickle() -> None:

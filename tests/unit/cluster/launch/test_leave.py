@@ -45,7 +45,9 @@ def left(
     shown: list[ProgressRow] | None = None,
 ) -> tuple[list[str], FakeRedis]:
     """Returns what was said while the host left, and the Redis after that."""
-    redis, said, shown = FakeRedis(pools), list[str](), shown if shown is not None else []
+    redis = FakeRedis(pools)
+    said = list[str]()
+    shown = shown if shown is not None else []
     monkeypatch.setattr(leave, "connect_blocking", lambda _: redis)
     monkeypatch.setattr(leave, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(leave, "_SETTLED_S", 0.2)
@@ -77,7 +79,8 @@ def test_a_redis_that_lost_the_wish_hears_it_again(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setattr(leave, "LEAVE_DEADLINE_S", 70.0)  # of which 10 s are for other hosts
-    started, lost = time.monotonic(), list[bool]()
+    started = time.monotonic()
+    lost = list[bool]()
 
     def pools(words: set[str]) -> dict[str, Any]:
         if when in words and not lost:

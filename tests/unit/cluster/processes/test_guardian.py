@@ -56,11 +56,9 @@ def test_ends_everything_of_its_cluster_when_the_launcher_is_gone(
     mine, other = cluster_ids
     run_folder = tmp_path / "run"
     run_folder.mkdir()
-    deaf, parent, stranger = (
-        spawn(mine, DEAF),
-        spawn(mine, CHILD_WITHOUT_A_MARK),
-        spawn(other, DEAF),
-    )
+    deaf = spawn(mine, DEAF)
+    parent = spawn(mine, CHILD_WITHOUT_A_MARK)
+    stranger = spawn(other, DEAF)
     for child in (deaf, stranger):
         assert child.stdout is not None
         child.stdout.readline()
@@ -106,7 +104,8 @@ def test_the_session_of_whoever_asks_is_never_taken(cluster_ids: tuple[str, str]
 
 def test_one_process_can_be_spared(cluster_ids: tuple[str, str]) -> None:
     mine, _ = cluster_ids
-    spared, ended = spawn(mine, DEAF), spawn(mine, "import signal; signal.pause()")
+    spared = spawn(mine, DEAF)
+    ended = spawn(mine, "import signal; signal.pause()")
     assert guardian.end_cluster(mine, 1.0, spare=spared.pid)
     assert ended.wait(1) == -signal.SIGTERM
     assert spared.poll() is None

@@ -37,7 +37,8 @@ def url(server: EmbeddedRedis, redis: Redis) -> str:
 
 
 def test_one_host_leads_until_its_lease_ends(url: str, redis: Redis) -> None:
-    a, b = HeadLease(url, "c", "a"), HeadLease(url, "c", "b")
+    a = HeadLease(url, "c", "a")
+    b = HeadLease(url, "c", "b")
     assert a.read() is None
     assert a.take() == 1
     assert a.read() == Head(1, "a", "")
@@ -69,7 +70,8 @@ def test_a_redis_that_lost_all_learns_the_number_from_the_head(url: str, redis: 
 
 def test_an_old_number_writes_nothing(url: str, redis: Redis) -> None:
     lease = HeadLease(url, "c", "a")
-    old, new = lease.take(), lease.take()
+    old = lease.take()
+    new = lease.take()
     assert (old, new) == (1, 2)
     assert not fenced_set(redis, "c", old, {"pools": "old"})
     assert redis.get("{tandem:c}:pools") is None
@@ -114,7 +116,8 @@ def test_a_request_that_was_taken_just_before_redis_failed_waits_for_it(
     )
     taken: list[object] = []
     channel = ScaleChannel(url, "c", taken.append, number=HeadLease(url, "c", "a").take() or 0)
-    write, errors = channel._write, [ConnectionError("cut")]
+    write = channel._write
+    errors = [ConnectionError("cut")]
 
     def write_or_fail() -> bool:
         if redis.get("requested") and not redis.llen("{tandem:c}:scale") and errors:

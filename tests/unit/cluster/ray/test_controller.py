@@ -43,7 +43,9 @@ def without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_redis")
 def test_a_full_disk_stops_no_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started that is not written down, and all of it is once there is room again."""
-    is_full, attached, write = [True], list[str](), Owned.write
+    is_full = [True]
+    attached = list[str]()
+    write = Owned.write
 
     def write_if_room(self: Owned, run_folder: Path) -> None:
         if is_full[0]:

@@ -42,7 +42,8 @@ BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4
 
 def write_headers(file: Path, headers: Headers) -> None:
     """Writes a whole safetensors file whose numbers are all 0, and take no space on the disk."""
-    at, described = 0, {}
+    at = 0
+    described = {}
     for name, each in headers.items():
         end = at + math.prod(each.shape) * BYTES[each.dtype]
         described[name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [at, end]}
@@ -287,7 +288,8 @@ def test_of_several_files_the_one_with_the_tensor_is_named(tmp_path: Path) -> No
 def test_a_header_that_does_not_describe_its_file(
     described: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    file, raw = tmp_path / "x.safetensors", json.dumps({"x": described}).encode()
+    file = tmp_path / "x.safetensors"
+    raw = json.dumps({"x": described}).encode()
     file.write_bytes(len(raw).to_bytes(8, "little") + raw + b"0123")
     with pytest.raises(ConfigError, match=rf"x\.safetensors.*{message}"):
         read_header(file)

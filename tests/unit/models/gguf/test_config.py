@@ -131,7 +131,8 @@ def test_a_window(tmp_path, tiny_gguf, architecture, name):
 
 
 def test_tables_of_longrope_are_those_of_phi3(tmp_path, tiny_gguf):
-    short, long = np.arange(1, 7, dtype=np.float32), np.arange(2, 8, dtype=np.float32)
+    short = np.arange(1, 7, dtype=np.float32)
+    long = np.arange(2, 8, dtype=np.float32)
     both = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
     keys = {"rope.dimension_count": 12, "rope.scaling.original_context_length": 128}
     config = convert(tmp_path, tiny_gguf, NORM | both, architecture="phi3", keys=keys)

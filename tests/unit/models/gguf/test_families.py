@@ -327,7 +327,8 @@ def test_quantized_matrices_stay_as_they_are(
     become numbers."""
     origin = make_origin(name, tiny_gguf.vocab_size)
     file = file_of(name, origin, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[kind])
-    kept, wide = runner_of(file), runner_of(file, dtype="float32")
+    kept = runner_of(file)
+    wide = runner_of(file, dtype="float32")
     assert kept.native is not None
     layer = kept.native._model.layers[1]
     mlp = layer.experts.contents.mlps[4] if layer.experts else layer.mlp

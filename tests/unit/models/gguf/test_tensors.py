@@ -45,7 +45,8 @@ def test_the_converted_model_computes_what_its_origin_did(
     if "head_dim" in options:
         keys["attention.value_length"] = options["head_dim"]
     if architecture == "mistral":  # whose GGUF files say llama
-        architecture, keys = "llama", {"attention.sliding_window": 8}
+        architecture = "llama"
+        keys = {"attention.sliding_window": 8}
     file = tiny_gguf.write(
         tmp_path / "tiny.gguf", tiny_gguf.tensors_of(origin), architecture=architecture, keys=keys
     )

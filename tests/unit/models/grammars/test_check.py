@@ -177,7 +177,8 @@ DEEP = references(1500, base=ABROAD)
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
     """A checker of its own."""
-    file, config = FOLDER / "tokenizer.json", MODEL.config
+    file = FOLDER / "tokenizer.json"
+    config = MODEL.config
     checker = GrammarChecker(file, config.vocab_size, config.eos_token_ids)
     yield checker
     checker.close()

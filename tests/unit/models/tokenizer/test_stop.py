@@ -21,7 +21,8 @@ def naive_cut(text: str, stops: list[str]) -> tuple[str, bool]:
 @given(pieces=st.lists(TEXT, max_size=8), stops=STOPS)
 def test_pieces_are_cut_where_the_whole_text_would_be(pieces, stops):
     stream = StopStrings(stops)
-    shown, hit = "", False
+    shown = ""
+    hit = False
     for piece in pieces:
         text, hit = stream.push(piece)
         shown += text

@@ -80,7 +80,8 @@ def test_router_and_simulator_admit_the_same_requests(
     )
     view = ClusterView(ClusterConfig("test", "redis://127.0.0.1", "token"), Redis())
     view.redis_state = "ok"
-    simulation.metrics, simulation.by_gate = Metrics(), []
+    simulation.metrics = Metrics()
+    simulation.by_gate = []
     config = RouterConfig(
         cluster=view.cluster,
         model="",

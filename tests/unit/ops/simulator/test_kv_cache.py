@@ -24,7 +24,8 @@ def run_through(
 
 def test_the_leaf_goes_before_its_parents_and_old_chains_before_new_ones() -> None:
     cache = SimulatedKvCache(6)
-    old, new = chain("old", 3), chain("new", 3)
+    old = chain("old", 3)
+    new = chain("new", 3)
     assert run_through(cache, old) == []
     assert run_through(cache, new) == []
     assert run_through(cache, chain("x", 2)) == [old[2], old[1]]
@@ -34,7 +35,8 @@ def test_the_leaf_goes_before_its_parents_and_old_chains_before_new_ones() -> No
 
 def test_what_is_used_again_stays() -> None:
     cache = SimulatedKvCache(6)
-    one, two = chain("one", 3), chain("two", 3)
+    one = chain("one", 3)
+    two = chain("two", 3)
     run_through(cache, one)
     run_through(cache, two)
     run_through(cache, one)

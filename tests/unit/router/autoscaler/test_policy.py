@@ -253,7 +253,8 @@ def test_whatever_comes_sizes_keep_bounds_and_turn_once_in_ten_minutes(turns: li
             assert 1 <= decision.to <= 8
             decisions[decision.role].append(decision)
     for made in decisions.values():
-        turned_s, direction = -CONFIG.reversal_s, 0
+        turned_s = -CONFIG.reversal_s
+        direction = 0
         for number, decision in enumerate(made):
             now = (decision.to > decision.size) - (decision.to < decision.size)
             if decision.why == "idle":
@@ -270,7 +271,8 @@ def test_whatever_comes_sizes_keep_bounds_and_turn_once_in_ten_minutes(turns: li
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 3)), min_size=2, max_size=60))
 def test_more_load_never_wants_fewer_workers(turns: list[tuple[int, float]]) -> None:
-    light, heavy = Day(), Day()
+    light = Day()
+    heavy = Day()
     # A step, which only one of them might make, changes the forecast.
     with patch("tandem.router.autoscaler.policy.step_start", return_value=None):
         for requests, prefill_s in turns:

@@ -140,7 +140,8 @@ def test_groups_of_inputs_that_follow_one_another_may_be_stated() -> None:
 def make_awq(path: Path, family: str, **sizes: int) -> ModelFolder:
     """A tiny model whose matrices but routers are AWQ's: random ones."""
     make_tiny_model(family, path, hidden_size=64, **sizes)
-    file, config_file = path / "model.safetensors", path / "config.json"
+    file = path / "model.safetensors"
+    config_file = path / "config.json"
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(file).items():
         if tensor.ndim != 2 or ".layers." not in name or ".gate." in name:
@@ -168,7 +169,8 @@ SIZES = {"intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers":
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])
 def test_a_checkpoint_stays_as_it_is(family: str, tmp_path: Path) -> None:
     folder = make_awq(tmp_path, family, **SIZES)
-    kept, wide = runner_of(folder), runner_of(folder, dtype="float32")
+    kept = runner_of(folder)
+    wide = runner_of(folder, dtype="float32")
     assert kept.dtype_name.endswith("+blocks")
     assert not wide.dtype_name.endswith("+blocks")
     assert kept.native is not None
@@ -190,12 +192,14 @@ def test_a_matrix_that_no_blocks_hold_is_converted_and_said(
     stored[name] = stored[name].float() * 1.001
     save_file(stored, file, metadata={"format": "pt"})
     with caplog.at_level(logging.WARNING):
-        kept, wide = runner_of(folder), runner_of(folder, dtype="float32")
+        kept = runner_of(folder)
+        wide = runner_of(folder, dtype="float32")
     said = [line for line in caplog.messages if "cannot be repacked" in line]
     assert len(said) == 1
     assert "model.layers.1.self_attn.k_proj.weight" in said[0]
     assert kept.native is not None
-    first, second = kept.native._model.layers[0], kept.native._model.layers[1]
+    first = kept.native._model.layers[0]
+    second = kept.native._model.layers[1]
     assert (first.qkv.kind, second.attention_out.kind) == (Kind.Q4_Z32, Kind.Q4_Z32)
     assert second.qkv.kind < Kind.Q8_0
     both = torch.stack([logits_after(runner, PROMPT) for runner in (kept, wide)])

@@ -122,7 +122,8 @@ def test_int8() -> None:
 
 
 def test_packed_int4() -> None:
-    numbers, scales = nibbles(NUM_OUT, NUM_IN), floats(NUM_OUT, NUM_GROUPS).bfloat16()
+    numbers = nibbles(NUM_OUT, NUM_IN)
+    scales = floats(NUM_OUT, NUM_GROUPS).bfloat16()
     check(
         INT4,
         (numbers - 8) * scales.float().repeat_interleave(GROUP, 1),
@@ -136,7 +137,8 @@ def test_packed_int4() -> None:
 def test_packed_int4_with_zeros(order: str) -> None:
     """Outputs do not fill the words of zeros, and inputs may be in the order of activations."""
     num_out = 13
-    numbers, zeros = nibbles(num_out, NUM_IN), nibbles(num_out, NUM_GROUPS)
+    numbers = nibbles(num_out, NUM_IN)
+    zeros = nibbles(num_out, NUM_GROUPS)
     scales = floats(num_out, NUM_GROUPS).bfloat16()
     of_input = torch.arange(NUM_IN) // GROUP
     parts = {"unset": {"weight_g_idx": torch.full((NUM_IN,), -1).int()}}.get(order, {})
@@ -159,7 +161,8 @@ def test_packed_int4_with_zeros(order: str) -> None:
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_gptq_of_8_bits(form: str, shuffled: bool) -> None:
     numbers = torch.randint(0, 256, (NUM_OUT, NUM_IN), generator=CHANCE)
-    scales, of_input = floats(NUM_GROUPS, NUM_OUT).half(), torch.arange(NUM_IN) // GROUP
+    scales = floats(NUM_GROUPS, NUM_OUT).half()
+    of_input = torch.arange(NUM_IN) // GROUP
     parts = {}
     if shuffled:
         of_input = of_input[torch.randperm(NUM_IN, generator=CHANCE)]
@@ -178,7 +181,8 @@ def test_gptq_of_8_bits(form: str, shuffled: bool) -> None:
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_gptq(form: str, shuffled: bool) -> None:
-    numbers, zeros = nibbles(NUM_IN, NUM_OUT), nibbles(NUM_GROUPS, NUM_OUT)
+    numbers = nibbles(NUM_IN, NUM_OUT)
+    zeros = nibbles(NUM_GROUPS, NUM_OUT)
     scales = floats(NUM_GROUPS, NUM_OUT).half()
     of_input = torch.arange(NUM_IN) // GROUP
     parts = {}
@@ -198,8 +202,10 @@ def test_gptq(form: str, shuffled: bool) -> None:
 
 
 def test_awq() -> None:
-    numbers, zeros = nibbles(NUM_IN, NUM_OUT), nibbles(NUM_GROUPS, NUM_OUT)
-    scales, order = floats(NUM_GROUPS, NUM_OUT).half(), (0, 2, 4, 6, 1, 3, 5, 7)
+    numbers = nibbles(NUM_IN, NUM_OUT)
+    zeros = nibbles(NUM_GROUPS, NUM_OUT)
+    scales = floats(NUM_GROUPS, NUM_OUT).half()
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
     of_input = torch.arange(NUM_IN) // GROUP
     check(
         AWQ,
@@ -351,7 +357,8 @@ def test_a_checkpoint_is_loaded_as_the_numbers_that_it_stands_for(tmp_path: Path
 def test_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
     """All matrices of its layers but routers, as its authors publish them."""
     folder, _ = make_tiny_model("deepseek-v3", tmp_path)
-    file, config_file = folder.path / "model.safetensors", folder.path / "config.json"
+    file = folder.path / "model.safetensors"
+    config_file = folder.path / "config.json"
     stored: dict[str, torch.Tensor] = {}
     rounded: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(file).items():
