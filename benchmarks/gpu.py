@@ -35,7 +35,7 @@ from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.executor.triton.steps import TritonSteps
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool, layer_of, make_pool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.blocks import pack, pack_spans

@@ -43,7 +43,7 @@ from tandem.worker.engine_process.messages import Add, Command, DisconnectPeer, 
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_choice import PrefixPlan
@@ -271,7 +271,7 @@ async def consumer_of(
     async with _serving(link, script) as (peer, producer, server):
         peers = AllPeers([peer])
         metrics, rates, make_lease, prefixes = _parts(link, peers, config)
-        parts = Parts(config, link, rates, metrics)  # type: ignore[arg-type]
+        parts = WorkerParts(config, link, rates, metrics)  # type: ignore[arg-type]
         producers = Producers(peers, prefixes, make_lease)  # type: ignore[arg-type]
         identity = pb.PrefixHolder(worker_id="d0", epoch="e", address="here")
         service = DecodeService(parts, producers, identity, max_model_len=1000)

@@ -34,7 +34,7 @@ _BAR_COLUMNS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgressRow:
     """One row: a part of a wait, with a name of its own. `total` is 0 if the rest is unknown."""
 
     name: str
@@ -46,7 +46,7 @@ class Step:
 class Waiting:
     """The bars of one wait; its methods may be called by any thread."""
 
-    def __init__(self, *steps: Step, redraws_per_s: float = REDRAWS_PER_S) -> None:
+    def __init__(self, *steps: ProgressRow, redraws_per_s: float = REDRAWS_PER_S) -> None:
         """Bars without redraws are drawn when they appear and at each `show`: what is timed between
         two calls has its core to itself."""
         console = Console(stderr=True, highlight=False)
@@ -89,7 +89,7 @@ class Waiting:
                 self._bars.stop()
             self._is_on = False
 
-    def show(self, *steps: Step) -> None:
+    def show(self, *steps: ProgressRow) -> None:
         """Sets the rows. A row keeps its bar if its name stays."""
         with self._lock:
             steps = steps[:_STEPS_MAX]
@@ -108,7 +108,7 @@ class Waiting:
                 self._bars.refresh()
 
     @contextmanager
-    def polling(self, look: Callable[[], Step]) -> Iterator[None]:
+    def polling(self, look: Callable[[], ProgressRow]) -> Iterator[None]:
         """Shows the row that `look` returns, again and again, from a thread of its own."""
         is_over = threading.Event()
 

@@ -11,7 +11,7 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 
 log = logging.getLogger(__name__)
 

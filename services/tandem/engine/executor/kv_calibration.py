@@ -31,11 +31,11 @@ from tandem.engine.executor.weights.decoder_weights import LayerWeights
 from tandem.engine.executor.weights.load import load_weights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
-from tandem.models.broken_files import naming
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
+from tandem.models.files import naming
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import cache_root
-from tandem.models.source import ModelFolder
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem_kernels.dispatch import Angles, kernels_for
 from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels

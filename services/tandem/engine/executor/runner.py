@@ -32,6 +32,7 @@ from tandem.engine.executor.weights.load import Tell, load_weights, nobody
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings, max_context
 from tandem.models.memory import (
     Memory,
@@ -41,7 +42,6 @@ from tandem.models.memory import (
     why_too_much,
     worker_need,
 )
-from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw

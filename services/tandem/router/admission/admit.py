@@ -14,7 +14,7 @@ from tandem.router.placement.choose import Placement, Work
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class AdmissionDecision:
     """A decision says whether the request is taken, or by how much it would come too late."""
 
     late_s: float  # by which the first token would come too late; 0: the request is taken
@@ -36,25 +36,26 @@ def admit(
     ahead_s: float,
     completion_tokens: float,
     now: float,
-) -> Decision:
+) -> AdmissionDecision:
     """Decides on a placed request. Nobody is refused for a guess: without measured rates all are
     taken. Workers that keep deadlines decide narrow cases themselves, when a prompt is to begin.
 
     `ahead_s` is how long the request waits in the router first, `completion_tokens` is the mean
     of a request's output tokens (0: not known), and `now` is any clock in seconds.
     """
-    factor, margin = calibration.factor, calibration.margin
+    factor = calibration.factor
+    margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
     if within_s == math.inf:  # workers that keep deadlines measure before their records say so
         limit_s = limit.seconds(work.num_tokens)
-        return Decision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
+        return AdmissionDecision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
     if keep_deadlines(placement):  # refused here is only what is late even if it is soon for once
         if factor * margin * predicted_s > within_s:
-            return Decision(factor * predicted_s - within_s)
+            return AdmissionDecision(factor * predicted_s - within_s)
     else:
         most_s = allowed_s(work, placement, limit, slower=factor, margin=margin)
         if (late_s := factor * predicted_s - most_s) > 0:
-            return Decision(late_s)
+            return AdmissionDecision(late_s)
     promise = calibration.promise(predicted_s, limit.seconds(work.num_tokens), now)
-    return Decision(0.0, promise, within_s)
+    return AdmissionDecision(0.0, promise, within_s)

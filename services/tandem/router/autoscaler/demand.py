@@ -57,7 +57,8 @@ class DemandMeter:
         self.output_tokens_mean = 0.0  # of a request, of late; 0: none has ended
         self._num_requests = self._num_ended = self._output_tokens = 0
         self._prefill_s = 0.0
-        self._ttft, self._itl = list(NO_COUNTS), list(NO_COUNTS)
+        self._ttft = list(NO_COUNTS)
+        self._itl = list(NO_COUNTS)
 
     def asked(self, prefill_s: float) -> None:
         self._num_requests += 1

@@ -43,7 +43,7 @@ _PAUSES = 8  # times the usual pause: chance makes one in 3,000 as long
 _STEP_S = 60.0  # after a step, in which pools grow though they have just shrunk
 
 
-class Decision(msgspec.Struct, frozen=True):
+class ScalingDecision(msgspec.Struct, frozen=True):
     """The decision for one pool. `line` explains it to people."""
 
     role: Role
@@ -78,7 +78,7 @@ class Autoscaler:
         self._stepped_s = self._step_from_s = -float("inf")  # seen then; the first load after it
         self._busy_s = now_s  # when a request was seen last
 
-    def decide(self, seen: Observation) -> tuple[Decision, Decision]:
+    def decide(self, seen: Observation) -> tuple[ScalingDecision, ScalingDecision]:
         """Decides the sizes of the prefill pool and of the decode pool."""
         self._remember(seen)
         if self._is_idle(seen):
@@ -107,7 +107,8 @@ class Autoscaler:
             since = [load for load in self._loads if load.at_s >= self._step_from_s]
             start = step_start([(load.span_s, load.num_requests) for load in since])
             if start is not None:
-                self._stepped_s, self._step_from_s = seen.now_s, since[start].at_s
+                self._stepped_s = seen.now_s
+                self._step_from_s = since[start].at_s
         self._seen.append(seen)
         oldest_s = seen.now_s - config.history_s
         while len(self._seen) > 1 and self._seen[0].now_s < oldest_s:
@@ -120,20 +121,22 @@ class Autoscaler:
         usual between two requests: a pause of sparse requests is no end."""
         if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
             self._busy_s = seen.now_s
-        first, idle_s = self._seen[0], self._config.idle_s
+        first = self._seen[0]
+        idle_s = self._config.idle_s
         num_requests = seen.demand.since(first.demand).num_requests
         usual_s = (self._busy_s - first.now_s) / num_requests if num_requests else 0.0
         return idle_s > 0 and seen.now_s - self._busy_s >= max(idle_s, _PAUSES * usual_s)
 
-    def _rest(self, role: Role, seen: Observation) -> Decision:
+    def _rest(self, role: Role, seen: Observation) -> ScalingDecision:
         """Gives a pool that is idle its smallest size; a load that comes back starts anew."""
-        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+        config = self._config
+        pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
         self._loads.clear()
         self._stabilizers[role].rest(seen.now_s)
         idle_s = seen.now_s - self._busy_s
         line = f"{role} {pool.wanted} -> {least}: no request for {idle_s:.0f} s"
-        return Decision(role, pool.wanted, least, least, "idle", line)
+        return ScalingDecision(role, pool.wanted, least, least, "idle", line)
 
     def _output_tokens(self, seen: Observation) -> float:
         """Mean output tokens of recent requests; a guess before one has ended."""
@@ -159,7 +162,8 @@ class Autoscaler:
         return Forecast(*(max(each) for each in zip(*made, strict=True)))
 
     def _prefill(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
-        config, pool = self._config, seen.prefill
+        config = self._config
+        pool = seen.prefill
         if config.prefill_max == 0:
             return []
         wishes = [
@@ -171,7 +175,8 @@ class Autoscaler:
         return wishes
 
     def _decode(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
-        config, pool = self._config, seen.decode
+        config = self._config
+        pool = seen.decode
         wishes = [
             _Wish(load.bound / config.utilization, self._load_name(seen)),
             _Wish(pool.num_ready * pool.kv_use / config.kv_use_max, "kv"),
@@ -205,15 +210,18 @@ class Autoscaler:
         load: Forecast,
         recent: Demand,
         wishes: list[_Wish],
-    ) -> Decision:
-        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+    ) -> ScalingDecision:
+        config = self._config
+        pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
         most = config.prefill_max if role == "prefill" else config.decode_max
         most_wanted = max(wishes, key=lambda wish: wish.workers, default=_Wish(0, "load"))
-        wanted, why = math.ceil(most_wanted.workers - 1e-9), most_wanted.why
+        wanted = math.ceil(most_wanted.workers - 1e-9)
+        why = most_wanted.why
         keep = math.ceil(most_wanted.workers / config.down_margin - 1e-9)
         if not self._loads and pool.wanted:
-            wanted, why = pool.wanted, "start"  # nothing was seen yet
+            wanted = pool.wanted
+            why = "start"  # nothing was seen yet
         bounded = min(most, max(least, wanted))
         why = why if bounded == wanted else "bounds"
         to, held = self._stabilizers[role].step(
@@ -233,7 +241,7 @@ class Autoscaler:
             f"{quantile(recent.itl, config.slo_quantile):g} of the limit; {pool.num_ready} ready, "
             f"{pool.queued_s:.1f} s queued, {pool.num_waiting} wait, kv {pool.kv_use:.0%}"
         )
-        return Decision(role, pool.wanted, bounded, to, why, line)
+        return ScalingDecision(role, pool.wanted, bounded, to, why, line)
 
 
 def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:

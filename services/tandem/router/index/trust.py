@@ -12,12 +12,14 @@ entries are not what it holds), `silent` (its log stands still though the worker
 import asyncio
 import logging
 import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.net.store.client import REPLY_TIMEOUT_S, UNREACHABLE
 from tandem.prefix_index.holders import worker_of
 from tandem.prefix_index.redis import RedisIndex
-from tandem.router.index.hit_watch import HitWatch
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.request.job import Job
 from tandem.router.workers.cluster_view import ClusterView
@@ -27,6 +29,10 @@ log = logging.getLogger(__name__)
 Alarm = Literal["hits", "audit", "silent"]
 # After an alarm a worker has so long to publish everything; then it may be alarmed about again.
 RENEWAL_S = 20.0
+WINDOW_TOKENS = 8192  # predicted ones; so many lately count
+EVIDENCE_TOKENS = 1024  # predicted ones; with fewer nothing is said
+REQUESTS_MIN = 4
+HIT_RATIO_MIN = 0.5  # under it the promise is broken: eviction under pressure costs far less
 
 
 class IndexTrust:
@@ -40,7 +46,8 @@ class IndexTrust:
 
     def observe(self, job: Job) -> None:
         """Compares the cached tokens predicted for a request that ended with the actual ones."""
-        compatibility, routed = self._view.compatibility(), job.routing.routed
+        compatibility = self._view.compatibility()
+        routed = job.routing.routed
         cached_tokens = job.progress.cached_tokens
         if compatibility is None or routed is None or job.routing.num_submissions != 1:
             return
@@ -88,3 +95,54 @@ class IndexTrust:
         except UNREACHABLE as error:
             self._alarmed_at.pop(holder, None)  # a worker that left may be forgotten already
             log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)
+
+
+@dataclass(slots=True)
+class _Window:
+    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: predicted, cached
+    predicted: int = 0
+    cached: int = 0
+
+
+class HitWatch:
+    """Checks whether what a worker's entries in the prefix tree promise comes true. Pure.
+
+    For each worker a window of its last requests: the tokens that were predicted to be cached there
+    when a request was placed, and those that were. Reuse at someone else may hide that a worker has
+    nothing, so a low ratio is never an accident of who was asked, only of what was promised.
+    """
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _Window] = {}
+
+    def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
+        """Takes in a request; returns the hit ratio if it is too low to trust the worker's entries.
+
+        `cached`: at least so many tokens were reused there. The window begins anew after an answer.
+        """
+        if predicted <= 0:
+            return None
+        cached = min(cached, predicted)
+        window = self._windows.setdefault(worker_id, _Window())
+        requests = window.requests
+        requests.append((predicted, cached))
+        window.predicted += predicted
+        window.cached += cached
+        while len(requests) > REQUESTS_MIN and window.predicted - requests[0][0] >= WINDOW_TOKENS:
+            oldest_predicted, oldest_cached = requests.popleft()
+            window.predicted -= oldest_predicted
+            window.cached -= oldest_cached
+        ratio = window.cached / window.predicted
+        enough = len(requests) >= REQUESTS_MIN and window.predicted >= EVIDENCE_TOKENS
+        if not enough or ratio >= HIT_RATIO_MIN:
+            return None
+        del self._windows[worker_id]
+        return ratio
+
+    def forget(self, worker_id: str) -> None:
+        self._windows.pop(worker_id, None)
+
+    def keep(self, worker_ids: Collection[str]) -> None:
+        """Forgets all other workers."""
+        for worker_id in self._windows.keys() - set(worker_ids):
+            del self._windows[worker_id]

@@ -97,7 +97,7 @@ class Reply(NamedTuple):
     refused_by: list[Kind | None]  # for each request that asked; None: it is admitted
 
 
-class Asked(NamedTuple):
+class ReservationRequest(NamedTuple):
     """A request that asks to be admitted: its key's limits, and its tokens at most."""
 
     limits: Limits
@@ -115,7 +115,7 @@ class TenantCounts:
         self._count = Script(_COUNT)
 
     async def count(
-        self, tenant: str, running: int, window: Window, asked: Sequence[Asked]
+        self, tenant: str, running: int, window: Window, asked: Sequence[ReservationRequest]
     ) -> Reply:
         """Writes this router's part, and decides on the requests that ask; one round trip."""
         numbers = [

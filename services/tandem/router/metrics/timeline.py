@@ -93,7 +93,8 @@ class Timeline:
         `num_tokens`: the request's, these and those that other workers made counted in.
         """
         if num_tokens == 1:
-            queue_s, prefill_s = timings.queue_ms / 1000, timings.prefill_ms / 1000
+            queue_s = timings.queue_ms / 1000
+            prefill_s = timings.prefill_ms / 1000
             self._add("queue", queue_s)
             self._add("prefill", prefill_s)
             self._told_until_s += queue_s + prefill_s

@@ -99,7 +99,8 @@ def choose(
     known = likely_to_reuse if wanted is None or not wanted.usable else [wanted, *likely_to_reuse]
     peers = _shortlist("prefill", work, roster, known, frozenset(), rng)
     likely = with_likely_rates(usable + peers)
-    decode, prefill = likely[: len(usable)], likely[len(usable) :]
+    decode = likely[: len(usable)]
+    prefill = likely[len(usable) :]
     candidates: list[WorkerSnapshot] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
@@ -109,7 +110,8 @@ def choose(
     costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
     chosen = _pick(_hold_most(work, near_best(decode, costs), matches, roster), rng)
     prefills = candidates[0] if candidates else chosen
-    cached, there = reuse(work, chosen, matches), reuse(work, prefills, matches)
+    cached = reuse(work, chosen, matches)
+    there = reuse(work, prefills, matches)
     tokens_missing = work.num_tokens - max(cached.num_tokens, there.num_tokens)
     depth = max(pools.get(prefills.worker_id, 0), there.num_tokens // work.block_size)
     taken = (chosen.worker_id, prefills.worker_id)
@@ -262,7 +264,8 @@ def _shortlist(
 ) -> list[WorkerSnapshot]:
     """Returns the workers to weigh: all of a small pool, else some at random and the holders. A
     worker that cannot have the request's adapter is none of them."""
-    pool, by_id = roster.pool(role), roster.by_id
+    pool = roster.pool(role)
+    by_id = roster.by_id
     count = len(pool)
     if count > FEW:
         drawn = {

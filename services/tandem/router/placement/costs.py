@@ -186,7 +186,9 @@ def prefill_cost(
 
     `held` is the prompt's tokens that others have (`cached_tokens`), by worker id.
     """
-    reused, rates, pairs = reuse(work, worker, matches), worker.rates, worker.pairs
+    reused = reuse(work, worker, matches)
+    rates = worker.rates
+    pairs = worker.pairs
     holders = held and [
         Holder(tokens, pairs[name])
         for name, tokens in held.items()
@@ -225,7 +227,8 @@ class Reuse:
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
     """Returns what the worker's pool holds of the prompt, and what it loads from tiers below, where
     that is sooner than computing. The worker decides by the same function."""
-    held, rates = cached_tokens(work, worker, matches), worker.rates
+    held = cached_tokens(work, worker, matches)
+    rates = worker.rates
     in_pool = matches.get(worker.worker_id, 0)
     tiers = []
     for tier in rates.tiers:
@@ -288,7 +291,8 @@ def _missing_s(
     That a copy pushes out other blocks is not priced: twice the memory saves 1.5% of the computing
     of Mooncake's trace, so a token pushed out costs little next to one that is computed.
     """
-    rates, missing = worker.rates, work.num_tokens - cached
+    rates = worker.rates
+    missing = work.num_tokens - cached
     computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
     if not producers:
         return computed_s

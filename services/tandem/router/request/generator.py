@@ -7,6 +7,8 @@ Every request ends in exactly one outcome, counted in one place: stop, length, c
 code of an error. HTTP and gRPC both stand on this and know nothing of workers.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import secrets
@@ -22,9 +24,9 @@ from dataclasses import dataclass, field, replace
 
 from tandem.common.adapter import Adapter, digest_of
 from tandem.common.config.router import RouterConfig
-from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
-from tandem.models.source import ModelFolder
-from tandem.models.tokenizer import Tokenizer
+from tandem.errors import BadRequest, InternalError, NoWorkers, QueueFull, TandemError
+from tandem.models.folder import ModelFolder
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.net.security.limits import Limits
 from tandem.router.admission.tenants import cache_salt
@@ -44,7 +46,6 @@ from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.keeper import Keeper
-from tandem.router.request.kv_budgets import pool_tokens_of
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompt.formats import answer_parser, wanted_form, with_template_options
 from tandem.router.request.prompt.prompts import PromptPreparer
@@ -55,7 +56,6 @@ from tandem.router.request.request import (
     check_token_ids,
 )
 from tandem.router.request.text import TextStream
-from tandem.router.request.together import Together
 from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,8 @@ class Generator:
         return Together(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
-        operation, model = operation_of(request.kind), self.name_of(request.model)
+        operation = operation_of(request.kind)
+        model = self.name_of(request.model)
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": model,
@@ -275,7 +276,8 @@ class Generator:
         }
         span = self._tracing.begin(f"{operation} {model}", trace, attributes)
         record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
-        record.model, record.client_id = model, request.client_id
+        record.model = model
+        record.client_id = request.client_id
         self.requests.open(record)
         return record
 
@@ -326,7 +328,8 @@ class Generator:
         together: Together,
     ) -> Job:
         """Returns the job of a request, with its prompt as tokens. Raises BadRequest."""
-        max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
+        max_model_len = self.max_model_len
+        vocab_size = model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
         request = with_template_options(model.answers, request)
@@ -344,7 +347,8 @@ class Generator:
         grammar = await model.preparer.grammar(
             wanted_form(model.answers, request, token_ids), request.tenant
         )
-        seed, logprobs = request.sampling.seed, request.logprobs
+        seed = request.sampling.seed
+        logprobs = request.logprobs
         if logprobs is None and request.num_sequences > request.n:
             logprobs = 0
         if request.use_beam_search:
@@ -372,7 +376,8 @@ class Generator:
 
 
 def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
-    client, tokenizer = request.client, model.tokenizer
+    client = request.client
+    tokenizer = model.tokenizer
     skips = client.skip_special_tokens
     prompt_text = _echoed(tokenizer, request) if client.echo else ""
     return TextStream(
@@ -389,7 +394,8 @@ def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
 
 def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
     """Returns the text before the completion's: a text as it was sent, whatever it has."""
-    prompt, is_cut = request.client.prompt, request.client.truncate_prompt_tokens is not None
+    prompt = request.client.prompt
+    is_cut = request.client.truncate_prompt_tokens is not None
     if isinstance(prompt, Conversation):
         final = prompt.messages[-1]
         return final.content or "" if final.role == "assistant" else ""
@@ -428,3 +434,66 @@ async def _beams(
     for choice, beam in zip(choices, beams, strict=True):
         finish_reason = "stop" if beam.is_ended else "length"
         yield generation.whole(choice, list(beam.token_ids), finish_reason)
+
+
+def pool_tokens_of(
+    request: ClientRequest, pool_tokens: int | None, config: RouterConfig
+) -> int | None:
+    """Returns how many tokens the request may have in pools of `pool_tokens`; None: any number.
+
+    A sequence with a budget holds the budget, rounded up to blocks: no more than twice as much in a
+    pool of some blocks. Raises BadRequest for a budget where the operator allows none.
+    """
+    budget = request.kv_budget
+    if budget is not None and config.kv_budgets == "refuse":
+        raise BadRequest(
+            "kv_budget must be left out: this cluster allows none (--kv-budgets refuse)",
+            param="kv_budget",
+        )
+    if budget is None or pool_tokens is None:
+        return pool_tokens
+    return None if 2 * budget.tokens <= pool_tokens else pool_tokens
+
+
+class Together:
+    """The requests of one body. `logprobs_max` bounds the log probabilities of their answer.
+
+    None is placed before all are prepared, and they share one answer. The answer to a body is made
+    in memory where it is not streamed, and what a client asks of it costs a worker little: a prompt
+    is computed once for `n` choices, and each has all of its log probabilities. So their number is
+    bounded before anything is computed.
+    """
+
+    def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
+        self._all_prepared = asyncio.Barrier(num_requests)
+        self._logprobs_max = logprobs_max
+        self._num_logprobs = 0
+
+    async def begin(self) -> None:
+        """Waits until all requests of the body are prepared."""
+        await self._all_prepared.wait()
+
+    def limit_logprobs(self, request: ClientRequest, num_prompt_tokens: int, limit: int) -> int:
+        """Counts the log probabilities of a request that makes `limit` tokens at most. Returns that
+        limit, or a smaller one if the client did not name it. Raises BadRequest.
+        """
+        of_token = request.num_logprobs_kept
+        needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens
+        least = limit
+        if of_token and request.max_tokens is None:
+            limit = min(limit, (self._logprobs_max - needed) // of_token)
+            least = max(1, request.sampling.min_tokens)
+        needed += of_token * max(limit, least)
+        if needed > self._logprobs_max:
+            name = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
+            if request.echoes_prompt and request.logprobs is not None:
+                name = "logprobs"
+            raise BadRequest(
+                f"{name} is too much for one answer: it would have {needed} log probabilities or "
+                f"more, and may have at most {self._logprobs_max} (those of each token and of its "
+                "most likely ones, in all prompts and choices); ask for fewer of them, or for "
+                "fewer tokens, choices or prompts",
+                param=name,
+            )
+        self._num_logprobs = needed
+        return limit

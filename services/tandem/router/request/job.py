@@ -103,7 +103,8 @@ class PreparedRequest:
     def storable_tokens(self) -> int:
         """Tokens of the prompt in full blocks, which are cached once they are computed; if only a
         part is pinned, of that."""
-        size, num_tokens = self.block_size, self.pinned_tokens or len(self.token_ids)
+        size = self.block_size
+        num_tokens = self.pinned_tokens or len(self.token_ids)
         return num_tokens // size * size if size else 0
 
     @property
@@ -274,14 +275,15 @@ class Job:
 
     def _tokens(self, start: int, end: int) -> list[int]:
         """Returns a slice of the input, without a copy of all of it."""
-        token_ids, output_token_ids = self.request.token_ids, self.progress.output_token_ids
+        token_ids = self.request.token_ids
+        output_token_ids = self.progress.output_token_ids
         prompt = len(token_ids)
         output = output_token_ids[max(0, start - prompt) : max(0, end - prompt)]
         return token_ids[start:end] + output
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class JobStep:
     """New tokens of a job; `finish_reason` ("stop" or "length") only in the last step."""
 
     token_ids: list[int]
@@ -312,7 +314,9 @@ def submission(
     leaves: WorkerSnapshot | None = None,
 ) -> pb.SubmitSequence:
     """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
-    request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers
+    request = job.request
+    progress = job.progress
+    trace = job.progress.timeline.span.headers
     budget = request.client.kv_budget
     holders = [(w, matches[w.worker_id]) for w in placement.prefix_holders]
     if leaves is not None:
@@ -364,7 +368,8 @@ def _first_token_s(job: Job) -> float:
 def _candidate(
     work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]
 ) -> pb.PrefillCandidate:
-    cached_blocks, reused = matches.get(worker.worker_id, 0), reuse(work, worker, matches)
+    cached_blocks = matches.get(worker.worker_id, 0)
+    reused = reuse(work, worker, matches)
     return pb.PrefillCandidate(
         worker_id=worker.worker_id,
         epoch=worker.epoch,

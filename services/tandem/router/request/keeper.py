@@ -35,8 +35,10 @@ class Keeper:
 
     def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
         """Has the KV of a completion kept, if its request asks for it or its client runs tools."""
-        client, worker = job.request.client, job.worker
-        pin_s, pinned_tokens = client.retention.pin_s, job.request.pinned_tokens
+        client = job.request.client
+        worker = job.worker
+        pin_s = client.retention.pin_s
+        pinned_tokens = job.request.pinned_tokens
         if waits_for_tools and self._tool_pin_s:
             # All of it is kept then. Of a part, the worker has pinned that part already.
             pin_s = self._tool_pin_s if pinned_tokens else max(pin_s, self._tool_pin_s)

@@ -88,7 +88,8 @@ class Migrations:
             text = f"migrated {how}, last placed on this worker"
             self._events.count("migrated", routed.placement.decode.worker_id, text)
         level = logging.WARNING if reason == "crash" else logging.INFO
-        said, about = "request %s migrates with %d tokens: %s", {"request_id": job.request_id}
+        said = "request %s migrates with %d tokens: %s"
+        about = {"request_id": job.request_id}
         num_output_tokens = len(job.progress.output_token_ids)
         log.log(level, said, job.request_id, num_output_tokens, why, extra=about)
 

@@ -201,7 +201,8 @@ class ClientRequest:
 
     def _is_not_for_beams(self) -> str:
         """Returns the name of a field that was set and has no meaning for beams; empty if none."""
-        sampling, chat = self.sampling, self.prompt
+        sampling = self.sampling
+        chat = self.prompt
         form = self.structured_output
         is_set = {
             "tools": isinstance(chat, Conversation) and bool(chat.tools),
@@ -365,7 +366,8 @@ class ClientRequest:
         """The wishes for its KV, as a worker gets them: its priority is at most that of its key. A
         prompt is likely to return if it is to be kept, has a session or tools, or goes on from an
         earlier answer."""
-        asked, chat = self.retention, self.prompt
+        asked = self.retention
+        chat = self.prompt
         returns = asked.returns or asked.pin_s > 0 or self.is_of_session
         if isinstance(chat, Conversation) and not returns:
             has_answer = any(message.role == "assistant" for message in chat.messages)

@@ -33,7 +33,8 @@ class ControlWatch:
         """Takes in what was read at this time, in monotonic seconds; returns what is new of a
         controller that was started again, else nothing."""
         news = ""
-        told, now_head = _decoded(beat, ControllerBeat), _decoded(head, Head) or self._lost_lease()
+        told = _decoded(beat, ControllerBeat)
+        now_head = _decoded(head, Head) or self._lost_lease()
         was_away = now - self._now > _SILENT_S  # Redis, or this process stood still
         if was_away or (has_pools and not self._is_kept) or told != self._beat:
             self._heard_at = now
@@ -42,8 +43,10 @@ class ControlWatch:
             news += f", before {self._beat.pid}"
         if now_head != self._head:
             self._head_at = now
-        self._now, self._is_kept = now, has_pools
-        self._beat, self._head = told or self._beat, now_head
+        self._now = now
+        self._is_kept = has_pools
+        self._beat = told or self._beat
+        self._head = now_head
         return news
 
     @property

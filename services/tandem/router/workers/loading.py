@@ -7,7 +7,7 @@ differ, so a notice is dated by when it changed, by this router's own clock.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tandem.net.store.registry import Loading
+from tandem.net.store.registry import LoadingNotice
 
 _FORGOTTEN_AFTER_S = 60.0
 
@@ -16,14 +16,14 @@ _FORGOTTEN_AFTER_S = 60.0
 class LoadingNow:
     """A notice as of now. `silent_s` is 0 while it changes, as it does each second."""
 
-    notice: Loading
+    notice: LoadingNotice
     stalled_s: float = 0.0  # since a byte more of weights was loaded
     silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    notice: Loading
+    notice: LoadingNotice
     changed_at: float  # monotonic seconds
     moved_at: float  # when more was loaded
 
@@ -34,9 +34,10 @@ class LoadingWorkers:
     def __init__(self) -> None:
         self._told: dict[str, _Told] = {}
 
-    def note(self, told: Mapping[str, Loading], now: float) -> list[str]:
+    def note(self, told: Mapping[str, LoadingNotice], now: float) -> list[str]:
         """Takes in all notices; returns the workers whose notice has not changed for long."""
-        before, self._told = self._told, {}
+        before = self._told
+        self._told = {}
         for worker_id, notice in told.items():
             last = before.get(worker_id, _Told(notice, now, now))
             if last.notice.num_bytes != notice.num_bytes:

@@ -63,7 +63,9 @@ def pool_states(
     `ready` workers of a pool may be lent to the other one; `serving` are those that do its work.
     """
     told = told_pools(pools_json)
-    registered, ready, serving = Counter[str](), Counter[str](), Counter[str]()
+    registered = Counter[str]()
+    ready = Counter[str]()
+    serving = Counter[str]()
     for record in records:
         is_ready = record.state == "ready"
         registered[record.pool or record.role] += 1

@@ -106,7 +106,8 @@ def worker_rows(
     known = {row.worker_id for row in rows}
     loading = {name: told for name, told in (loading or {}).items() if name not in known}
     for worker_id, (pool, agent) in agents.items():
-        told, last = loading.pop(worker_id, None), gone.get(worker_id)
+        told = loading.pop(worker_id, None)
+        last = gone.get(worker_id)
         rows.append(_without_record(worker_id, pool, agent, told, last, now))
         known.add(worker_id)
     for worker_id, told in loading.items():
@@ -188,7 +189,8 @@ def _of_seen(
     worker: Seen, agent: Mapping[str, Any], blaming: list[WorkerRecord], clock_ahead_s: float
 ) -> WorkerRow:
     record = worker.record
-    pool, host = record.pool or record.role, host_of(record)
+    pool = record.pool or record.role
+    host = host_of(record)
     state, note = _of_record(worker, agent)
     trouble: Trouble = ""
     if state == "ready":
@@ -292,7 +294,8 @@ def _stalled(told: LoadingNow) -> Trouble:
 
 
 def _loaded(told: LoadingNow) -> str:
-    notice, stalled_s = told.notice, told.stalled_s
+    notice = told.notice
+    stalled_s = told.stalled_s
     if notice.num_bytes_all:
         percent = 100 * notice.num_bytes // notice.num_bytes_all
         loaded = f"{percent}% of {notice.num_bytes_all / 1e9:.3g} GB of weights"

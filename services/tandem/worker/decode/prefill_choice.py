@@ -26,13 +26,13 @@ _UNMEASURED = default_pair("nixl")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PrefillPrompt:
     num_tokens: int
     block_size: int
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PrefillCandidate:
     """A worker that could prefill the prompt."""
 
     rates: WorkerRates
@@ -42,12 +42,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Here(Place):
+class Here(PrefillCandidate):
     num_running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(Place):
+class Candidate(PrefillCandidate):
     worker_id: str = ""
     pair: PairRate = _UNMEASURED  # from it to here
     wait_s: float = 0.0  # that it named when it refused
@@ -64,7 +64,7 @@ class PrefillPlan:
     reason: str
 
 
-def plan_prefill(prompt: Prompt, here: Here, candidates: Sequence[Candidate]) -> PrefillPlan:
+def plan_prefill(prompt: PrefillPrompt, here: Here, candidates: Sequence[Candidate]) -> PrefillPlan:
     """`candidates` come in the router's order."""
     here_s = seconds_here(prompt, here)
     if not candidates:
@@ -85,13 +85,13 @@ def plan_prefill(prompt: Prompt, here: Here, candidates: Sequence[Candidate]) ->
     return PrefillPlan(tuple(worth_it), costs[worth_it[0]], reason)
 
 
-def seconds_here(prompt: Prompt, here: Here) -> float:
+def seconds_here(prompt: PrefillPrompt, here: Here) -> float:
     """Predicts seconds to prefill the prompt here, with the delay for those who decode here."""
     expected = _expect(prompt, here)
     return expected.total_s + expected.compute_s * here.num_running
 
 
-def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float:
+def seconds_at(prompt: PrefillPrompt, candidate: Candidate, missing_here: int) -> float:
     """Returns the seconds until the missing blocks have come, pulled while the peer computes."""
     expected = _expect(prompt, candidate, after_s=candidate.wait_s)
     moved_bytes = candidate.rates.moved_bytes(missing_here / prompt.block_size)
@@ -101,13 +101,14 @@ def seconds_at(prompt: Prompt, candidate: Candidate, missing_here: int) -> float
     return expected.queue_s + latency_s + max(made_s, pull_s)
 
 
-def soonest_producer(prompt: Prompt, candidates: Sequence[Candidate]) -> Producer | None:
+def soonest_producer(prompt: PrefillPrompt, candidates: Sequence[Candidate]) -> Producer | None:
     """Returns the candidate that would have the prompt's KV here soonest, with nothing of it here,
     for an engine that may load some of it instead."""
     if not candidates:
         return None
     best = min(candidates, key=lambda c: seconds_at(prompt, c, prompt.num_tokens))
-    expected, rates = _expect(prompt, best, after_s=best.wait_s), best.rates
+    expected = _expect(prompt, best, after_s=best.wait_s)
+    rates = best.rates
     block_bytes = rates.moved_bytes(1)
     return Producer(
         rates.prefill,
@@ -120,7 +121,7 @@ def soonest_producer(prompt: Prompt, candidates: Sequence[Candidate]) -> Produce
     )
 
 
-def _expect(prompt: Prompt, place: Place, *, after_s: float = 0.0) -> Expected:
+def _expect(prompt: PrefillPrompt, place: PrefillCandidate, *, after_s: float = 0.0) -> Expected:
     return expect(
         place.rates,
         prompt.num_tokens,

@@ -30,7 +30,7 @@ from tandem.worker.decode.prefill_choice import (
     Candidate,
     Here,
     PrefillPlan,
-    Prompt,
+    PrefillPrompt,
     plan_prefill,
     soonest_producer,
 )
@@ -129,7 +129,7 @@ class PrefillPlanner:
         workers count as equally fast, and the rates of their pairs decide."""
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
-        prompt = Prompt(num_tokens, self._block_size)
+        prompt = PrefillPrompt(num_tokens, self._block_size)
         here = self._here(holders, cached_tokens)
         own_holder = pb.PrefixHolder(
             worker_id=self._config.worker_id, num_blocks=cached_tokens // self._block_size
@@ -158,7 +158,8 @@ class PrefillPlanner:
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _here(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> Here:
-        rates, load = self._here_rates(), self.load
+        rates = self._here_rates()
+        load = self.load
         told_s = load.queued_s if load.HasField("queued_s") else None
         queue_s = queue_seconds(rates, load.queued_tokens) if told_s is None else told_s
         return Here(
@@ -180,13 +181,14 @@ class PrefillPlanner:
         if self._config.transfer.prefill_at == "remote":
             return None
         places = [self._candidate(c, holders, 0.0) for c in candidates]
-        return soonest_producer(Prompt(num_tokens, self._block_size), places)
+        return soonest_producer(PrefillPrompt(num_tokens, self._block_size), places)
 
     def _candidate(
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float
     ) -> Candidate:
         name = candidate.worker_id
-        record, rates = self._records.get(name), self._rates_of(name)
+        record = self._records.get(name)
+        rates = self._rates_of(name)
         queue_s = 0.0
         if record is not None:
             queue_s = record.load.queue_s(rates)

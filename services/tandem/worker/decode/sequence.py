@@ -10,10 +10,10 @@
               --it failed later: `Restart`, without what was pulled-> QUEUED
     any       --finished, failed, cancelled-------------------------> ENDED
 
-`LiveSequences` begins and ends a sequence, `DecodeService` moves it by what the engine reports, and
-`PromptPrefill` from RESERVED on until it is RUNNING or QUEUED again. The engine holds its blocks
-from RESERVED on, and frees them by itself at its finish, else at `Remove`; a lease ends when the
-task that runs it leaves it, which ENDED cancels.
+`DecodeSequences` begins and ends a sequence, `DecodeService` moves it by what the engine reports,
+and `PromptPrefill` from RESERVED on until it is RUNNING or QUEUED again. The engine holds its
+blocks from RESERVED on, and frees them by itself at its finish, else at `Remove`; a lease ends when
+the task that runs it leaves it, which ENDED cancels.
 
 Its time, for the router, metrics and its trace:
 

@@ -229,7 +229,8 @@ class EngineProcess:
 
     def _refuse(self, command: messages.Command, error: TandemError) -> None:
         """The request at fault ends, and whoever waits for an answer gets it; the others go on."""
-        name, sequence_id = type(command).__name__, messages.sequence_id(command)
+        name = type(command).__name__
+        sequence_id = messages.sequence_id(command)
         log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
         match command:
             case messages.StartPull(_, pull):

@@ -169,7 +169,8 @@ class Peers:
         if not task.cancelled() and (error := task.exception()) is not None:
             entry.failed_at = time.monotonic()
             entry.retry_s = _RETRY_INCOMPATIBLE_S if isinstance(error, Incompatible) else _RETRY_S
-            told, entry.failure = entry.failure, str(error)
+            told = entry.failure
+            entry.failure = str(error)
             level = logging.DEBUG if told == entry.failure else logging.WARNING
             log.log(level, "cannot read from %s at %s: %s", entry.record[0], entry.record[2], error)
 

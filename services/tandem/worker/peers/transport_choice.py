@@ -31,28 +31,30 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     transport: str
     reason: str = ""  # a word for why it is not the best one
     warning: str = ""  # and a sentence, with figures and what would lift it
 
 
-def choose_transport(wanted: Transport, nixl: Way, grpc: Way, reach: Reach | None) -> Choice:
+def choose_transport(
+    wanted: Transport, nixl: Way, grpc: Way, reach: Reach | None
+) -> TransportChoice:
     """`reach` is None when the peer did not tell where it runs. gRPC is always to be had."""
     if wanted == "grpc":
-        return Choice("grpc")
+        return TransportChoice("grpc")
     if reach is Reach.NOTHING:
         why = f"NIXL has {reach.value}. gRPC: {figures(grpc)}. {_LIFT_NOTHING}"
-        return Choice("grpc", "unreachable", why)
+        return TransportChoice("grpc", "unreachable", why)
     if wanted != "nixl" and nixl.error:
         why = f"NIXL does not work: {nixl.error}. gRPC: {figures(grpc)}"
-        return Choice("grpc", "broken", why)
+        return TransportChoice("grpc", "broken", why)
     if wanted != "nixl" and is_slower(nixl.rate, grpc.rate):
         why = f"NIXL is slower: {figures(nixl)}. gRPC: {figures(grpc)}. {_LIFT_SLOW}"
-        return Choice("grpc", "slow", why)
+        return TransportChoice("grpc", "slow", why)
     if reach is Reach.TCP:
-        return Choice("nixl", "tcp", f"NIXL uses {reach.value}")
-    return Choice("nixl")
+        return TransportChoice("nixl", "tcp", f"NIXL uses {reach.value}")
+    return TransportChoice("nixl")
 
 
 def is_slower(one: PairRate | None, other: PairRate | None) -> bool:

@@ -29,7 +29,7 @@ from tandem.transfer.grpc.producer import BlockServer
 from tandem.worker.convert import cached_message, logprobs_message, sequence_spec, trace_headers
 from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.checksums import checksums
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.prefill.leases import Lease, Leases
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -46,7 +46,7 @@ class PrefillService:
     """All leases of this worker as a producer."""
 
     def __init__(
-        self, parts: Parts, prefixes: PrefixPuller | None, *, epoch: str, num_blocks: int
+        self, parts: WorkerParts, prefixes: PrefixPuller | None, *, epoch: str, num_blocks: int
     ) -> None:
         """`num_blocks` are of the KV pool. Without `prefixes` all is computed."""
         self._config = parts.config
@@ -85,7 +85,8 @@ class PrefillService:
         Holds go on while `serves_holds`: a worker that takes over a sequence pulls its blocks from
         here. Without an end to them, prefixes that many requests share would keep a drain going.
         """
-        self._draining, self._serves_holds = True, serves_holds
+        self._draining = True
+        self._serves_holds = serves_holds
         for lease in self._leases:
             if lease.stage == "queued" and not lease.is_hold:
                 lease.events.put_nowait(Failed(lease.lease_id, NoWorkers.code, _DRAINS))

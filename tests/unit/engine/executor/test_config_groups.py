@@ -22,7 +22,7 @@ from tests.unit.engine.executor.test_zeroed_weights import (
     logprobs_of,
     runner_of,
 )
-from tests.unit.models import test_quantized as forms
+from tests.unit.models.checkpoint.quantized import test_tensors as forms
 
 INT = {"type": "int", "strategy": "group", "group_size": GROUP}
 FLOAT = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}

@@ -11,8 +11,8 @@ from tandem.engine.executor import kv_calibration
 from tandem.engine.executor.kv_calibration import FILE, calibrate, key_channels
 from tandem.engine.executor.runner import ModelRunner
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
-from tandem.models.source import ModelFolder
 from tests.tiny_models import make_tiny_model
 
 

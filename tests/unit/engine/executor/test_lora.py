@@ -13,7 +13,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import AdapterUnavailable
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.lora_adapters import ALL, ATTENTION, describe, merged, write_adapter
 from tests.tiny_models import make_tiny_model
 

@@ -10,7 +10,7 @@ import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.step_batches import logits_after, mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
 

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
-from tandem.models.source import ModelFolder
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.folder import ModelFolder
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem_bench.perplexity import compare, cut, losses, main
 from tandem_bench.prose import english_prose
 from tests.harness.terminal import Terminal

@@ -26,8 +26,8 @@ from tandem.engine.executor.weights.decoder_weights import Linear
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
-from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_fp8 import FixedScales
 from tests.engine_driver import drive, drive_all, make_spec

@@ -16,15 +16,16 @@ from transformers import PreTrainedModel
 
 from tandem.engine.executor import runner as runner_module
 from tandem.engine.executor.runner import ModelRunner
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import converted_folder
-from tandem.models.source import ModelFolder, read_folder
+from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
 from tests.lora_adapters import ALL, ATTENTION, merged, write_adapter
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.executor.test_lora import PROMPTS, add, make_runner, run
+from tests.unit.models.checkpoint.quantized.test_tensors import FLOAT
 from tests.unit.models.conftest import TOKENS
-from tests.unit.models.test_gguf_families import file_of, make_origin
-from tests.unit.models.test_quantized import FLOAT
+from tests.unit.models.gguf.test_families import file_of, make_origin
 
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 

@@ -13,7 +13,8 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
-from tandem.models.source import ModelFolder, resolve
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
 from tests.step_batches import Progress, logits_after, mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 

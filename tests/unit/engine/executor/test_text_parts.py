@@ -15,9 +15,10 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.errors import TandemError
 from tandem.models.checkpoint.check import check_weights
-from tandem.models.config import ModelConfig
-from tandem.models.source import ModelFolder, read_folder
-from tandem.models.text_part import text_name
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.text_part import text_name
+from tandem.models.folder import ModelFolder
+from tandem.models.source import read_folder
 from tests.step_batches import logits_after
 from tests.tiny_models import character_tokenizer
 

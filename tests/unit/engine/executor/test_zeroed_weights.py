@@ -26,7 +26,7 @@ from tests.step_batches import logits_after
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.executor.native import native_shapes
 from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
-from tests.unit.models import test_quantized as forms
+from tests.unit.models.checkpoint.quantized import test_tensors as forms
 
 PROMPT = list(range(30, 60))
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 
 if TYPE_CHECKING:

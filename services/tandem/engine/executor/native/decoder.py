@@ -32,9 +32,9 @@ from tandem.engine.executor.weights.decoder_weights import (
 from tandem.engine.executor.weights.decoder_weights import Mlp as MlpWeights
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
-from tandem.models.experts import Experts as ExpertSpec
-from tandem.models.layers import LayerSpec
+from tandem.models.config.experts import Experts as ExpertSpec
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs

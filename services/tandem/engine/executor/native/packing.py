@@ -20,9 +20,9 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
 )
 from tandem.engine.executor.weights.released_memory import FilePages, give_back_freed
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.config.latent import Latent as LatentSizes
 from tandem.models.gguf.tensors import Blocks
-from tandem.models.latent import Latent as LatentSizes
-from tandem.models.quantized.fp8 import Fp8
 from tandem_kernels.native.library import (
     PANEL,
     Kind,

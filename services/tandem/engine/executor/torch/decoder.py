@@ -5,8 +5,9 @@
                 x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
-Families differ from this drawing in what models/families.py lists: norms may stand after attention
-and the MLP, q and k may be normalized, layers may have a window or no rotation, sums multipliers.
+Families differ from this drawing in what models/config/families.py lists: norms may stand after
+attention and the MLP, q and k may be normalized, layers may have a window or no rotation, sums
+multipliers.
 In the place of the MLP there may be experts: MLPs of which a router chooses some for each token.
 Knows tensors and the KV pool; no sequences, no scheduling.
 """
@@ -29,10 +30,10 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
 )
 from tandem.engine.executor.weights.expand import embedded, pieces
-from tandem.models.config import GateClamp, ModelConfig
-from tandem.models.experts import Experts
-from tandem.models.families import ExpertForm
-from tandem.models.rope import Rope
+from tandem.models.config.experts import Experts
+from tandem.models.config.families import ExpertForm
+from tandem.models.config.model import GateClamp, ModelConfig
+from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
 from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.experts import choose_experts, choose_in_groups

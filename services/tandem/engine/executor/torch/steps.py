@@ -10,7 +10,7 @@ from tandem.engine.executor.torch.lora import StepLora
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.dispatch import kernels_for
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import logprobs

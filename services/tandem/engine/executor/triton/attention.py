@@ -14,7 +14,7 @@ import torch
 from tandem.engine.executor.torch.lora import AddsLora
 from tandem.engine.executor.triton.inputs import StepViews
 from tandem.engine.executor.weights.decoder_weights import LayerWeights
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import LayerKv
 from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
 from tandem_kernels.triton.prefill_attention import prefill_attention

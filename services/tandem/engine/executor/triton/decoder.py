@@ -36,9 +36,9 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
 )
 from tandem.engine.executor.weights.expand import embedded, pieces
-from tandem.models.config import ModelConfig
-from tandem.models.experts import Experts
-from tandem.models.quantized.packed_groups import PackedGroups
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.config.experts import Experts
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul

@@ -1,4 +1,4 @@
-"""Latent attention of a layer on the Triton kernels (tandem/models/latent.py).
+"""Latent attention of a layer on the Triton kernels (tandem/models/config/latent.py).
 
 queries             of what was projected, or the product of its normalized latent
 rotate and store    one kernel: norm of latents, rope, cache write
@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from tandem.engine.executor.triton.attention import LayerStep
 from tandem.engine.executor.weights.decoder_weights import LATENT_NORM_EPS, LatentWeights
-from tandem.models.latent import Latent
+from tandem.models.config.latent import Latent
 from tandem_kernels.linear import linear_of_heads
 from tandem_kernels.triton.latent_cache import rotate_and_store_latents
 from tandem_kernels.triton.latent_decode import choose_latent_splits, latent_decode_attention

@@ -11,7 +11,7 @@ from tandem.engine.executor.triton.lora import TritonAdapters
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.logprobs import logprobs

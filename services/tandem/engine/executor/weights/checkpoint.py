@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from tandem.engine.executor.weights.mxfp4 import Mxfp4, join_mxfp4
 from tandem.errors import UnsupportedModel
-from tandem.models.broken_files import naming
+from tandem.models.checkpoint.quantized.tensors import Coded, join_parts
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.text_part import names_in_model
+from tandem.models.files import naming
 from tandem.models.gguf.tensors import Blocks, read_tensors
-from tandem.models.quantized.tensors import Coded, join_parts
-from tandem.models.text_part import names_in_model
 
 Stored = Mapping[str, torch.Tensor | Blocks | Coded | Mxfp4]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tandem.engine.executor.weights.released_memory import FilePages
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import Blocks
-from tandem.models.quantized.fp8 import Fp8
-from tandem.models.quantized.packed_groups import PackedGroups
 
 # transformers ignores rms_norm_eps in norms of latents.
 LATENT_NORM_EPS = 1e-6

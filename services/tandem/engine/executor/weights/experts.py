@@ -10,7 +10,7 @@ import torch
 from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear, Mlp
 from tandem.engine.executor.weights.tensors_by_name import TensorsByName
 from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
-from tandem.models.experts import Experts
+from tandem.models.config.experts import Experts
 from tandem.models.gguf.tensors import Blocks
 
 Parts = list[tuple[Linear, ...]]  # of each expert

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 
 from tandem.errors import UnsupportedModel
-from tandem.models.broken_files import naming
 from tandem.models.checkpoint.kv_scales import Place, find_kv_scales
-from tandem.models.source import ModelFolder
+from tandem.models.files import naming
+from tandem.models.folder import ModelFolder
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.kv_int8 import SCALE_MAX, round_up
 

@@ -34,16 +34,16 @@ from tandem.engine.executor.weights.rotary_rows import (
     token_products,
 )
 from tandem.engine.executor.weights.tensors_by_name import KeptFor, TensorsByName
-from tandem.models.broken_files import naming
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.expert_names import ExpertNames
+from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, FINAL_NORM, NORMS, OUTPUT
-from tandem.models.config import ModelConfig
-from tandem.models.experts import Experts
+from tandem.models.config.experts import Experts
+from tandem.models.config.latent import Latent
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
+from tandem.models.files import naming
 from tandem.models.gguf.tensors import Blocks
-from tandem.models.latent import Latent
-from tandem.models.layers import LayerSpec
-from tandem.models.quantized.fp8 import Fp8
 
 Tell = Callable[[int, int], None]  # hears of bytes that are loaded, and of all bytes
 

@@ -18,11 +18,11 @@ from tandem.engine.executor.weights.rotary_rows import (
     token_products,
 )
 from tandem.errors import AdapterUnavailable
-from tandem.models.broken_files import naming
-from tandem.models.config import ModelConfig
-from tandem.models.latent import Latent
-from tandem.models.lora import WEIGHTS_FILE, LoraFolder, open_lora
-from tandem.models.lora_targets import SHARED_MLP, linear_shapes
+from tandem.models.config.latent import Latent
+from tandem.models.config.model import ModelConfig
+from tandem.models.files import naming
+from tandem.models.lora.adapter import WEIGHTS_FILE, LoraFolder, open_lora
+from tandem.models.lora.targets import SHARED_MLP, linear_shapes
 from tandem_kernels.lora import LoraHeads, LoraPart
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.models.config import ModelConfig
-from tandem.models.latent import Latent
+from tandem.models.config.latent import Latent
+from tandem.models.config.model import ModelConfig
 
 
 def rotary_rows(config: ModelConfig) -> torch.Tensor | None:

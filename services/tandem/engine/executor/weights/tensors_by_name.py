@@ -11,12 +11,14 @@ import torch
 
 from tandem.engine.executor.weights.checkpoint import Stored
 from tandem.engine.executor.weights.decoder_weights import Linear, Quantized
-from tandem.engine.executor.weights.mxfp4 import Mxfp4
+from tandem.engine.executor.weights.mxfp4 import (
+    Mxfp4,
+)
 from tandem.engine.executor.weights.released_memory import FilePages, give_back_freed
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.gguf.tensors import Blocks, can_widen, is_packed
-from tandem.models.quantized.fp8 import Fp8
-from tandem.models.quantized.packed_groups import PackedGroups
-from tandem.models.quantized.tensors import Coded
 
 # The kernels for which matrices stay quantized; "": they become numbers.
 KeptFor = Literal["", "native", "torch", "triton"]

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 
-from tandem.common import own_files
+from tandem.common.process import own_files
 from tandem.errors import ConfigError
 
 

@@ -19,7 +19,8 @@ def with_template_options(answers: ModelFormat, request: ClientRequest) -> Clien
         if not answers.takes_tools:
             chat = with_told_tools(chat, takes_system=answers.takes_system)
         chat = with_written_calls(chat, partial(answers.written_calls, tools=bool(chat.tools)))
-        options, effort = chat.template_options, chat.reasoning_effort
+        options = chat.template_options
+        effort = chat.reasoning_effort
         if chat.effort_is_hint and not answers.takes_effort:
             effort = None
         return replace(
@@ -36,7 +37,8 @@ def wanted_form(
     answers: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
 ) -> StructuredOutput | None:
     """Returns the form that the answer must have: the client's, or that of the calls it forces."""
-    chat, form = request.prompt, request.structured_output
+    chat = request.prompt
+    form = request.structured_output
     if not isinstance(chat, Conversation):
         return form
     if chat.tool_choice != "required":

@@ -45,10 +45,10 @@ from typing import NamedTuple
 
 from tandem.common.block_hash import Chain, hash_blocks
 from tandem.errors import BadRequest, CompilerBusy, ConfigError, TokenizerLate
-from tandem.models.broken_files import first_line
+from tandem.models.files import first_line
 from tandem.models.grammars.text import StructuredOutput, refused
-from tandem.models.tokenizer import RenderedText, Tokenizer, check_unicode
-from tandem.models.tokenizer_check import MEMORY_BYTES
+from tandem.models.tokenizer.check import MEMORY_BYTES
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer, check_unicode
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
 from tandem.router.request.prompt.grammar_checker import RETRY_AFTER_S, GrammarChecker
@@ -145,7 +145,8 @@ class PromptPreparer:
         to be truncated."""
         if request.kv_budget is not None:
             chain = None
-        tenant, cost = request.tenant, _cost(request.prompt)
+        tenant = request.tenant
+        cost = _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
         text: _Text = (
             RenderedText(request.prompt, add_special_tokens=request.add_special_tokens)
@@ -249,7 +250,8 @@ class PromptPreparer:
         self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
     ) -> RenderedText:
         """Returns what remains to be tokenized as a whole. Raises ContextTooLong."""
-        run, tenant = self._processes.run, request.tenant
+        run = self._processes.run
+        tenant = request.tenant
         rendered = await self._rendered(request, text)
         num_tokens = 0
         for num_pieces, part in enumerate(cut(rendered.text), start=1):
@@ -274,20 +276,25 @@ class PromptPreparer:
     ) -> tuple[int, ...] | None:
         """Returns the ids of a long text's last tokens, at least `kept` or all; None if the text
         has no places to cut. Raises BadRequest, and ContextTooLong if these cannot fit."""
-        run, tenant, text = self._processes.run, request.tenant, rendered.text
+        run = self._processes.run
+        tenant = request.tenant
+        text = rendered.text
         check_unicode(text)
         if self._joined is None:
             self._joined = await run(tenant, INLINE_COST_MAX, _joined_there)
         parts: list[array[int]] = []
-        num_tokens, start = 0, len(text)
+        num_tokens = 0
+        start = len(text)
         while start and num_tokens < kept:
             if num_tokens >= max_model_len:
                 raise request.too_long(f"at least {num_tokens}", max_model_len)
-            stop, found = start, find_cut(text, start, self._joined)
+            stop = start
+            found = find_cut(text, start, self._joined)
             if found is None:
                 return None
             start = found
-            left, right = max(0, start - CONTEXT_CHARACTERS), stop + CONTEXT_CHARACTERS
+            left = max(0, start - CONTEXT_CHARACTERS)
+            right = stop + CONTEXT_CHARACTERS
             window = replace(rendered, text=text[left:right])
             cost = len(window.text)
             part = await run(tenant, cost, _encode_part_there, window, start - left, stop - left)

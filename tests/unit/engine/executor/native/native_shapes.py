@@ -29,11 +29,11 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
 )
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import GateClamp, ModelConfig, Multipliers
-from tandem.models.experts import Experts
-from tandem.models.families import Norms, QkNorm
-from tandem.models.layers import LayerSpec
-from tandem.models.rope import Rope
+from tandem.models.config.experts import Experts
+from tandem.models.config.families import Norms, QkNorm
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import GateClamp, ModelConfig, Multipliers
+from tandem.models.config.rope import Rope
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.native import library
 from tests.kv_pools import empty_pool

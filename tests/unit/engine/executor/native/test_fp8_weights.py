@@ -23,7 +23,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
 )
 from tandem.errors import UnsupportedModel
-from tandem.models.quantized.fp8 import RUN, Fp8
+from tandem.models.checkpoint.quantized.fp8 import RUN, Fp8
 from tandem.models.source import read_folder
 from tandem_kernels.native import library
 from tests.tiny_models import make_tiny_model

@@ -14,7 +14,7 @@ from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.load import load_weights
 from tandem.engine.executor.weights.lora import load_lora
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.kv_pools import empty_pool
 from tests.lora_adapters import describe, write_adapter
 from tests.tiny_models import make_tiny_model

@@ -16,7 +16,7 @@ from tandem.engine.executor.triton.decode_graphs import bucket_sizes
 from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews, write_step
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.lora_adapters import ALL, describe, write_adapter
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import make_tiny_model

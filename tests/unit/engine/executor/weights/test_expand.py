@@ -9,12 +9,12 @@ import torch
 
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.triton.steps import TritonSteps
-from tandem.engine.executor.weights import expand
-from tandem.engine.executor.weights.decoder_weights import ModelWeights
+from tandem.engine.executor.weights.decoder_weights import ModelWeights, expand
 from tandem.engine.executor.weights.load import load_weights
-from tandem.models.quantized.fp8 import Fp8
-from tandem.models.quantized.packed_groups import PackedGroups
-from tandem.models.source import ModelFolder, resolve
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
 from tandem_kernels.blocks import widen
 from tests.random_blocks import TYPES, ZEROED, random_blocks
 from tests.unit.engine.executor.native import native_shapes

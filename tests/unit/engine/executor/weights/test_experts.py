@@ -17,7 +17,8 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.decoder_weights import ExpertWeights
 from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError, UnsupportedModel
-from tandem.models.source import ModelFolder, read_folder
+from tandem.models.folder import ModelFolder
+from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
 from tests.step_batches import logits_after
 from tests.tiny_models import make_tiny_model

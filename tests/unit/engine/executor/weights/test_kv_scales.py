@@ -18,7 +18,8 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import UnsupportedModel
-from tandem.models.source import ModelFolder, read_folder
+from tandem.models.folder import ModelFolder
+from tandem.models.source import read_folder
 from tests.step_batches import place
 from tests.tiny_models import make_tiny_model
 

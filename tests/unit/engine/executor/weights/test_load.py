@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError, UnsupportedModel
-from tandem.models.source import ModelFolder, read_folder
+from tandem.models.folder import ModelFolder
+from tandem.models.source import read_folder
 from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.models.checkpoint.weight_shapes import expected_shapes
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem.models.source import resolve
 from tests.random_blocks import random_blocks
 from tests.tiny_models import make_tiny_model
