@@ -136,24 +136,25 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
         numbers = [[found[1] if (found := _IN_A_LIST.match(name)) else None for name in names]]
     else:
         numbers = match_all(patterns, names)
-    first = [next(filter(None, of_name), None) for of_name in zip(*numbers, strict=True)]
-    existing = [int(number) for number in first if number is not None]
-    if lists and not existing:
+    first = [next(filter(None, of_name), "") for of_name in zip(*numbers, strict=True)]
+    if lists and not any(map(str.isdecimal, first)):
         raise UnsupportedModel(
             f"layers_pattern {lists!r:.80} names no list of layers of this model; its list is "
             "layers"
         )
-    found = [
+    chosen = [
         name
         for name, number in zip(names, first, strict=True)
-        if number is not None and int(number) in layers
+        if number.isdecimal() and int(number) in layers
     ]
-    if not found:
+    if not chosen:
+        existing = sorted(int(number) for number in first if number.isdecimal())
+        where = f"from {existing[0]} to {existing[-1]}" if existing else "none"
         raise UnsupportedModel(
             f"layers_to_transform {layers!r:.80} names no layer with a module of target_modules; "
-            f"such layers are from {min(existing)} to {max(existing)}"
+            f"such layers are {where}"
         )
-    return found
+    return chosen
 
 
 def _matching(field: str, expression: str, names: Sequence[str]) -> list[str]:
