@@ -38,7 +38,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.broken_files import first_line, naming
-from tandem.models.source import read_json_if_any
+from tandem.models.source import is_token, read_tokenizer_settings
 
 RENDER_S_MAX = 5.0  # a conversation takes milliseconds
 _DIGITS_MAX = 1 << 20  # of a product or power: bits of a number, elements of a text or list
@@ -54,8 +54,8 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _Message = Mapping[str, Any]
 # Messages that probe a template. Mistral's templates want such an id of a call.
-_USER = {"role": "user", "content": "a"}
-_USER_OF_PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+_USER: _Message = {"role": "user", "content": "a"}
+_USER_OF_PARTS: _Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _CALL = {
     "id": "abcdefghi",
     "type": "function",
@@ -242,18 +242,19 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
         """Reads the files of templates, else tokenizer_config.json or chat_template.json; None if
         none has a template."""
-        special_map, own_file = folder / "special_tokens_map.json", folder / "chat_template.jinja"
-        special = read_json_if_any(special_map)
-        with naming(special_map if special else folder / "tokenizer_config.json"):
-            tokens = _special_tokens(tokenizer_config, special)
+        own_file = folder / "chat_template.jinja"
+        special = read_tokenizer_settings(folder / "special_tokens_map.json")
+        tokens = _special_tokens(tokenizer_config, special)
+        settings_file = folder / "tokenizer_config.json"
         named = None if own_file.is_file() else tokenizer_config.get("chat_template")
         if not (named or own_file.is_file()):  # of a model that reads images, too
-            named = read_json_if_any(folder / "chat_template.json").get("chat_template")
+            settings_file = folder / "chat_template.json"
+            named = read_tokenizer_settings(settings_file).get("chat_template")
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
         template = None
         for name, file in (("tool_use", tool_file), ("default", own_file)):
             is_own = file.is_file()
-            with naming(file if is_own else folder / "tokenizer_config.json"):
+            with naming(file if is_own else settings_file):
                 source = file.read_text(encoding="utf-8") if is_own else _named(named, name)
                 earlier, template = template, None
                 if source:
@@ -582,10 +583,10 @@ def _special_tokens(
     tokens: dict[str, Any] = {}
     for file in files:
         extra = file.get("extra_special_tokens")
-        named = {n: t for n, t in file.items() if n.endswith("_token") and not isinstance(t, bool)}
+        named = {name: token for name, token in file.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
         for name, token in named.items():
-            if token is not None:
+            if is_token(token):  # another setting may have such a name, as add_bos_token has
                 tokens.setdefault(name, _content_of(token))
         further = file.get("additional_special_tokens") or (
             extra if isinstance(extra, list) else []

@@ -226,8 +226,14 @@ def read_tokenizer_settings(file: Path) -> dict[str, Any]:
     Raises ConfigError naming a field of another type than it must have."""
     settings = read_json_if_any(file)
     for name, is_allowed, allowed in (
-        *((f"{role}_token", _is_token, _TOKEN_FORMS) for role in _TOKEN_ROLES),
+        *((f"{role}_token", is_token, _TOKEN_FORMS) for role in _TOKEN_ROLES),
         ("chat_template", _is_template, "a text, or a list of objects with a name and a template"),
+        ("additional_special_tokens", _is_list_of_tokens, f"a list; each item is {_TOKEN_FORMS}"),
+        (
+            "extra_special_tokens",
+            lambda value: _is_list_of_tokens(value) or _is_object_of_tokens(value),
+            f"a list, or an object of names; each item is {_TOKEN_FORMS}",
+        ),
         ("added_tokens_decoder", _is_decoder, "an object of ids and objects with a content"),
     ):
         value = settings.get(name)
@@ -240,8 +246,17 @@ _TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _TOKEN_FORMS = "a text, or an object that has the text as content"
 
 
-def _is_token(value: Any) -> bool:
+def is_token(value: Any) -> bool:
+    """Returns whether a value of a tokenizer's settings is a token."""
     return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
+def _is_list_of_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_token, value))
+
+
+def _is_object_of_tokens(value: Any) -> bool:
+    return isinstance(value, dict) and all(v is None or is_token(v) for v in value.values())
 
 
 def _is_template(value: Any) -> bool:
