@@ -4,9 +4,9 @@ Templates are code that came with a model, so they run in jinja2's immutable san
 transformers gives them stands here too: `raise_exception`, `strftime_now`, a `tojson` that leaves
 HTML characters alone, loop controls and `{% generation %}` blocks.
 
-The sandbox bounds what a template reaches and not how long it works. Each turn of a loop and each
-call looks at the clock, and products and powers have a largest size. What a template can still do
-is to fill the memory: its process or pod has to bound that.
+The sandbox bounds what a template reaches and not how long it works. Each turn of a loop, each call
+and each product looks at the clock, and products and powers have a largest size. What a template
+can still do is to fill the memory: its process or pod has to bound that.
 
 Templates differ in what they expect of a message: whether a missing content is absent, null or
 empty, the name of the reasoning, arguments of calls as objects or as text, content as a text or as
@@ -17,11 +17,14 @@ in which the template shows all of it. The first of all forms is the one that tr
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
+from hashlib import sha256
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -34,7 +37,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.errors import BadRequest, ConfigError
-from tandem.models.files import first_line, naming, read_json_if_any
+from tandem.models.files import first_line, naming
+from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
 RENDER_S_MAX = 5.0  # a conversation takes milliseconds
 _DIGITS_MAX = 1 << 20  # of a product or power: bits of a number, elements of a text or list
@@ -47,15 +51,18 @@ _SPECIAL_TOKENS = tuple(
 NO_OPTIONS: Mapping[str, Any] = {}
 # Names of an assistant's reasoning. A message has the first one when it comes here.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _Message = Mapping[str, Any]
 # Messages that probe a template. Mistral's templates want such an id of a call.
-_USER = {"role": "user", "content": "a"}
+_USER: _Message = {"role": "user", "content": "a"}
+_USER_OF_PARTS: _Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _CALL = {
     "id": "abcdefghi",
     "type": "function",
     "function": {"name": "f", "arguments": {"probedcall": "b"}},
 }
-_RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "c"}
+_CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "probedresult"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -65,6 +72,15 @@ _TOOL = {
     },
 }
 _PROBED_PARTS = [{"type": "text", "text": "probedone"}, {"type": "text", "text": "probedtwo"}]
+
+
+class _Plain(NamedTuple):
+    """The smallest chat. Some templates render nothing without tools, or no content that is a
+    text."""
+
+    text: str
+    user: _Message
+    tools: list[dict[str, Any]] | None
 
 
 class _Kind(NamedTuple):
@@ -134,12 +150,16 @@ class _Expected(NamedTuple):
     takes_text: Mapping[str, bool]  # by role: it shows content that is a text
     takes_parts: Mapping[str, bool]  # by role: it shows content that is a list of parts
     shows_calls: bool  # of earlier answers
+    shows_results: bool  # of these calls
     takes_one_call: bool  # a message with several calls shows one of them, or is refused
+    takes_all_ids: bool  # of calls; else those of nine letters and digits, as Mistral's
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """Returns the messages that the template gets for those of a chat."""
         if self.takes_one_call:
             messages = _with_one_call_each(messages)
+        if not self.takes_all_ids:
+            messages = list(map(_with_short_ids, messages))
         return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
@@ -149,11 +169,13 @@ class _Expected(NamedTuple):
         takes_parts = self.takes_parts.get(role, False)
         if isinstance(content, list) and not takes_parts:
             content = "\n".join(part["text"] for part in content)
-        elif content and isinstance(content, str) and takes_parts and not self.takes_text[role]:
+        reasoning, calls = message.get(_REASONING_NAMES[0]), message.get("tool_calls")
+        is_alone = not (reasoning or calls)
+        is_text = isinstance(content, str) and bool(content or is_alone)
+        if is_text and takes_parts and not self.takes_text[role]:
             content = [{"type": "text", "text": content}]
         message = {**message, "content": content}
-        reasoning, calls = message.get(_REASONING_NAMES[0]), message.get("tool_calls")
-        if role == "assistant" and (reasoning or calls):
+        if role == "assistant" and not is_alone:
             sent = "text" if content else content and ""
             return self.forms[_Kind(sent, bool(reasoning), bool(calls))].messages(message)
         return [{name: value for name, value in message.items() if value is not None}]
@@ -181,6 +203,20 @@ def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
     return given
 
 
+def _with_short_ids(message: _Message) -> _Message:
+    """Returns the message with ids of nine letters and digits in the place of others."""
+    changed = dict(message)
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
+    if call_id := message.get("tool_call_id"):
+        changed["tool_call_id"] = _short_id(call_id)
+    return changed
+
+
+def _short_id(call_id: str) -> str:
+    return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
+
+
 class ChatTemplate:
     """One compiled template with the model's special tokens. Threads may share it."""
 
@@ -206,18 +242,19 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
         """Reads the files of templates, else tokenizer_config.json or chat_template.json; None if
         none has a template."""
-        special_map, own_file = folder / "special_tokens_map.json", folder / "chat_template.jinja"
-        special = read_json_if_any(special_map)
-        with naming(special_map if special else folder / "tokenizer_config.json"):
-            tokens = _special_tokens(tokenizer_config, special)
+        own_file = folder / "chat_template.jinja"
+        special = read_tokenizer_settings(folder / "special_tokens_map.json")
+        tokens = _special_tokens(tokenizer_config, special)
+        settings_file = folder / "tokenizer_config.json"
         named = None if own_file.is_file() else tokenizer_config.get("chat_template")
         if not (named or own_file.is_file()):  # of a model that reads images, too
-            named = read_json_if_any(folder / "chat_template.json").get("chat_template")
+            settings_file = folder / "chat_template.json"
+            named = read_tokenizer_settings(settings_file).get("chat_template")
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
         template = None
         for name, file in (("tool_use", tool_file), ("default", own_file)):
             is_own = file.is_file()
-            with naming(file if is_own else folder / "tokenizer_config.json"):
+            with naming(file if is_own else settings_file):
                 source = file.read_text(encoding="utf-8") if is_own else _named(named, name)
                 earlier, template = template, None
                 if source:
@@ -283,16 +320,18 @@ class ChatTemplate:
         """True if the template shows calls of earlier answers."""
         return self._expected.shows_calls
 
+    @property
+    def shows_results(self) -> bool:
+        """True if the template shows results of calls, which are messages of the role tool."""
+        return self._expected.shows_results
+
     @cached_property
-    def _plain(self) -> tuple[str, list[dict[str, Any]] | None]:
-        """The rendered text of the smallest chat, and the tools that it has. Some templates render
-        nothing without tools."""
-        for tools in (None, [_TOOL]):
-            try:
-                return self._render([_USER], tools), tools
-            except _ERRORS:
-                continue
-        return "", None
+    def _plain(self) -> _Plain:
+        """The smallest chat that the template renders."""
+        for user, tools in product((_USER, _USER_OF_PARTS), (None, [_TOOL])):
+            with suppress(*_ERRORS):
+                return _Plain(self._render([user], tools), user, tools)
+        return _Plain("", _USER, None)
 
     @cached_property
     def _expected(self) -> _Expected:
@@ -309,18 +348,54 @@ class ChatTemplate:
             # A template that adds the list itself to the text shows its quotes as well.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
-        expected = _Expected(forms, takes_text, takes_parts, shows_calls, takes_one_call=False)
+        expected = _Expected(
+            forms,
+            takes_text,
+            takes_parts,
+            shows_calls,
+            shows_results=True,
+            takes_one_call=False,
+            takes_all_ids=True,
+        )
+        expected = expected._replace(shows_results=self._shows_results(expected))
         takes_one = not self._shows_two_calls(expected)
         one_each = expected._replace(takes_one_call=True)
-        return one_each if takes_one and self._shows_two_calls(one_each) else expected
+        if takes_one and self._shows_two_calls(one_each):
+            expected = one_each
+        takes_short = self._takes_call(expected, "abcdefghi")
+        takes_all = self._takes_call(expected, "call_0123456789abcdef") or not takes_short
+        return expected._replace(takes_all_ids=takes_all)
+
+    def _shows_results(self, expected: _Expected) -> bool:
+        """Returns whether the template shows results, behind calls or what was written for them.
+        One that it refuses does not disappear."""
+        called = [expected.given(_CALLED)] if expected.shows_calls else []
+        shown = []
+        for before in (*called, [{"role": "assistant", "content": "b"}]):
+            with suppress(*_ERRORS):
+                shown.append(
+                    "probedresult"
+                    in self._render([self._plain.user, *before, _RESULT], self._plain.tools)
+                )
+        return any(shown) or not shown
+
+    def _takes_call(self, expected: _Expected, call_id: str) -> bool:
+        """Returns whether the template renders a call with such an id."""
+        call = {**_CALLED, "tool_calls": [_CALL | {"id": call_id}]}
+        chat = expected.chat([self._plain.user, call, {**_RESULT, "tool_call_id": call_id}])
+        try:
+            self._render(chat, self._plain.tools)
+        except _ERRORS:
+            return False
+        return True
 
     def _probed(self, role: str, content: Any) -> str:
         """Returns a chat with such a message; empty if the template refuses it."""
-        around = {"system": ([], [_USER]), "assistant": ([_USER], [])}
+        around = {"system": ([], [self._plain.user]), "assistant": ([self._plain.user], [])}
         before, after = around.get(role, ([], []))
         try:
             chat = [*before, {"role": role, "content": content}, *after]
-            return self._render(chat, self._plain[1])
+            return self._render(chat, self._plain.tools)
         except _ERRORS:
             return ""
 
@@ -329,9 +404,11 @@ class ChatTemplate:
         arguments = {"name": "f", "arguments": {"probedtwo": "b"}}
         calls = [_CALL, {**_CALL, "id": "abcdefghj", "function": arguments}]
         results = [_RESULT, {**_RESULT, "tool_call_id": "abcdefghj"}]
-        chat = expected.chat([_USER, {"role": "assistant", "tool_calls": calls}, *results])
+        chat = expected.chat(
+            [self._plain.user, {"role": "assistant", "tool_calls": calls}, *results]
+        )
         try:
-            rendered = self._render(chat, self._plain[1])
+            rendered = self._render(chat, self._plain.tools)
         except _ERRORS:
             return False
         return "probedcall" in rendered and "probedtwo" in rendered
@@ -369,10 +446,15 @@ class ChatTemplate:
         message, or prints a content that is null."""
         given = form.messages(kind.message("probedthought"))
         if kind.has_calls:
-            chat = [_USER, *given, _RESULT]
+            chat = [self._plain.user, *given, _RESULT]
         else:  # templates treat the last answer in another way than earlier ones
-            chat = [_USER, *form.messages(kind.message("before")), _USER, *given]
-        plain, tools = self._plain
+            chat = [
+                self._plain.user,
+                *form.messages(kind.message("before")),
+                self._plain.user,
+                *given,
+            ]
+        plain, _, tools = self._plain
         try:
             rendered = self._render(chat, tools)
         except _ERRORS:
@@ -440,6 +522,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(context, called, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _clock.check()
         if _digits(operator, left, right) > _DIGITS_MAX:
             raise jinja2.TemplateError(f"its {operator} makes something too large")
         return super().call_binop(context, operator, left, right)
@@ -500,10 +583,10 @@ def _special_tokens(
     tokens: dict[str, Any] = {}
     for file in files:
         extra = file.get("extra_special_tokens")
-        named = {n: t for n, t in file.items() if n.endswith("_token") and not isinstance(t, bool)}
+        named = {name: token for name, token in file.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
         for name, token in named.items():
-            if token is not None:
+            if is_token(token):  # another setting may have such a name, as add_bos_token has
                 tokens.setdefault(name, _content_of(token))
         further = file.get("additional_special_tokens") or (
             extra if isinstance(extra, list) else []

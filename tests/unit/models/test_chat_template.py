@@ -315,6 +315,64 @@ def test_transformers_renders_the_same(tmp_path):
     assert render(source, messages, bos_token="<s>", eos_token="</s>") == expected
 
 
+NINE = (
+    LOOP
+    + "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.id }} {% endfor %}"
+    + "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}"
+    + "{% endif %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+)
+
+
+def with_id(call_id: str) -> list[dict[str, Any]]:
+    """Returns a chat with a call that has this id, and its result."""
+    called = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "id": call_id}]}
+    return [*USER, called, {"role": "tool", "tool_call_id": call_id, "content": "21"}]
+
+
+def test_a_template_that_wants_short_ids_gets_them() -> None:
+    """Mistral's refuse any other, and clients bring calls that another model made."""
+    template = ChatTemplate(NINE, {})
+    for other in ("call_0123456789abcdef", "toolu_01", "chatcmpl-tool-1"):
+        call, result = template.render(with_id(other), add_generation_prompt=True).split()
+        assert call == result
+        assert call.isalnum()
+        assert template.render(with_id(other), add_generation_prompt=True).startswith(call)
+    assert template.render(with_id("AbC123def"), add_generation_prompt=True).split()[0] == (
+        "AbC123def"
+    )
+    any_id = LOOP + "{{ c.id }}" + END
+    assert render(any_id, with_id("toolu_01")) == "toolu_01"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_an_empty_text_is_a_part_where_content_is_parts(role: str) -> None:
+    source = (
+        "{% for m in messages %}[{% if m.content[0].type != 'text' %}{{ raise_exception('x') }}"
+        "{% endif %}{% for part in m.content %}{{ part.text }}{% endfor %}]{% endfor %}"
+    )
+    assert render(source, [{"role": role, "content": ""}, *USER]) == "[][Hi]"
+
+
+@pytest.mark.parametrize(
+    ("tool", "is_shown"),
+    [
+        ("{{ m.content }}", True),
+        ("", False),
+        ("{{ raise_exception('no tools') }}", True),
+        ("{{ raise_exception('no call') if not ns.calls }}{{ m.content }}", True),
+    ],
+)
+def test_results_are_shown_or_not(tool: str, is_shown: bool) -> None:
+    """A refusal is an error that the client gets."""
+    source = (
+        "{% set ns = namespace(calls=0) %}{% for m in messages %}{% if m.role == 'tool' %}"
+        + tool
+        + "{% else %}{% for c in m.tool_calls or [] %}{% set ns.calls = 1 %}"
+        + "{{ c.function.arguments }}{% endfor %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert ChatTemplate(source, {}).shows_results == is_shown
+
+
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "hides the clock": "{% set check_clock = 1 %}{% for a in range(99999) %}"

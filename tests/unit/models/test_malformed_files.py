@@ -239,6 +239,12 @@ def test_broken_tokenizers_of_other_forms_are_refused(ranked_folder: Path, tmp_p
 
 
 MISTYPED = (None, "x", 0, 1 << 31, -1.5, True, ["x"], [1, 2])
+MISTYPED_JSON = (*MISTYPED, {"x": 1}, [{"name": "x"}])
+SETTINGS_OF_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+OPTIONAL_FIELDS = (
+    *("eos_token", "image_token", "added_tokens_decoder", "chat_template"),
+    *("additional_special_tokens", "extra_special_tokens"),
+)
 PYTHON_ERROR = re.compile(r"\b\w*(Error|Exception)\b")
 
 
@@ -274,12 +280,15 @@ def test_each_field_of_a_folder_that_is_mistyped_is_named(
     shutil.copytree(whole_folder, folder)
     index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in SETTINGS_OF_TOKENIZER[1:]:
+        (folder / name).write_text("{}")
     for file in folder.glob("*.json"):
         if file.name != "tokenizer.json":
             content = file.read_text()
-            fields = {"eos_token": "</s>", "added_tokens_decoder": {}} | json.loads(content)
+            optional = OPTIONAL_FIELDS if file.name in SETTINGS_OF_TOKENIZER else ()
+            fields = dict.fromkeys(optional) | json.loads(content)
             for field in fields:
-                for value in MISTYPED:
+                for value in MISTYPED_JSON:
                     file.write_text(json.dumps(fields | {field: value}))
                     assert_named(folder, tmp_path / "cache")
             file.write_text(content)

@@ -67,7 +67,7 @@ def test_the_count_is_never_above_the_number_of_tokens(
     monkeypatch.setattr(pieces, "CUT_TOKENS", 16)
     tokenizer: Tokenizer = request.getfixturevalue(name)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(RUNS)
     def check(runs: list[tuple[str, int]]) -> None:
         text = "".join(string * times for string, times in runs)
@@ -83,8 +83,8 @@ def test_spaces_that_a_special_token_swallows_do_not_count(stripping_tokenizer: 
 
 
 def test_the_count_is_close(tokenizer: Tokenizer) -> None:
-    text = " 1x" * 170_000
-    assert len(list(cut(text))) == 16
+    text = " 1x" * 42_500
+    assert len(list(cut(text))) == 4
     assert count(tokenizer, text) >= 0.99 * len(tokenizer.encode(text))
 
 
@@ -167,7 +167,7 @@ def test_the_last_tokens_are_those_of_the_whole_text(
     tokenizer: Tokenizer = request.getfixturevalue(name)
     num_cut = 0
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(RUNS, st.sampled_from([1, 2, 10, 100, 10**6]))
     def check(runs: list[tuple[str, int]], kept: int) -> None:
         nonlocal num_cut

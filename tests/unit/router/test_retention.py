@@ -153,6 +153,13 @@ def test_marks_of_other_kinds_are_refused(mark: Mapping[str, object]) -> None:
         marked(cache_control=mark)
 
 
+def test_the_scope_of_a_mark_has_no_effect() -> None:
+    """Claude Code sends it."""
+    text = {"type": "text", "text": "x", "cache_control": {**MARK, "scope": "global"}}
+    without = {"type": "text", "text": "x", "cache_control": MARK}
+    assert marked(system=[text]) == marked(system=[without])
+
+
 def test_a_mark_says_which_of_its_fields_is_wrong() -> None:
     text = {"type": "text", "text": "x", "cache_control": {**MARK, "ttl": "2h"}}
     with pytest.raises(BadRequest, match=r"cache_control\.ttl: .*'5m' or '1h'"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
-from tandem.router.parsers.formats import REASONING_TAGS
+from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.model_format import machine_of
 from tandem.router.request.text import Piece, TextStream
 
@@ -128,3 +128,13 @@ def test_an_answer_that_does_not_think_has_no_tokens_of_reasoning(tokenizer: Tok
         parser = machine_of(None, REASONING_TAGS["think"], schemas={})
         pieces = run(TextStream(tokenizer, (), parser), tokenizer.encode(text), 1, "length")
         assert ("".join(p.text for p in pieces), pieces[-1].num_reasoning) == (text, 0)
+
+
+@pytest.mark.parametrize("step", [1, 100])
+def test_a_stop_string_behind_the_only_call_is_not_what_stopped(
+    tokenizer: Tokenizer, step: int
+) -> None:
+    parser = machine_of(TOOL_FORMATS["json"], None, schemas={"f": {}}, one_call_only=True)
+    ids = tokenizer.encode('{"name": "f", "arguments": {}} and more')
+    pieces = run(TextStream(tokenizer, ["more"], parser), ids, step, "length")
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("tool_calls", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tandem.router.request.conversation import Conversation, Message, ToolCall
-from tandem.router.request.prompt.told_tools import with_told_tools
+from tandem.router.request.prompt.told_tools import with_told_results, with_told_tools
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Wetter für Orte"}}
 ASKED = Message("user", "Rome?")
@@ -64,3 +64,13 @@ def test_results_and_what_the_user_adds_are_one_message() -> None:
 def test_a_chat_without_tools_is_as_it_was() -> None:
     chat = Conversation((ASKED, Message("tool", "18 degrees")))
     assert with_told_tools(chat) is chat
+
+
+def test_results_alone_are_told_where_calls_are_shown() -> None:
+    call = ToolCall("call-1", "weather", {})
+    called = Message("assistant", "Let me look.", tool_calls=(call,))
+    result = Message("tool", "18 degrees", tool_call_id="call-1")
+    chat = with_told_results(Conversation((ASKED, called, result, ASKED), tools=(WEATHER,)))
+    told = Message("user", "Result of the call call-1:\n18 degrees\n\nRome?")
+    assert chat.messages == (ASKED, called, told)
+    assert chat.tools == (WEATHER,)

@@ -75,10 +75,11 @@ class _Part(BaseModel):
 
 class CacheControl(Strict):
     """A mark up to which a client wants its prompt cached. All of it is; what is before the last
-    mark is pinned."""
+    mark is pinned. `scope` has no effect: the requests of a tenant share their cache."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
+    scope: str | None = None
 
 
 class _Markable(_Part):
@@ -137,7 +138,7 @@ class ToolResultBlock(_Markable):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Texts = []
+    content: Annotated[list[TextBlock], BeforeValidator(lambda sent: _as_blocks(sent or []))] = []
     is_error: bool = False
 
     def marks(self) -> list[CacheControl]:

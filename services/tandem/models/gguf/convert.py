@@ -33,7 +33,7 @@ CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
 CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it was made from
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
-_VERSION = 6
+_VERSION = 7
 _KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
 

@@ -133,8 +133,14 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
         },
     }
     template = metadata.text("tokenizer.chat_template", None)
+    tool_use = metadata.text("tokenizer.chat_template.tool_use", None)
     if template is not None:
         tokenizer_config["chat_template"] = template
+    if template is not None and tool_use is not None:
+        named = {"default": template, "tool_use": tool_use}
+        tokenizer_config["chat_template"] = [
+            {"name": name, "template": text} for name, text in named.items()
+        ]
     text = json.dumps(tokenizer_config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 

@@ -90,6 +90,11 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
                     f"{_allowed(linears)}"
                 )
         found = [name for name in names if _ends_with(name, targets)]
+    if not found:
+        raise UnsupportedModel(
+            f"target_modules {targets!r:.80} names no module of this model, which has "
+            f"{_allowed(linears)}"
+        )
     if excluded := config.get("exclude_modules"):
         out = (
             _matching("exclude_modules", excluded, found)
@@ -97,16 +102,15 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
             else [name for name in found if _ends_with(name, excluded)]
         )
         found = [name for name in found if name not in out]
+        if not found:
+            raise UnsupportedModel(
+                f"exclude_modules {excluded!r:.80} excludes every module that target_modules names"
+            )
     if layers is not None and layers[0]:
         found = _in_layers(found, *layers)
     if others := [name for name in found if name not in linears]:
         raise UnsupportedModel(
             f"target_modules has {others[0]}, which is not supported; supported are "
-            f"{_allowed(linears)}"
-        )
-    if not found:
-        raise UnsupportedModel(
-            f"target_modules {targets!r:.80} names no module of this model, which has "
             f"{_allowed(linears)}"
         )
     return found
@@ -132,12 +136,25 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
         numbers = [[found[1] if (found := _IN_A_LIST.match(name)) else None for name in names]]
     else:
         numbers = match_all(patterns, names)
-    first = (next(filter(None, of_name), None) for of_name in zip(*numbers, strict=True))
-    return [
+    first = [next(filter(None, of_name), "") for of_name in zip(*numbers, strict=True)]
+    if lists and not any(map(str.isdecimal, first)):
+        raise UnsupportedModel(
+            f"layers_pattern {lists!r:.80} names no list of layers of this model; its list is "
+            "layers"
+        )
+    chosen = [
         name
         for name, number in zip(names, first, strict=True)
-        if number is not None and int(number) in layers
+        if number.isdecimal() and int(number) in layers
     ]
+    if not chosen:
+        existing = sorted(int(number) for number in first if number.isdecimal())
+        where = f"from {existing[0]} to {existing[-1]}" if existing else "none"
+        raise UnsupportedModel(
+            f"layers_to_transform {layers!r:.80} names no layer with a module of target_modules; "
+            f"such layers are {where}"
+        )
+    return chosen
 
 
 def _matching(field: str, expression: str, names: Sequence[str]) -> list[str]:

@@ -28,8 +28,8 @@ from tandem.models.config.fields import size
 from tandem.models.files import naming, read_json, read_json_if_any
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, keep_conversion, write_json
 from tandem.models.gguf.tokenizer import pre_tokenizer
-from tandem.models.tokenizer.settings import read_tokenizer_settings
 from tandem.models.tokenizer.tokenizer import BYTE_OF_LETTER
+from tandem.models.tokenizer_settings import read_tokenizer_settings
 
 # Part of the cache's key: raise it whenever a conversion would write anything else than before.
 _VERSION = 1

@@ -21,7 +21,7 @@ from tandem.models.files import naming
 from tandem.models.folder import ModelFolder
 from tandem.models.tokenizer.check import check_rules
 from tandem.models.tokenizer.control_strings import ControlStrings
-from tandem.models.tokenizer.settings import end_token_ids, read_tokenizer_settings
+from tandem.models.tokenizer_settings import end_token_ids, read_tokenizer_settings
 
 
 @dataclass(frozen=True, slots=True)

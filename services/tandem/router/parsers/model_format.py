@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.common.config.answers import AnswerConfig
 from tandem.errors import BadRequest
+from tandem.models.chat_template import ChatTemplate
 from tandem.models.grammars.text import StructuredOutput
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.forced_calls import write_grammar
@@ -71,12 +72,19 @@ class ModelFormat:
     def written_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, tools: bool) -> str:
         """Returns calls of an earlier answer in the model's own format if the chat template does
         not show calls; empty if it does. `tools`: the chat has tools."""
-        template = self._template
-        if template is not None and tools and template.tool_use is not None:
-            template = template.tool_use
+        template = self._template_of(tools=tools)
         if template is None or template.shows_calls:
             return ""
         return self._frame.write(calls)
+
+    def shows_results(self, *, tools: bool) -> bool:
+        """Returns whether the chat template shows results of calls. `tools`: the chat has tools."""
+        template = self._template_of(tools=tools)
+        return template is None or template.shows_results
+
+    def _template_of(self, *, tools: bool) -> ChatTemplate | None:
+        template = self._template
+        return (template and template.tool_use if tools else None) or template
 
     @property
     def _frame(self) -> CallFrame:

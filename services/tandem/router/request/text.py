@@ -149,4 +149,5 @@ def _split(piece: Piece, parser: Machine) -> Piece:
         reasoning=parts.reasoning,
         tool_calls=tuple(parts.calls),
         finish_reason=finish_reason,
+        stop_reason=None if parser.is_done else piece.stop_reason,
     )

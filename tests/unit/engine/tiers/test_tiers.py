@@ -254,6 +254,11 @@ def damage(path: Path, how: str) -> None:
         data.tofile(path)
 
 
+@pytest.mark.parametrize(
+    "_blocks",
+    [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])],
+    indirect=True,
+)
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize(
     "how", ["cut", "cut in the middle of a block", "zeros", "5", "0 2 4", "0 1 2 3 4 5"]

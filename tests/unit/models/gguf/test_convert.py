@@ -216,8 +216,8 @@ def test_a_key_that_is_missing_or_mistyped_is_named(tmp_path, tiny_gguf, more, s
 
 
 def test_a_large_vocabulary_is_converted_in_little_memory(tmp_path):
-    """As large as Gemma 3's. The gguf package alone would take a gigabyte and 10 CPU seconds."""
-    num_tokens = 262_144
+    """A quarter of Gemma 3's. The gguf package alone would take 250 MB and 2.5 CPU seconds."""
+    num_tokens = 65_536
     writer = gguf.GGUFWriter(tmp_path / "large.gguf", "llama")
     for key, value in {"context_length": 64, "embedding_length": 64, "block_count": 1}.items():
         writer.add_uint32(f"llama.{key}", value)
@@ -243,4 +243,4 @@ def test_a_large_vocabulary_is_converted_in_little_memory(tmp_path):
     run = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
     vocab_size, grown_kib = map(int, run.stdout.split())
     assert vocab_size == num_tokens
-    assert grown_kib < 500 << 10
+    assert grown_kib < 125 << 10

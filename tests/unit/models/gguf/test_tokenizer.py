@@ -1,8 +1,11 @@
+import json
+
 import gguf
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
+from tandem.models.chat_template import ChatTemplate
 from tandem.models.gguf.convert import converted_folder
 from tandem.models.gguf.layout import read_layout
 from tandem.models.gguf.metadata import GgufMetadata
@@ -154,3 +157,16 @@ def test_sentence_piece(tmp_path, adds_space, text, pieces):
     assert encoded.tokens == ["<s>", *pieces]
     if "<unk>" not in pieces:
         assert tokenizer.decode(encoded.ids) == text.removeprefix("<s>")
+
+
+def test_a_template_for_tools_is_kept(tmp_path, tiny_gguf):
+    keys = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "with tools"}
+    norm = {"output_norm.weight": np.ones(64, np.float32)}
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", norm, further=keys)
+    folder = converted_folder(file, cache_dir=tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = ChatTemplate.from_folder(folder, settings)
+    assert template is not None
+    user = [{"role": "user", "content": "?"}]
+    assert template.render(user, add_generation_prompt=True) == "plain"
+    assert template.render(user, add_generation_prompt=True, tools=[{}]) == "with tools"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.common import bounded_child
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config.experts import Experts
 from tandem.models.config.latent import Latent
@@ -148,6 +150,23 @@ def test_ranks_and_scales_have_patterns() -> None:
         ({"target_modules": ".*(q_proj|lm_head)"}, "target_modules has lm_head"),
         ({"target_modules": "nothing"}, "names no module"),
         ({"target_modules": None}, "target_modules is None"),
+        (
+            {"layers_to_transform": [0], "layers_pattern": "blocks"},
+            r"layers_pattern \['blocks'\] names no list of layers .*; its list is layers",
+        ),
+        (
+            {"layers_to_transform": [3, 4]},
+            r"layers_to_transform \[3, 4\] names no layer .*; such layers are from 0 to 2",
+        ),
+        (
+            {"layers_to_transform": [0], "layers_pattern": "(layers|h)"},
+            r"layers_pattern .* names no list of layers",
+        ),
+        (
+            {"layers_to_transform": [0], "target_modules": ".*lm_head"},
+            r"layers_to_transform \[0\] names no layer .*; such layers are none",
+        ),
+        ({"exclude_modules": [*ALL]}, "exclude_modules .* excludes every module"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform is"),
         ({"r": 0}, "rank of .* is 0"),
         ({"lora_alpha": float("nan")}, "lora_alpha .* is nan"),
@@ -296,12 +315,36 @@ EVIL_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", EVIL_CONFIGS, ids=lambda config: next(iter(config)))
-def test_an_expression_that_never_ends_is_named(config: dict[str, Any]) -> None:
-    """It would hold the interpreter, so that nothing else of the worker runs."""
+def assert_cannot_be_matched(config: dict[str, Any]) -> None:
     field = next(name for name in config if "pattern" in name or "modules" in name)
     with pytest.raises(UnsupportedModel, match=rf"{field} has '.*\+.*cannot be matched in 1 s"):
         modules_of(**config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [EVIL_CONFIGS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in EVIL_CONFIGS[1:])],
+    ids=lambda config: next(iter(config)),
+)
+def test_an_expression_that_never_ends_is_named(config: dict[str, Any]) -> None:
+    """It would hold the interpreter, so that nothing else of the worker runs."""
+    assert_cannot_be_matched(config)
+
+
+@pytest.mark.parametrize("config", EVIL_CONFIGS[1:], ids=lambda config: next(iter(config)))
+def test_expressions_of_each_field_are_matched_in_the_bounded_process_only(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the process is one that was ended at once. To match one outside of it never ends."""
+    told: list[bytes] = []
+
+    def ended(_command: object, given: bytes, **_bounds: object) -> tuple[bytes, int]:
+        told.append(given)
+        return b"", -signal.SIGXCPU
+
+    monkeypatch.setattr(bounded_child, "run_bounded", ended)
+    assert_cannot_be_matched(config)
+    assert len(told) == 1
 
 
 def test_an_expression_that_is_none_is_named() -> None:

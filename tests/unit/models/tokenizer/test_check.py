@@ -54,7 +54,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         lambda file: file.update(normalizer={"type": "Prepend", "prepend": "b" * 100_000}),
         "make .* tokens of the text",
     ),
-    "around": (around(200_000), "puts 200000 tokens around each text"),
+    "around": (around(20_000), "puts 20000 tokens around each text"),
     "decodes": (
         lambda file: file.update(
             decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}

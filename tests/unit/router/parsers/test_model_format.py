@@ -16,6 +16,9 @@ from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.model_format import ModelFormat, machine_of
+from tandem.router.request.conversation import Conversation, Message, ToolCall
+from tandem.router.request.prompt.formats import with_template_options
+from tandem.router.request.request import ClientRequest
 from tandem.router.request.text import TextStream
 from tests.unit.router.parsers.test_machine import NOW, WRITERS, Said, bare_list, cut, whole
 
@@ -119,6 +122,26 @@ def test_calls_that_the_template_does_not_show_are_written(tmp_path: Path) -> No
         said = whole(machine_of(tool_format, None, schemas=schemas), text)
         assert said.calls[0] == ("f", '{"a": 1, "b": "c"}'), text
         assert parser == "harmony" or [name for name, _ in said.calls] == ["f", "g"]
+
+
+def test_results_that_the_template_does_not_show_are_told(tmp_path: Path) -> None:
+    shows = "{{ tools }}{% for m in messages %}{% if m.role in roles %}{{ m.content }}"
+    shows += "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+    shows += "{% endif %}{% endfor %}"
+    call = ToolCall("id", "f", {"a": 1})
+    chat = Conversation(
+        (Message("user", "?"), Message("assistant", None, (call,)), Message("tool", "21")),
+        tools=({"type": "function", "function": {"name": "f"}},),
+    )
+    for roles, last in (("'user', 'assistant'", "user"), ("'user', 'assistant', 'tool'", "tool")):
+        folder = tmp_path / last
+        folder.mkdir()
+        template = f"{{% set roles = [{roles}] %}}{shows}"
+        answers = ModelFormat(load(folder, template), AnswerConfig())
+        filled = with_template_options(answers, ClientRequest(prompt=chat)).prompt
+        assert isinstance(filled, Conversation)
+        assert filled.messages[-1].role == last
+        assert "21" in (filled.messages[-1].content or "")
 
 
 def test_a_model_that_does_not_think_ignores_the_wish(tmp_path: Path) -> None:

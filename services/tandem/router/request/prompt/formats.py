@@ -8,7 +8,11 @@ from tandem.models.grammars.text import StructuredOutput
 from tandem.router.parsers.machine import Machine
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.conversation import Conversation
-from tandem.router.request.prompt.told_tools import with_told_tools, with_written_calls
+from tandem.router.request.prompt.told_tools import (
+    with_told_results,
+    with_told_tools,
+    with_written_calls,
+)
 from tandem.router.request.request import ClientRequest
 
 
@@ -18,6 +22,8 @@ def with_template_options(answers: ModelFormat, request: ClientRequest) -> Clien
     def filled(chat: Conversation) -> Conversation:
         if not answers.takes_tools:
             chat = with_told_tools(chat, takes_system=answers.takes_system)
+        elif not answers.shows_results(tools=bool(chat.tools)):
+            chat = with_told_results(chat)
         chat = with_written_calls(chat, partial(answers.written_calls, tools=bool(chat.tools)))
         options = chat.template_options
         effort = chat.reasoning_effort

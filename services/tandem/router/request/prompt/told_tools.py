@@ -4,12 +4,12 @@ The tools stand in the system message, or in the first message of the user, and 
 their results are messages of their own. The model is asked for the format that the parser `json`
 reads.
 
-A template may also take tools and show no earlier calls. Then these are written as the model wrote
-them.
+A template may also take tools and show no earlier calls, or no results of them. Then the calls are
+written as the model wrote them, and the results are messages of the user.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +29,7 @@ def with_told_tools(chat: Conversation, *, takes_system: bool = True) -> Convers
     """
     if not (chat.tools or any(message.tool_calls for message in chat.messages)):
         return chat
-    messages: list[Message] = []
-    earlier = ""  # the role of the message before
-    for message in chat.messages:
-        told = _told(message)
-        # Some templates refuse two messages of the user in a row.
-        if earlier == "tool" and told.role == "user":
-            told = _joined(messages.pop(), told)
-        messages.append(told)
-        earlier = message.role
+    messages = _with_told_results(map(_with_told_calls, chat.messages))
     if chat.tools:
         text = "\n".join([_ASKS, *(_json(tool["function"]) for tool in chat.tools)])
         if not takes_system:
@@ -50,6 +42,11 @@ def with_told_tools(chat: Conversation, *, takes_system: bool = True) -> Convers
                 text = f"{first.content or ''}\n\n{text}".lstrip()
             messages.insert(0, Message("system", text))
     return replace(chat, messages=tuple(messages))
+
+
+def with_told_results(chat: Conversation) -> Conversation:
+    """Returns the chat with results of calls as messages of the user."""
+    return replace(chat, messages=tuple(_with_told_results(chat.messages)))
 
 
 def with_written_calls(
@@ -72,15 +69,28 @@ def _joined(first: Message, *then: Message) -> Message:
     return Message("user", "\n\n".join(message.content or "" for message in (first, *then)))
 
 
-def _told(message: Message) -> Message:
-    if message.role == "tool":
-        of = message.name or message.tool_call_id
-        return Message("user", f"Result of the call {of}:\n{message.content or ''}")
-    if message.tool_calls:
-        calls = _json([_call(call) for call in message.tool_calls])
-        content = f"{message.content or ''}\n{calls}".lstrip()
-        return replace(message, content=content, parts=(), tool_calls=())
-    return message
+def _with_told_results(messages: Iterable[Message]) -> list[Message]:
+    given: list[Message] = []
+    earlier = ""  # the role of the message before
+    for message in messages:
+        role = message.role
+        if role == "tool":
+            of = message.name or message.tool_call_id
+            message = Message("user", f"Result of the call {of}:\n{message.content or ''}")
+        # Some templates refuse two messages of the user in a row.
+        if earlier == "tool" and message.role == "user":
+            message = _joined(given.pop(), message)
+        given.append(message)
+        earlier = role
+    return given
+
+
+def _with_told_calls(message: Message) -> Message:
+    if not message.tool_calls:
+        return message
+    calls = _json([_call(call) for call in message.tool_calls])
+    content = f"{message.content or ''}\n{calls}".lstrip()
+    return replace(message, content=content, parts=(), tool_calls=())
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
