@@ -37,7 +37,7 @@ def test_a_burst_of_two_routers_meets_its_limit(mode: Mode, times: float) -> Non
             taken.add(spec.sequence_id)
         except Overloaded:
             refused.add(spec.sequence_id)
-    assert 10 <= len(taken) <= 12  # as far as a queue that may take 1.1 times less than predicted
+    assert 10 <= len(taken) <= 13  # a queue may take 1.25 times less than predicted
     first_tokens: dict[str, float] = {}
     while engine.has_work():
         report = engine.step()
