@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tandem import (
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
+)
+from tandem import (
     llm as api,
 )
 from tandem.errors import BadRequest, ConfigError, ContextTooLong, NeverFits, NotNow
@@ -101,7 +104,7 @@ def test_a_stream_ends_with_what_generate_returns(llm: LLM) -> None:
     steps = list(llm.generate_stream("Once", DRAWN))
     assert len(steps) > 1
     texts = [step.outputs[0].text for step in steps]
-    assert all(later.startswith(text) for text, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(text) for text, later in pairwise(texts))
     assert [step.finished for step in steps] == [False] * (len(steps) - 1) + [True]
     assert steps[-1].outputs[0] == completion(llm.generate("Once", DRAWN))
 
