@@ -8,6 +8,7 @@ from importlib import import_module
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",

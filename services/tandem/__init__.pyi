@@ -1,6 +1,7 @@
 # isort: skip_file
 from tandem.llm import (
     LLM as LLM,
+    AsyncLLM as AsyncLLM,
     CompletionOutput as CompletionOutput,
     EmbeddingOutput as EmbeddingOutput,
     EmbeddingRequestOutput as EmbeddingRequestOutput,

@@ -9,12 +9,13 @@ get equal answers. Names that vLLM's `LLM` has mean the same here. Several threa
 `LLM`: the engine computes their requests together.
 """
 
+import asyncio
 import gc
 import logging
 import os
 import random
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -457,6 +458,73 @@ class LLM:
                 lora.lora_name, folder.digest(), lora.lora_path, folder.rank
             )
         return self._adapters[key]
+
+
+class AsyncLLM:
+    """`LLM` for programs with an event loop: what waits there blocks here no other task. It loads
+    the model when it is made, so make it in a thread: `await asyncio.to_thread(AsyncLLM, model)`.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Takes the arguments of `LLM`. Raises ConfigError."""
+        self._llm = LLM(model, **options)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the engine, as `LLM.close` does."""
+        await asyncio.to_thread(self._llm.close)
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the output of a prompt so far whenever it has new tokens, as
+        `LLM.generate_stream` does. Closing the generator ends the requests."""
+        make = partial(self._llm._completions, prompts, sampling_params, lora_request)
+        async for request in self._follow(await asyncio.to_thread(make)):
+            yield request.output()
+
+    async def chat(
+        self,
+        messages: Chats,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+        **fields: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the output of a conversation so far, as `LLM.chat_stream` does."""
+        make = partial(self._llm._chats, messages, sampling_params, lora_request, fields)
+        async for request in self._follow(await asyncio.to_thread(make)):
+            yield request.output()
+
+    async def embed(self, prompts: Prompts, **arguments: Any) -> list[EmbeddingRequestOutput]:
+        """Returns what `LLM.embed` does."""
+        return await asyncio.to_thread(partial(self._llm.embed, prompts, **arguments))
+
+    async def _follow(self, requests: "list[_Request]") -> "AsyncGenerator[_Request, None]":
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
+
+        def listen(told: _News) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+                loop.call_soon_threadsafe(news.put_nowait, told)
+
+        with closing(_Batch(self._llm._engine, requests, listen)) as batch:
+            while batch.is_open:
+                if (request := batch.take(await news.get())) is not None:
+                    yield request
 
 
 class _Completion:

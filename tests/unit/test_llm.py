@@ -5,12 +5,14 @@ That it returns what the HTTP API returns is in tests/e2e/test_python.py.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 
 from tandem import (
     LLM,
+    AsyncLLM,
     CompletionOutput,
     LoRARequest,
     RequestOutput,
@@ -339,3 +342,25 @@ def test_an_engine_that_fails_ends_its_requests(
         for _ in range(2):
             with pytest.raises(NotNow, match="a broken device"):
                 broken.generate("Once")
+
+
+async def test_asynchronous_requests_are_those_of_llm(llm: LLM, folder: ModelFolder) -> None:
+    async with await asyncio.to_thread(partial(AsyncLLM, folder.path, **SETTINGS)) as made:
+
+        async def last(prompt: str) -> RequestOutput:
+            return [output async for output in made.generate(prompt, GREEDY)][-1]
+
+        outputs = await asyncio.gather(*map(last, ("One", "Two", "Three")))
+        expected = llm.generate(["One", "Two", "Three"], GREEDY)
+        assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+        chat = [output async for output in made.chat(HELLO, GREEDY)]
+        assert chat[-1].outputs == llm.chat(HELLO, GREEDY)[0].outputs
+        [embedding] = await made.embed("One")
+        assert embedding.outputs == llm.embed("One")[0].outputs
+        with pytest.raises(BadRequest, match="prompt must be a non-empty string"):
+            [output async for output in made.generate("", GREEDY)]
+        for _ in range(4):  # two of them fill the pool
+            stream = made.generate("One", SamplingParams(max_tokens=400, ignore_eos=True))
+            await anext(stream)
+            await stream.aclose()
+        assert [output async for output in made.generate("One", GREEDY)][-1].finished
