@@ -22,6 +22,7 @@ from tandem.cluster.processes import guardian
 from tandem.models.source import built_in_file, built_in_folder, resolve
 from tests.harness import wheel as harness
 from tests.harness.cluster import free_port
+from tests.harness.documents import PYTHON, fences, pages
 from tests.lora_adapters import write_adapter
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
@@ -191,7 +192,7 @@ def test_it_downloads_its_model_and_answers_the_readmes_curl(
 
 
 def test_the_python_examples_run_without_ray_redis_and_grpc(python: Path, tmp_path: Path) -> None:
-    """Those of the README and of docs/python.md, in one process."""
+    """Those of all pages, in one process; the README's come first."""
     harness.take_compiled_modules(python)
     file = built_in_file()
     assert file is not None
@@ -199,11 +200,9 @@ def test_the_python_examples_run_without_ray_redis_and_grpc(python: Path, tmp_pa
     cached.parent.mkdir(parents=True)
     cached.symlink_to(file)
     write_adapter(tmp_path / "adapters" / "sql", resolve("smollm2").config)
-    blocks = [
-        block
-        for page in ("README.md", "docs/python.md")
-        for block in re.findall(r"```python\n(.*?)```", (harness.ROOT / page).read_text(), re.S)
-    ]
+    readme = harness.ROOT / "README.md"
+    ordered = [readme, *(page for page in pages() if page != readme)]
+    blocks = [f.text for page in ordered for f in fences(page) if f.language == PYTHON]
     assert len(blocks) > 5
     blocked = "import sys; sys.modules |= dict.fromkeys(('ray', 'redis', 'grpc'))"
     program = "\n".join([blocked, *blocks])
