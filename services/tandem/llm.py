@@ -461,9 +461,8 @@ class LLM:
 
 
 class AsyncLLM:
-    """`LLM` for programs with an event loop: what waits there blocks here no other task. It loads
-    the model when it is made, so make it in a thread: `await asyncio.to_thread(AsyncLLM, model)`.
-    """
+    """`LLM` for programs with an event loop, which its methods never block. The constructor loads
+    the model and does block: call it as `await asyncio.to_thread(AsyncLLM, model)`."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Takes the arguments of `LLM`. Raises ConfigError."""
@@ -856,13 +855,13 @@ def _chat(
 
 
 def _sent(params: SamplingParams | None) -> dict[str, Any]:
-    """Returns the fields of a body. What it does not have gets the model's defaults."""
+    """Returns the fields of a body. Fields that are missing get the model's defaults."""
     return {} if params is None else params.body()
 
 
 def _whole(request: ClientRequest, params: SamplingParams | None) -> ClientRequest:
-    """Returns the request with the fields that bodies have otherwise: OpenAI's `logprobs` of a chat
-    is true or false, and a missing `max_tokens` of a completion is 16."""
+    """Returns the request with `logprobs` and `max_tokens` as `params` has them. In a body,
+    `logprobs` has other bounds, and a null `max_tokens` has a default."""
     if params is None:
         return replace(request, max_tokens=COMPLETION_MAX_TOKENS)
     return replace(request, logprobs=params.logprobs, default_max_tokens=None)
