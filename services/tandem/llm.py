@@ -17,7 +17,7 @@ import random
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count
@@ -336,8 +336,9 @@ class LLM:
         return [request.output() for request in requests]
 
     def _stream(self, requests: "list[_Request]") -> Generator[RequestOutput, None, None]:
-        for request in self._follow(requests):
-            yield request.output()
+        with closing(self._follow(requests)) as running:
+            for request in running:
+                yield request.output()
 
     def _follow(self, requests: "list[_Request]") -> "Generator[_Request, None, None]":
         """Runs requests to their end; yields one whenever it has new tokens."""
@@ -493,8 +494,9 @@ class AsyncLLM:
         """Yields the output of a prompt so far whenever it has new tokens, as
         `LLM.generate_stream` does. Closing the generator ends the requests."""
         make = partial(self._llm._completions, prompts, sampling_params, lora_request)
-        async for request in self._follow(await asyncio.to_thread(make)):
-            yield request.output()
+        async with aclosing(self._stream(await asyncio.to_thread(make))) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -506,14 +508,15 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the output of a conversation so far, as `LLM.chat_stream` does."""
         make = partial(self._llm._chats, messages, sampling_params, lora_request, fields)
-        async for request in self._follow(await asyncio.to_thread(make)):
-            yield request.output()
+        async with aclosing(self._stream(await asyncio.to_thread(make))) as outputs:
+            async for output in outputs:
+                yield output
 
     async def embed(self, prompts: Prompts, **arguments: Any) -> list[EmbeddingRequestOutput]:
         """Returns what `LLM.embed` does."""
         return await asyncio.to_thread(partial(self._llm.embed, prompts, **arguments))
 
-    async def _follow(self, requests: "list[_Request]") -> "AsyncGenerator[_Request, None]":
+    async def _stream(self, requests: "list[_Request]") -> AsyncGenerator[RequestOutput, None]:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
 
         def listen(told: _News) -> None:
@@ -523,7 +526,7 @@ class AsyncLLM:
         with closing(_Batch(self._llm._engine, requests, listen)) as batch:
             while batch.is_open:
                 if (request := batch.take(await news.get())) is not None:
-                    yield request
+                    yield request.output()
 
 
 class _Completion:
@@ -549,7 +552,8 @@ class _Completion:
         output.token_ids += piece.token_ids
         if self.spec.sampling.logprobs is not None:
             measured = list(zip(piece.token_ids, news.logprobs, strict=False))
-            output.logprobs = [*(output.logprobs or ()), *(read(*one) for one in measured)]
+            output.logprobs = output.logprobs or []
+            output.logprobs += (read(*one) for one in measured)
             total = sum(one.logprob for _, one in measured)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total
         if piece.tool_calls:
@@ -610,6 +614,7 @@ class _Request:
             replace(
                 each.output,
                 token_ids=list(each.output.token_ids),
+                logprobs=None if each.output.logprobs is None else list(each.output.logprobs),
                 lora_request=self._lora,
             )
             for each in self.completions
