@@ -11,12 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tandem.common.config.engine import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import SamplingParams
+from tandem import LLM, SamplingParams
 from tests.chaos.load import Prompt
-from tests.engine_driver import drive_all, make_spec
 from tests.tiny_models import make_tiny_model
 
 ANSWER = 48  # tokens of a long answer
@@ -33,16 +29,16 @@ def reference_prompts(
     `num_each` prompts share each prefix: every third is greedy, every third greedy with a penalty
     for what was said before, and every third is sampled with a seed of its own.
     """
-    model, _ = make_tiny_model("llama", folder, max_position_embeddings=1024)
-    config = EngineConfig(model="", device="cpu", numerics="invariant", num_blocks=64)
-    engine = Engine(config, ModelRunner(model, config), model.fingerprint)
+    make_tiny_model("llama", folder, max_position_embeddings=1024)
     known = []
-    for number, tokens in enumerate(_prompts(rng, num_prefixes, num_each)):
-        sampling = _sampling(rng, number)
-        spec = make_spec(
-            f"{number}", tokens, max_tokens=ANSWER, sampling=SamplingParams(**sampling)
-        )
-        known.append(Prompt(tokens, drive_all(engine, spec).token_ids[f"{number}"], sampling))
+    with LLM(
+        folder, device="cpu", numerics="invariant", num_gpu_blocks_override=64, num_threads=1
+    ) as llm:
+        for number, tokens in enumerate(_prompts(rng, num_prefixes, num_each)):
+            sampling = _sampling(rng, number)
+            params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, **sampling)
+            [output] = llm.generate(tokens, params)
+            known.append(Prompt(tokens, output.outputs[0].token_ids, sampling))
     return str(folder), known
 
 

@@ -27,7 +27,9 @@ from markdown_it.token import Token
 from tests.harness.chart import Object, chart, load_objects, values_of
 
 ROOT = Path(__file__).parents[2]
-SHELL, OUTPUT = "sh", "text"  # the languages of fenced blocks: commands, and all else
+# The languages of fenced blocks: commands, programs (tests/service/test_wheel.py runs them) and all
+# else.
+SHELL, PYTHON, OUTPUT = "sh", "python", "text"
 _OF_CLUSTER = ("status", "scale", "drain", "reset-prefix-cache", "index")
 _SOURCES = ("services", "kernels", "benchmarks", "tests")
 

@@ -23,11 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tandem.common.config.engine import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
+from tandem import LLM, SamplingParams
 from tandem.models.source import resolve
-from tests.engine_driver import drive_all, make_spec
 from tests.harness.models import HERMES_TEMPLATE
 
 WINDOW = 40
@@ -69,18 +66,16 @@ def engine_tokens(
     model: str, prompts: Sequence[list[int]], *, kv_dtype: str, max_tokens: int
 ) -> list[list[int]]:
     """Returns the greedy completions of one engine in this process."""
-    config = EngineConfig(
-        model="",
+    with LLM(
+        model,
         device="cpu",
         numerics="invariant",
-        kv_dtype=kv_dtype,  # type: ignore[arg-type]
-        num_blocks=64,
-    )
-    folder = resolve(model)
-    engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
-    specs = [make_spec(f"{n}", p, max_tokens=max_tokens) for n, p in enumerate(prompts)]
-    made = drive_all(engine, *specs).token_ids
-    return [made[spec.sequence_id] for spec in specs]
+        kv_cache_dtype=kv_dtype,
+        num_gpu_blocks_override=64,
+        num_threads=1,
+    ) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
 
 
 def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:

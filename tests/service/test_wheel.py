@@ -19,8 +19,11 @@ import httpx
 import pytest
 
 from tandem.cluster.processes import guardian
+from tandem.models.source import built_in_file, built_in_folder, resolve
 from tests.harness import wheel as harness
 from tests.harness.cluster import free_port
+from tests.harness.documents import PYTHON, fences, pages
+from tests.lora_adapters import write_adapter
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
@@ -186,6 +189,28 @@ def test_it_downloads_its_model_and_answers_the_readmes_curl(
     environment = {**harness.clean_environment(), "TANDEM_CACHE_DIR": str(cache), **OFFLINE}
     name = harness.run([str(python), "-c", program], environment=environment)
     assert name == "SmolLM2-135M-Instruct\n"
+
+
+def test_the_python_examples_run_without_ray_redis_and_grpc(python: Path, tmp_path: Path) -> None:
+    """Those of all pages, in one process; the README's come first."""
+    harness.take_compiled_modules(python)
+    file = built_in_file()
+    assert file is not None
+    cached = built_in_folder(tmp_path / "cache") / file.name
+    cached.parent.mkdir(parents=True)
+    cached.symlink_to(file)
+    write_adapter(tmp_path / "adapters" / "sql", resolve("smollm2").config)
+    readme = harness.ROOT / "README.md"
+    ordered = [readme, *(page for page in pages() if page != readme)]
+    blocks = [f.text for page in ordered for f in fences(page) if f.language == PYTHON]
+    assert len(blocks) > 5
+    blocked = "import sys; sys.modules |= dict.fromkeys(('ray', 'redis', 'grpc'))"
+    program = "\n".join([blocked, *blocks])
+    environment = {**harness.clean_environment(), "TANDEM_CACHE_DIR": str(tmp_path / "cache")}
+    printed = harness.run(
+        [str(python), "-c", program], cwd=tmp_path, environment={**environment, **OFFLINE}
+    )
+    assert printed.startswith("The capital of France is Paris.")
 
 
 def test_without_a_network_it_says_what_to_do(python: Path, tmp_path: Path) -> None:

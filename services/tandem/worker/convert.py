@@ -1,7 +1,7 @@
 """Between the messages of proto/tandem/v1/worker.proto and the plain data of the parts."""
 
 import time
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec.structs import asdict
@@ -13,7 +13,9 @@ from tandem.common.perf_model.rates import PairRate
 from tandem.common.retention import NO_RETENTION, PRIORITY_DEFAULT, Retention
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.net.store.registry import WorkerLoad
+
+if TYPE_CHECKING:
+    from tandem.net.store.registry import WorkerLoad
 
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
 
@@ -24,7 +26,7 @@ def plain_of(kind: type[_Plain], source: object, **fields: Any) -> _Plain:
     return kind(**{name: getattr(source, name) for name in same}, **fields)
 
 
-def load_message(load: WorkerLoad) -> pb.WorkerLoad:
+def load_message(load: "WorkerLoad") -> pb.WorkerLoad:
     groups = [pb.KvGroupLoad(**asdict(group)) for group in load.groups]
     return pb.WorkerLoad(**{**asdict(load), "groups": groups})
 

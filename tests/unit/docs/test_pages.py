@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness.documents import OUTPUT, ROOT, SHELL, fences, pages, source_has, tokens
+from tests.harness.documents import OUTPUT, PYTHON, ROOT, SHELL, fences, pages, source_has, tokens
 
 PAGES = pages()
 TANDEM = ROOT / "services" / "tandem"
@@ -54,7 +54,7 @@ def test_every_link_and_image_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_prose_has_120_columns_and_blocks_have_a_language(page: Path) -> None:
-    assert {f.language for f in fences(page)} <= {SHELL, OUTPUT}
+    assert {f.language for f in fences(page)} <= {SHELL, PYTHON, OUTPUT}
     lines = page.read_text().splitlines()
     in_blocks = {f.line + n for f in fences(page) for n in range(f.text.count("\n"))}
     wide = [

@@ -3,11 +3,11 @@
 import uuid
 
 from tandem.api.grpc.usage import usage_message
-from tandem.api.openai.embeddings import INPUTS_MAX, normalized, to_requests
+from tandem.api.openai.embeddings import INPUTS_MAX, to_requests
 from tandem.errors import BadRequest
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.router.request.allowed import name_prompt, refusal
-from tandem.router.request.delta import Delta, Usage
+from tandem.router.request.delta import Delta, Usage, normalized
 from tandem.router.request.request import ClientRequest
 
 

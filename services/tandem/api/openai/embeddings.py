@@ -6,7 +6,6 @@ unless a model was trained so, which its files do not say: `dimensions` may only
 """
 
 import base64
-import math
 import sys
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -19,9 +18,9 @@ from tandem.api.openai.choices import generate_choices
 from tandem.api.openai.fields import UnusedFields
 from tandem.api.openai.requests import OnePrompt, TextPrompt, TokenIdsPrompt, prompt_kind
 from tandem.api.openai.structured import Strict
-from tandem.errors import BadRequest, Incompatible
+from tandem.errors import BadRequest
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, name_prompt
-from tandem.router.request.delta import Delta, Usage
+from tandem.router.request.delta import Delta, Usage, normalized
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
@@ -139,14 +138,6 @@ def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) 
         "prompt_tokens_details": total.cached_details,
     }
     return {"object": "list", "data": data, "model": model, "usage": usage}
-
-
-def normalized(state: Sequence[float]) -> "array[float]":
-    """Returns a state scaled to length 1. Raises Incompatible if there is none."""
-    if not state:
-        raise Incompatible("the worker that was asked knows no embeddings; update the workers")
-    length = math.sqrt(math.fsum(value * value for value in state)) or 1.0
-    return array("f", [value / length for value in state])
 
 
 def _encoded(embedding: "array[float]", encoding_format: str) -> str | list[float]:

@@ -235,6 +235,7 @@ class _MaskThread:
                 job.set_result(None)
             if self._thread is thread:
                 self._since = inf
+            del next_job, job, function  # a job of an engine that is gone would keep its grammars
 
 
 class GrammarMasks:

@@ -1,12 +1,15 @@
 """The news of a generation, as HTTP and gRPC pass it on."""
 
-from collections.abc import Mapping
+import math
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import asdict
 
 from tandem.common.cached_tokens import CachedTokens
+from tandem.errors import Incompatible
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import CallDelta
@@ -76,3 +79,11 @@ class Delta:
     tool_calls: tuple[CallDelta, ...] = ()
     index: int = 0  # of the choice
     total: Usage | None = None  # in the last of all choices: the prompt once, and all completions
+
+
+def normalized(state: Sequence[float]) -> "array[float]":
+    """Returns a state scaled to length 1. Raises Incompatible if there is none."""
+    if not state:
+        raise Incompatible("the worker that was asked knows no embeddings; update the workers")
+    length = math.sqrt(math.fsum(value * value for value in state)) or 1.0
+    return array("f", [value / length for value in state])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import (
     AsyncExitStack,
@@ -20,7 +19,7 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tandem.common.adapter import Adapter, digest_of
 from tandem.common.config.router import RouterConfig
@@ -41,21 +40,19 @@ from tandem.router.request.choices.best_of import best_of
 from tandem.router.request.choices.children import children
 from tandem.router.request.choices.generation import Choice, Generation, Means
 from tandem.router.request.choices.interleave import interleave, items_of
-from tandem.router.request.conversation import Conversation
 from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, PreparedRequest, Progress
+from tandem.router.request.job import Job, Progress, prepare_request
 from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
-from tandem.router.request.prompt.formats import answer_parser, wanted_form, with_template_options
+from tandem.router.request.prompt.formats import wanted_form, with_template_options
 from tandem.router.request.prompt.prompts import PromptPreparer
 from tandem.router.request.request import (
     ClientRequest,
-    Sampling,
     check_model,
     check_token_ids,
 )
-from tandem.router.request.text import TextStream
+from tandem.router.request.text import text_stream
 from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -312,7 +309,11 @@ class Generator:
             )
             held.callback(generation.settle)
             choices = [
-                Choice(index, record.jobs[index % num_jobs], _text_stream(model, job.request))
+                Choice(
+                    index,
+                    record.jobs[index % num_jobs],
+                    text_stream(model.tokenizer, model.answers, job.request),
+                )
                 for index in range(request.num_sequences)
             ]
             deltas = _deltas(generation, choices, request, model)
@@ -347,62 +348,20 @@ class Generator:
         grammar = await model.preparer.grammar(
             wanted_form(model.answers, request, token_ids), request.tenant
         )
-        seed = request.sampling.seed
-        logprobs = request.logprobs
-        if logprobs is None and request.num_sequences > request.n:
-            logprobs = 0
-        if request.use_beam_search:
-            request = replace(request, sampling=Sampling(temperature=0.0))
-            logprobs = 2 * request.n
-        stop_token_ids = set(request.stop_token_ids)
-        if grammar or not request.ignore_eos:  # only an end token can end what has a form
-            stop_token_ids.update(model.tokenizer.eos_token_ids)
-        checked = PreparedRequest(
-            client=request,
-            seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            token_ids=token_ids,
-            max_tokens=max(1, limit),
-            stop_token_ids=sorted(stop_token_ids),
-            bad_words=[run for run in bad_words if max(run) < vocab_size],
+        checked = prepare_request(
+            request,
+            token_ids,
+            limit=limit,
+            vocab_size=vocab_size,
+            eos_token_ids=model.tokenizer.eos_token_ids,
+            bad_words=bad_words,
             grammar=grammar,
             cache_salt=salt,
             adapter=adapter,
-            logprobs=logprobs,
-            prompt_logprobs=request.prompt_logprobs,
             block_size=compatibility.block_size if compatibility else 0,
             pinned_tokens=pinned_tokens,
         )
         return Job(checked, Progress(block_hashes, timeline))
-
-
-def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
-    client = request.client
-    tokenizer = model.tokenizer
-    skips = client.skip_special_tokens
-    prompt_text = _echoed(tokenizer, request) if client.echo else ""
-    return TextStream(
-        tokenizer,
-        client.stop,
-        answer_parser(model.answers, client, request.token_ids),
-        stop_token_ids=client.stop_token_ids,
-        shows_stop=client.include_stop_str_in_output,
-        skip_special_tokens=skips,
-        min_tokens=client.sampling.min_tokens,
-        prompt_text=prompt_text,
-    )
-
-
-def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
-    """Returns the text before the completion's: a text as it was sent, whatever it has."""
-    prompt = request.client.prompt
-    is_cut = request.client.truncate_prompt_tokens is not None
-    if isinstance(prompt, Conversation):
-        final = prompt.messages[-1]
-        return final.content or "" if final.role == "assistant" else ""
-    if isinstance(prompt, str) and not is_cut:
-        return prompt
-    skips = request.client.skip_special_tokens and isinstance(prompt, str)
-    return tokenizer.decode(request.token_ids, skip_special_tokens=skips)
 
 
 def _deltas(

@@ -23,11 +23,13 @@ and sampling is seeded by position: so it makes the same tokens there.
 
 import asyncio
 import math
+import secrets
 import time
 from asyncio import Task
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import asdict
@@ -41,14 +43,16 @@ from tandem.common.states import transition
 from tandem.errors import AdapterUnavailable, NeverFits, Overloaded
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry, TokenRun
-from tandem.net.store.registry import KvCompatibility
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
 from tandem.router.request.migration_budget import LOSSES_MAX
-from tandem.router.request.request import ClientRequest
+from tandem.router.request.request import ClientRequest, Sampling
+
+if TYPE_CHECKING:
+    from tandem.net.store.registry import KvCompatibility
 
 WORKER_SHARE = 0.98  # of the time that is left: the first token has its way back to the router
 FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late
@@ -112,9 +116,45 @@ class PreparedRequest:
         """The wishes for its KV, as a worker gets them."""
         return msgspec.structs.replace(self.client.wishes, num_tokens=self.pinned_tokens)
 
-    def chain_root(self, compatibility: KvCompatibility) -> bytes:
+    def chain_root(self, compatibility: "KvCompatibility") -> bytes:
         """Returns the root of its block hashes."""
         return compatibility.chain_root(self.cache_salt, digest_of(self.adapter))
+
+
+def prepare_request(
+    client: ClientRequest,
+    token_ids: list[int],
+    *,
+    limit: int,
+    vocab_size: int,
+    eos_token_ids: Collection[int],
+    bad_words: list[list[int]],
+    grammar: str,
+    **placed: Any,
+) -> PreparedRequest:
+    """Returns a checked request whose prompt has `token_ids` and whose answer has at most `limit`
+    tokens. `placed` has the fields that depend on where the request runs."""
+    seed, logprobs = client.sampling.seed, client.logprobs
+    if logprobs is None and client.num_sequences > client.n:
+        logprobs = 0
+    if client.use_beam_search:
+        client = replace(client, sampling=Sampling(temperature=0.0))
+        logprobs = 2 * client.n
+    stop_token_ids = set(client.stop_token_ids)
+    if grammar or not client.ignore_eos:  # only an end token can end what has a form
+        stop_token_ids.update(eos_token_ids)
+    return PreparedRequest(
+        client=client,
+        seed=secrets.randbits(64) if seed is None else seed % 2**64,
+        token_ids=token_ids,
+        max_tokens=max(1, limit),
+        stop_token_ids=sorted(stop_token_ids),
+        bad_words=[run for run in bad_words if max(run) < vocab_size],
+        grammar=grammar,
+        logprobs=logprobs,
+        prompt_logprobs=client.prompt_logprobs,
+        **placed,
+    )
 
 
 @dataclass(slots=True)
@@ -256,7 +296,7 @@ class Job:
         """Number of tokens of the model's input: the prompt, and what was made of the answer."""
         return len(self.request.token_ids) + len(self.progress.output_token_ids)
 
-    def hashes(self, compatibility: KvCompatibility | None) -> list[bytes]:
+    def hashes(self, compatibility: "KvCompatibility | None") -> list[bytes]:
         """Returns the hashes of all full blocks of the input; only the prompt's while no KV
         compatibility is known. There are none with a KV budget: such KV is not shared.
         """
@@ -316,28 +356,14 @@ def submission(
     """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
     request = job.request
     progress = job.progress
-    trace = job.progress.timeline.span.headers
-    budget = request.client.kv_budget
+    trace = progress.timeline.span.headers
     holders = [(w, matches[w.worker_id]) for w in placement.prefix_holders]
     if leaves is not None:
         holders.insert(0, (leaves, len(progress.block_hashes)))
     return pb.SubmitSequence(
         request_id=job.request_id,
         attempt=job.routing.num_submissions,
-        input=pb.SequenceInput(
-            token_ids=request.token_ids + progress.output_token_ids,
-            num_prompt_tokens=len(request.token_ids),
-            sampling=_sampling(request),
-            max_tokens=request.max_tokens,
-            stop_token_ids=request.stop_token_ids,
-            cache_salt=request.cache_salt,
-            prompt_logprobs=request.prompt_logprobs,
-            grammar=request.grammar,
-            embed=request.client.embed,
-            adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
-            retention=pb.Retention(**asdict(request.retention)),
-            kv_budget=None if budget is None else pb.SequenceKvBudget(**asdict(budget)),
-        ),
+        input=sequence_input(request, progress.output_token_ids),
         prefill_candidates=[_candidate(work, w, matches) for w in placement.prefill_candidates],
         prefix_holders=[
             pb.PrefixHolder(
@@ -351,6 +377,27 @@ def submission(
         first_token_s=_first_token_s(job),
         may_return=_may_return(job),
         sent_at_s=time.monotonic(),
+    )
+
+
+def sequence_input(
+    request: PreparedRequest, output_token_ids: Sequence[int] = ()
+) -> pb.SequenceInput:
+    """Returns the request as an engine takes it, with the tokens that were made of its answer."""
+    budget = request.client.kv_budget
+    return pb.SequenceInput(
+        token_ids=[*request.token_ids, *output_token_ids],
+        num_prompt_tokens=len(request.token_ids),
+        sampling=_sampling(request),
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        cache_salt=request.cache_salt,
+        prompt_logprobs=request.prompt_logprobs,
+        grammar=request.grammar,
+        embed=request.client.embed,
+        adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
+        retention=pb.Retention(**asdict(request.retention)),
+        kv_budget=None if budget is None else pb.SequenceKvBudget(**asdict(budget)),
     )
 
 

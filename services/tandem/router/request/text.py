@@ -11,6 +11,10 @@ from tandem.models.tokenizer.detokenizer import IncrementalDetokenizer
 from tandem.models.tokenizer.stop import StopStrings
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.machine import CallDelta, Machine
+from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.request.conversation import Conversation
+from tandem.router.request.job import PreparedRequest
+from tandem.router.request.prompt.formats import answer_parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,33 @@ class TextStream:
     def _rest(self, finish_reason: str) -> str:
         """Returns what the detokenizer held back, less a character that the end cut in half."""
         return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""
+
+
+def text_stream(tokenizer: Tokenizer, answers: ModelFormat, request: PreparedRequest) -> TextStream:
+    """Returns the text of one completion of a request."""
+    client = request.client
+    return TextStream(
+        tokenizer,
+        client.stop,
+        answer_parser(answers, client, request.token_ids),
+        stop_token_ids=client.stop_token_ids,
+        shows_stop=client.include_stop_str_in_output,
+        skip_special_tokens=client.skip_special_tokens,
+        min_tokens=client.sampling.min_tokens,
+        prompt_text=_echoed(tokenizer, request) if client.echo else "",
+    )
+
+
+def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
+    """Returns the text before the completion's: a text as it was sent, whatever it has."""
+    prompt, is_cut = request.client.prompt, request.client.truncate_prompt_tokens is not None
+    if isinstance(prompt, Conversation):
+        final = prompt.messages[-1]
+        return final.content or "" if final.role == "assistant" else ""
+    if isinstance(prompt, str) and not is_cut:
+        return prompt
+    skips = request.client.skip_special_tokens and isinstance(prompt, str)
+    return tokenizer.decode(request.token_ids, skip_special_tokens=skips)
 
 
 def _joined(first: Piece, then: Piece) -> Piece:

@@ -204,14 +204,19 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> int:
 def _check(compiler: GrammarCompiler, wanted: StructuredOutput) -> tuple[str, str]:
     """Returns how the check ends, with the grammar or the reason."""
     try:
-        text = grammar_text(wanted)
-        if why := compiler.check(text):
-            raise refused(wanted.field, why)
+        return "done", checked_grammar(compiler, wanted)
     except BadRequest as error:
         return "refused", error.message
     except MemoryError:
         return "memory", ""
-    return "done", text
+
+
+def checked_grammar(compiler: GrammarCompiler, wanted: StructuredOutput) -> str:
+    """Returns the grammar of a form. Raises BadRequest if no completion can follow it."""
+    text = grammar_text(wanted)
+    if why := compiler.check(text):
+        raise refused(wanted.field, why)
+    return text
 
 
 def main() -> None:

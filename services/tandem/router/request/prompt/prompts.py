@@ -156,7 +156,14 @@ class PromptPreparer:
         with _telling_late_jobs():
             if cost <= INLINE_COST_MAX and not self._threads.num_late:
                 return await self._threads.run(
-                    tenant, cost, _prepare, self._tokenizer, text, kept, chain, request.pinned_chat
+                    tenant,
+                    cost,
+                    prepare_prompt,
+                    self._tokenizer,
+                    text,
+                    kept,
+                    chain,
+                    request.pinned_chat,
                 )
             processes = self._processes
             if not isinstance(text, tuple):
@@ -180,7 +187,7 @@ class PromptPreparer:
             return []
         cost = sum(map(len, words))
         with _telling_late_jobs():
-            return await self._threads.run(request.tenant, cost, _spell, self._tokenizer, words)
+            return await self._threads.run(request.tenant, cost, spell, self._tokenizer, words)
 
     async def decode(self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool) -> str:
         """Returns the text of token ids."""
@@ -325,7 +332,7 @@ def _cost(prompt: Prompt) -> int:
     return num_characters(prompt) + _MESSAGE_COST * len(prompt.messages)
 
 
-def _prepare(
+def prepare_prompt(
     tokenizer: Tokenizer,
     text: _Text,
     kept: int | None,
@@ -356,7 +363,7 @@ def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+def spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """Each word as it begins a text and, where that is spelled otherwise, as it follows a space."""
     runs = []
     for word in words:
@@ -449,5 +456,5 @@ def _prepare_there(
 ) -> tuple[array[int], list[bytes], int]:
     """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
-    prepared = _prepare(_process_tokenizer, text, kept, chain, pinned)
+    prepared = prepare_prompt(_process_tokenizer, text, kept, chain, pinned)
     return array("I", prepared.token_ids), prepared.block_hashes, prepared.pinned_tokens

@@ -1,0 +1,889 @@
+"""A model in this process: `LLM` generates, chats and embeds without a server.
+
+    caller's thread                                   engine's thread
+    check, render, tokenize  ---SequenceSpec--------> Engine.add
+    detokenize, stop strings <--NewTokens, an error-- Engine.step, while there is work
+
+The functions that check, prepare and read requests are those of the HTTP API, so equal requests
+get equal answers. Names that vLLM's `LLM` has mean the same here. Several threads may use one
+`LLM`: the engine computes their requests together.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, closing, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread, current_thread
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar
+
+from tandem.api.openai.requests import (
+    COMPLETION_MAX_TOKENS,
+    ChatBody,
+    CompletionBody,
+    ConversationFields,
+    validate,
+)
+from tandem.api.openai.tools import call_body, joined
+from tandem.cluster.launch.checked_model import download_built_in
+from tandem.common.adapter import Adapter
+from tandem.common.config.answers import AnswerConfig
+from tandem.common.config.engine import EngineConfig, EngineOptions
+from tandem.common.perf_model.kv_load import longest_sequence
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.tiers.io_thread import IoThread
+from tandem.engine.types import Mode, NewTokens, SequenceSpec, StepReport, TokenLogprobs
+from tandem.errors import BadRequest, ConfigError, NotNow, TandemError, from_code
+from tandem.models.files import naming, read_json_if_any
+from tandem.models.folder import ModelFolder
+from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.lora.adapter import open_lora
+from tandem.models.source import BUILT_IN, built_in_file, resolve
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
+from tandem.router.parsers.machine import CallDelta
+from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.request.allowed import name_prompt, refusal
+from tandem.router.request.choices.children import child_seed
+from tandem.router.request.delta import normalized
+from tandem.router.request.job import PreparedRequest, prepare_request, sequence_input
+from tandem.router.request.prompt.formats import wanted_form, with_template_options
+from tandem.router.request.prompt.grammar_checker import checked_grammar
+from tandem.router.request.prompt.prompts import prepare_prompt, spell
+from tandem.router.request.request import ClientRequest, read_model_defaults
+from tandem.router.request.text import TextStream, text_stream
+from tandem.worker.convert import sequence_spec
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+# A text, its token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": token ids}.
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
+Message: TypeAlias = Mapping[str, Any]
+
+_QUEUE_MAX = 2**31 - 1  # sequences of a batch that wait for the running ones
+_TICK_S = 0.002  # between two looks at a grammar or an adapter that a thread makes
+_CLOSE_MAX_S = 30.0  # for the step that runs, and for tiers that write what has no copy
+# Options of the engine as vLLM spells them.
+_VLLM_OPTIONS = {
+    "revision": "model_revision",
+    "kv_cache_dtype": "kv_dtype",
+    "kv_cache_memory_bytes": "kv_bytes_max",
+    "num_gpu_blocks_override": "num_blocks",
+    "max_num_batched_tokens": "max_tokens_per_step",
+}
+_ANSWER_OPTIONS = ("generation_config", "tool_parser", "reasoning_parser")
+_ENGINE_OPTIONS = {f.name for f in fields(EngineOptions)} - {"lora", "queue_max"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form of a completion: exactly one of these is given."""
+
+    json: str | dict[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How completions are drawn: fields of the HTTP API, with its bounds. Raises BadRequest naming
+    the field at fault and what is allowed."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: as many as the context and the KV pool leave
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _completion("any", self)
+
+    def body(self) -> dict[str, Any]:
+        """Returns the fields as a body of the HTTP API has them, but for `logprobs`."""
+        sent = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "logprobs"}
+        if self.logit_bias is not None:
+            sent["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if (form := self.structured_outputs) is not None:
+            given = {f.name: getattr(form, f.name) for f in fields(form)}
+            sent["structured_outputs"] = {k: v for k, v in given.items() if v is not None}
+        return sent
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter in PEFT's format, with which a request is computed."""
+
+    lora_name: str
+    lora_int_id: int  # has no effect: the adapter's files tell one from another
+    lora_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The natural log probability of a token before temperature, filters and penalties."""
+
+    logprob: float
+    rank: int  # 1: no token is more likely
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. `text` has no reasoning and no tool calls where a chat's answer has these."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # of each token and of the most likely ones
+    finish_reason: str | None = None  # stop, length or tool_calls; None while it goes on
+    stop_reason: int | str | None = None  # the stop string or stop token that ended it
+    lora_request: LoRARequest | None = None
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # as a message has them
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The completions of one prompt: whole, or in a stream all that was made so far."""
+
+    request_id: str
+    prompt: str | None  # None: it was sent as token ids or as a chat
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # the first token has none
+    outputs: list[CompletionOutput]
+    finished: bool
+    lora_request: LoRARequest | None
+    num_cached_tokens: int  # of the prompt, whose KV was there before
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    embedding: list[float]  # of length 1
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest] | None
+Prompts: TypeAlias = Prompt | Sequence[Prompt]
+Chats: TypeAlias = Sequence[Message] | Sequence[Sequence[Message]]
+
+
+class LLM:
+    """One model on this machine. `close` or the end of a `with` block frees its memory and
+    threads; so does the garbage collector."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int | None = None,
+        enable_lora: bool = False,
+        **options: Any,
+    ) -> None:
+        """`model` is a Hugging Face folder, a GGUF file, a name on the hub or `smollm2`. `seed`
+        seeds the requests that name no seed. `options` are those of an engine (EngineOptions), in
+        vLLM's spelling where it has one, and `generation_config`, `tool_parser` and
+        `reasoning_parser`. Raises ConfigError."""
+        answers = {name: options.pop(name) for name in _ANSWER_OPTIONS if name in options}
+        config = _engine_config(str(model), enable_lora, options)
+        self._answer_config = AnswerConfig(**answers)
+        if config.model == BUILT_IN and not Path(BUILT_IN).exists() and built_in_file() is None:
+            download_built_in()
+        self._folder = resolve(config.model, revision=config.model_revision)
+        self._tokenizer = Tokenizer.of(self._folder)
+        self._answers = ModelFormat(self._tokenizer, self._answer_config)
+        self._compiler = GrammarCompiler.of(self._folder)
+        self._defaults = self._read_defaults()
+        self._config = config
+        self._rng = random.Random(seed)
+        self._adapters: dict[tuple[str, str], Adapter] = {}
+        self._ids = count()
+        self._engine = _EngineThread(self._folder, config, self._compiler)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    @property
+    def max_model_len(self) -> int:
+        """Largest number of tokens of a prompt and its completion together."""
+        return self._engine.max_model_len
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the engine. Requests that still run in other threads raise NotNow."""
+        self._finalizer()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+    ) -> list[RequestOutput]:
+        """Returns an output for each prompt, in their order. Nothing is computed unless all are
+        valid. Without `sampling_params` the model's own defaults apply, and 16 tokens. Raises
+        BadRequest, also for a prompt that the KV pool cannot hold."""
+        return self._outputs(self._completions(prompts, sampling_params, lora_request))
+
+    def generate_stream(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Yields the output of a prompt so far whenever it has new tokens. Closing the generator
+        ends the requests. Raises as `generate` does, before the first output."""
+        return self._stream(self._completions(prompts, sampling_params, lora_request))
+
+    def chat(
+        self,
+        messages: Chats,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """Returns an output for each conversation; a list of messages is one. `fields` are those of
+        a chat of the HTTP API: tools, tool_choice, parallel_tool_calls, reasoning_effort,
+        chat_template_kwargs, add_generation_prompt and continue_final_message."""
+        return self._outputs(self._chats(messages, sampling_params, lora_request, fields))
+
+    def chat_stream(
+        self,
+        messages: Chats,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+        **fields: Any,
+    ) -> Generator[RequestOutput, None, None]:
+        """Yields the output of a conversation so far whenever it has new tokens, as
+        `generate_stream` does for prompts."""
+        return self._stream(self._chats(messages, sampling_params, lora_request, fields))
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: Adapters = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the embedding of each prompt: the last token's hidden state after the final norm,
+        scaled to length 1."""
+        requests = self._embeddings(prompts, truncate_prompt_tokens, lora_request)
+        for _ in self._follow(requests):
+            pass
+        return [request.embedding_output() for request in requests]
+
+    def _outputs(self, requests: "list[_Request]") -> list[RequestOutput]:
+        for _ in self._follow(requests):
+            pass
+        return [request.output() for request in requests]
+
+    def _stream(self, requests: "list[_Request]") -> Generator[RequestOutput, None, None]:
+        with closing(self._follow(requests)) as running:
+            for request in running:
+                yield request.output()
+
+    def _follow(self, requests: "list[_Request]") -> "Generator[_Request, None, None]":
+        """Runs requests to their end; yields one whenever it has new tokens."""
+        news: SimpleQueue[_News] = SimpleQueue()
+        with closing(_Batch(self._engine, requests, news.put)) as batch:
+            while batch.is_open:
+                if (request := batch.take(news.get())) is not None:
+                    yield request
+
+    def _completions(
+        self,
+        prompts: Prompts,
+        params: Params,
+        lora: Adapters,
+    ) -> "list[_Request]":
+        return self._requests(_prompts(prompts), params, lora, _completion)
+
+    def _chats(
+        self,
+        messages: Chats,
+        params: Params,
+        lora: Adapters,
+        chat_fields: dict[str, Any],
+    ) -> "list[_Request]":
+        are_many = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+        make = partial(_chat, chat_fields)
+        return self._requests(list(messages) if are_many else [messages], params, lora, make)
+
+    def _embeddings(
+        self,
+        prompts: Prompts,
+        truncate_prompt_tokens: int | None,
+        lora: Adapters,
+    ) -> "list[_Request]":
+        def make(prompt: Any, params: SamplingParams | None) -> ClientRequest:
+            made = _completion(prompt, params)
+            kept = truncate_prompt_tokens
+            return replace(made, embed=True, max_tokens=0, truncate_prompt_tokens=kept)
+
+        return self._requests(_prompts(prompts), None, lora, make)
+
+    def _requests(
+        self,
+        prompts: Sequence[Any],
+        params: Params,
+        lora: Adapters,
+        make: Callable[[Any, SamplingParams | None], ClientRequest],
+    ) -> "list[_Request]":
+        """Returns the checked and tokenized requests, of which none is begun. Raises BadRequest."""
+        all_params = _each(params, len(prompts), "sampling_params")
+        all_lora = _each(lora, len(prompts), "lora_request")
+        requests = []
+        for index, (prompt, own, adapter) in enumerate(
+            zip(prompts, all_params, all_lora, strict=True)
+        ):
+            try:
+                prepared = self._prepare(make(prompt, own), adapter)
+            except BadRequest as error:
+                raise name_prompt(error, index) if len(prompts) > 1 else error from None
+            text = prompt if isinstance(prompt, str) else None
+            request_id = str(next(self._ids))
+            texts = partial(text_stream, self._tokenizer, self._answers)
+            requests.append(_Request(request_id, text, prepared, adapter, texts, self._token_text))
+        return requests
+
+    def _prepare(self, request: ClientRequest, lora: LoRARequest | None) -> PreparedRequest:
+        vocab_size, max_model_len = self._folder.config.vocab_size, self.max_model_len
+        request = request.with_defaults(self._defaults)
+        if request.sampling.seed is None:
+            seeded = replace(request.sampling, seed=self._rng.getrandbits(64))
+            request = replace(request, sampling=seeded)
+        adapter = None if lora is None else self._adapter(lora)
+        request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
+        request = with_template_options(self._answers, request)
+        prompt = request.prompt
+        token_ids = prepare_prompt(
+            self._tokenizer,
+            RenderedText(prompt) if isinstance(prompt, str) else prompt,
+            request.prompt_tokens_max(max_model_len),
+            None,
+            None,
+        ).token_ids
+        pool_tokens = self._engine.pool_tokens
+        limit = request.completion_limit(len(token_ids), max_model_len, pool_tokens=pool_tokens)
+        form = wanted_form(self._answers, request, token_ids)
+        return prepare_request(
+            request,
+            token_ids,
+            limit=limit,
+            vocab_size=vocab_size,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            bad_words=spell(self._tokenizer, request.sampling.bad_words),
+            grammar="" if form is None else checked_grammar(self._compiler, form),
+            adapter=adapter,
+        )
+
+    def _token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    def _read_defaults(self) -> Mapping[str, float]:
+        """Returns the model's own defaults of sampling."""
+        if self._answer_config.generation_config == "none":
+            return {}
+        file = self._folder.path / "generation_config.json"
+        with naming(file):
+            return read_model_defaults(read_json_if_any(file))
+
+    def _adapter(self, lora: LoRARequest) -> Adapter:
+        """Returns an adapter's description, which is read once. Raises BadRequest, and ConfigError
+        for a folder that cannot be used."""
+        if not self._config.max_loras:
+            raise BadRequest("lora_request needs LLM(..., enable_lora=True)", param="lora_request")
+        key = lora.lora_name, lora.lora_path
+        if key not in self._adapters:
+            rank_max = self._config.max_lora_rank
+            folder = open_lora(lora.lora_path, self._folder.config, rank_max=rank_max)
+            self._adapters[key] = Adapter(
+                lora.lora_name, folder.digest(), lora.lora_path, folder.rank
+            )
+        return self._adapters[key]
+
+
+class AsyncLLM:
+    """`LLM` for programs with an event loop, which its methods never block. The constructor loads
+    the model and does block: call it as `await asyncio.to_thread(AsyncLLM, model)`."""
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Takes the arguments of `LLM`. Raises ConfigError."""
+        self._llm = LLM(model, **options)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the engine, as `LLM.close` does."""
+        await asyncio.to_thread(self._llm.close)
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the output of a prompt so far whenever it has new tokens, as
+        `LLM.generate_stream` does. Closing the generator ends the requests."""
+        make = partial(self._llm._completions, prompts, sampling_params, lora_request)
+        async with aclosing(self._stream(await asyncio.to_thread(make))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Chats,
+        sampling_params: Params = None,
+        *,
+        lora_request: Adapters = None,
+        **fields: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the output of a conversation so far, as `LLM.chat_stream` does."""
+        make = partial(self._llm._chats, messages, sampling_params, lora_request, fields)
+        async with aclosing(self._stream(await asyncio.to_thread(make))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def embed(self, prompts: Prompts, **arguments: Any) -> list[EmbeddingRequestOutput]:
+        """Returns what `LLM.embed` does."""
+        return await asyncio.to_thread(partial(self._llm.embed, prompts, **arguments))
+
+    async def _stream(self, requests: "list[_Request]") -> AsyncGenerator[RequestOutput, None]:
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
+
+        def listen(told: _News) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+                loop.call_soon_threadsafe(news.put_nowait, told)
+
+        with closing(_Batch(self._llm._engine, requests, listen)) as batch:
+            while batch.is_open:
+                if (request := batch.take(await news.get())) is not None:
+                    yield request.output()
+
+
+class _Completion:
+    """One completion on its way: its sequence in the engine, and what came of it."""
+
+    def __init__(self, index: int, spec: SequenceSpec, text: TextStream) -> None:
+        self.spec = spec
+        self._text = text
+        self.output = CompletionOutput(index)
+        self._calls: list[CallDelta] = []
+
+    def take(
+        self, news: NewTokens, read: "Callable[[int, TokenLogprobs], dict[int, Logprob]]"
+    ) -> None:
+        """Adds new tokens. A stop string may end the completion before its sequence ends."""
+        output = self.output
+        if self.spec.embed:
+            output.finish_reason = news.finish_reason or None
+            return
+        piece = self._text.push(news.token_ids, news.finish_reason)
+        output.text += piece.text
+        output.reasoning += piece.reasoning
+        output.token_ids += piece.token_ids
+        if self.spec.sampling.logprobs is not None:
+            measured = list(zip(piece.token_ids, news.logprobs, strict=False))
+            output.logprobs = output.logprobs or []
+            output.logprobs += (read(*one) for one in measured)
+            total = sum(one.logprob for _, one in measured)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + total
+        if piece.tool_calls:
+            self._calls += piece.tool_calls
+            output.tool_calls = [call_body(call) for call in joined(self._calls)]
+        output.finish_reason = piece.finish_reason or None
+        output.stop_reason = piece.stop_reason
+
+
+class _Request:
+    """One prompt and its completions."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prepared: PreparedRequest,
+        lora: LoRARequest | None,
+        texts: Callable[[PreparedRequest], TextStream],
+        token_text: Callable[[int], str],
+    ) -> None:
+        self._request_id = request_id
+        self._prompt = prompt
+        self._prepared = prepared
+        self._lora = lora
+        self._token_text = token_text
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._embedding: list[float] = []
+        self._num_cached_tokens = 0
+        self.completions = []
+        for index in range(prepared.client.n):
+            own = replace(
+                prepared,
+                seed=child_seed(prepared.seed, index),
+                prompt_logprobs=None if index else prepared.prompt_logprobs,
+            )
+            spec = sequence_spec(
+                sequence_input(own),
+                sequence_id=f"{request_id}.{index}",
+                mode=Mode.LOCAL,
+                fork_of=f"{request_id}.0" if index else "",
+            )
+            self.completions.append(_Completion(index, spec, texts(own)))
+
+    def take(self, completion: _Completion, news: NewTokens) -> None:
+        """Adds new tokens of one of its completions."""
+        if completion is self.completions[0] and not completion.output.token_ids:
+            self._num_cached_tokens = news.num_cached_tokens
+            self._embedding = news.embedding
+            if self._prepared.prompt_logprobs is not None:
+                pairs = zip(self._prepared.token_ids[1:], news.prompt_logprobs, strict=True)
+                self._prompt_logprobs = [None, *(self._read(*pair) for pair in pairs)]
+        completion.take(news, self._read)
+
+    def output(self) -> RequestOutput:
+        """Returns what was made so far; later news do not change it."""
+        outputs = [
+            replace(
+                each.output,
+                token_ids=list(each.output.token_ids),
+                logprobs=None if each.output.logprobs is None else list(each.output.logprobs),
+                lora_request=self._lora,
+            )
+            for each in self.completions
+        ]
+        return RequestOutput(
+            self._request_id,
+            self._prompt,
+            self._prepared.token_ids,
+            self._prompt_logprobs,
+            outputs,
+            all(output.finished() for output in outputs),
+            self._lora,
+            self._num_cached_tokens,
+        )
+
+    def embedding_output(self) -> EmbeddingRequestOutput:
+        return EmbeddingRequestOutput(
+            self._request_id,
+            EmbeddingOutput(normalized(self._embedding).tolist()),
+            self._prepared.token_ids,
+            self._num_cached_tokens,
+        )
+
+    def _read(self, token_id: int, measured: TokenLogprobs) -> dict[int, Logprob]:
+        """Returns the log probabilities at one place, the token's own first."""
+        top = zip(measured.top_ids, measured.top_logprobs, strict=True)
+        ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(top, start=1)]
+        own = token_id, measured.logprob, measured.rank
+        return {
+            one: Logprob(logprob, rank, self._token_text(one))
+            for one, logprob, rank in (own, *(each for each in ranked if each[0] != token_id))
+        }
+
+
+_News: TypeAlias = tuple[str, NewTokens | TandemError]  # of a sequence
+
+
+class _Batch:
+    """Requests that run together. `close` ends those that still run."""
+
+    def __init__(
+        self,
+        engine: "_EngineThread",
+        requests: Sequence[_Request],
+        listener: Callable[[_News], object],
+    ) -> None:
+        """Begins the first completion of each request. `listener` gets news in the engine's thread,
+        and hands them to `take`."""
+        self._engine = engine
+        self._listener = listener
+        self._running: dict[str, tuple[_Request, _Completion]] = {}
+        try:
+            for request in requests:
+                self._begin(request, request.completions[0])
+        except TandemError:
+            self.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._running)
+
+    def take(self, news: _News) -> _Request | None:
+        """Returns the request that has new tokens; None if its completion has ended already. Raises
+        the error that ended a sequence."""
+        sequence_id, told = news
+        if sequence_id not in self._running:
+            return None
+        request, completion = self._running[sequence_id]
+        if isinstance(told, TandemError):
+            raise told
+        # The others share the KV of the prompt, which is computed once.
+        is_first = completion is request.completions[0] and not completion.output.token_ids
+        request.take(completion, told)
+        if is_first:
+            for other in request.completions[1:]:
+                self._begin(request, other)
+        if completion.output.finished():
+            del self._running[sequence_id]
+            self._engine.remove(sequence_id)
+        return request
+
+    def close(self) -> None:
+        for sequence_id in self._running:
+            self._engine.remove(sequence_id)
+        self._running.clear()
+
+    def _begin(self, request: _Request, completion: _Completion) -> None:
+        self._running[completion.spec.sequence_id] = request, completion
+        self._engine.add(completion.spec, self._listener)
+
+
+class _EngineThread:
+    """The engine and the thread that alone calls it. The methods are for all threads."""
+
+    def __init__(
+        self, folder: ModelFolder, config: EngineConfig, compiler: GrammarCompiler
+    ) -> None:
+        """Returns once the model is loaded. Raises ConfigError."""
+        self._calls: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
+        self._listeners: dict[str, Callable[[_News], object]] = {}
+        self._lock = Lock()
+        self._end_reason = ""  # nothing new begins
+        started: Future[tuple[int, int]] = Future()
+        work = partial(self._run, folder, config, compiler, started)
+        self._thread = Thread(target=work, name="engine", daemon=True)
+        self._thread.start()
+        self.max_model_len, pool_tokens = started.result()
+        self.pool_tokens = pool_tokens or None  # of the longest sequence that fits; None: no bound
+
+    def add(self, spec: SequenceSpec, listener: Callable[[_News], object]) -> None:
+        """Begins a sequence. `listener` gets its tokens or its error. Raises NotNow after the end
+        of the engine."""
+        with self._lock:
+            if self._end_reason:
+                raise NotNow(self._end_reason)
+            self._listeners[spec.sequence_id] = listener
+            self._calls.put(partial(self._begin, spec))
+
+    def remove(self, sequence_id: str) -> None:
+        """Ends a sequence, of which nothing is heard any more; one that has ended is no error."""
+        if self._listeners.pop(sequence_id, None) is not None:
+            self._calls.put(lambda engine: engine.remove(sequence_id))
+
+    def close(self) -> None:
+        """Ends the engine and its thread. Sequences that run end with NotNow."""
+        self._calls.put(None)
+        if current_thread() is not self._thread:
+            self._thread.join(_CLOSE_MAX_S)
+            gc.collect()  # the engine's parts refer to each other, and some end their threads then
+
+    def _run(
+        self,
+        folder: ModelFolder,
+        config: EngineConfig,
+        compiler: GrammarCompiler,
+        started: "Future[tuple[int, int]]",
+    ) -> None:
+        try:
+            start_thread = partial(
+                IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
+            )  # which wakes this thread
+            runner = ModelRunner(folder, config)
+            engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
+            pool_tokens = longest_sequence(engine.load()) * config.block_size
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result((engine.max_model_len, pool_tokens))
+        reason = "this LLM is closed"
+        try:
+            while self._apply_calls(engine):
+                if engine.has_work():
+                    self._deliver(engine.step())
+        except BaseException as error:
+            log.exception("the engine of this LLM ends")
+            reason = f"the engine of this LLM failed: {error!r}"
+        finally:
+            with self._lock:
+                self._end_reason = reason
+            for sequence_id in list(self._listeners):
+                self._tell(sequence_id, NotNow(reason), is_last=True)
+            engine.close()
+
+    def _apply_calls(self, engine: Engine) -> bool:
+        """Applies all calls that are queued, and waits for one while there is no work. Returns
+        False once the engine is to end."""
+        wait_s = None
+        if engine.has_work():
+            wait_s = 0.0
+        elif engine.awaits_silent_threads():
+            wait_s = _TICK_S
+        with suppress(Empty):
+            call = self._calls.get(timeout=wait_s)
+            while call is not None:
+                call(engine)
+                call = self._calls.get_nowait()
+            return False
+        return True
+
+    def _begin(self, spec: SequenceSpec, engine: Engine) -> None:
+        if spec.sequence_id in self._listeners:
+            try:
+                engine.add(spec)
+            except TandemError as error:
+                self._tell(spec.sequence_id, error, is_last=True)
+
+    def _deliver(self, report: StepReport) -> None:
+        for news in report.new_tokens:
+            self._tell(news.sequence_id, news, is_last=bool(news.finish_reason))
+        for failed in report.failed:
+            error = from_code(failed.code, failed.message)
+            self._tell(failed.sequence_id, error, is_last=True)
+
+    def _tell(self, sequence_id: str, news: NewTokens | TandemError, *, is_last: bool) -> None:
+        take = self._listeners.pop if is_last else self._listeners.get
+        if (listener := take(sequence_id, None)) is not None:
+            listener((sequence_id, news))
+
+
+def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) -> EngineConfig:
+    """Returns the settings of the engine. Raises ConfigError for an option that is not one."""
+    named = {_VLLM_OPTIONS.get(name, name): value for name, value in options.items()}
+    allowed = _ENGINE_OPTIONS | {"model_revision"}
+    if unknown := [name for name in options if _VLLM_OPTIONS.get(name, name) not in allowed]:
+        own = sorted({*_VLLM_OPTIONS, *_ENGINE_OPTIONS - {*_VLLM_OPTIONS.values()}})
+        raise ConfigError(
+            f"LLM has no option {unknown[0]}; it has model, seed, enable_lora, "
+            f"{', '.join((*_ANSWER_OPTIONS, *own))}"
+        )
+    if not enable_lora:
+        named["max_loras"] = 0
+    defaults = {"num_threads": len(os.sched_getaffinity(0)), "itl_target_s": 0.0}
+    return EngineConfig(**defaults | named, model=model, queue_max=_QUEUE_MAX)
+
+
+def _completion(prompt: Any, params: SamplingParams | None) -> ClientRequest:
+    """Returns the request to complete a prompt. Raises BadRequest."""
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & prompt.keys():
+            raise BadRequest(
+                "a prompt that is a dict must have one key, prompt or prompt_token_ids; it has "
+                f"{', '.join(map(str, prompt)) or 'none'}",
+                param="prompt",
+            )
+        (prompt,) = prompt.values()
+    body = validate(CompletionBody, {"prompt": prompt, **_sent(params)})
+    one, *others = body.prompts()
+    if others:
+        raise refusal("prompt", why="a list in a list")
+    return _whole(body.to_request(one if isinstance(one, str) else tuple(one), ""), params)
+
+
+def _chat(
+    fields: Mapping[str, Any], messages: Sequence[Message], params: SamplingParams | None
+) -> ClientRequest:
+    """Returns the request to continue a conversation. Raises BadRequest."""
+    if unknown := fields.keys() - set(ConversationFields.model_fields):
+        allowed = ", ".join(sorted({*ConversationFields.model_fields} - {"messages"}))
+        raise BadRequest(f"chat has no argument {min(unknown)}; it has {allowed}")
+    body = validate(ChatBody, {"messages": list(messages), **fields, **_sent(params)})
+    return _whole(body.to_request(body.to_conversation(), ""), params)
+
+
+def _sent(params: SamplingParams | None) -> dict[str, Any]:
+    """Returns the fields of a body. Fields that are missing get the model's defaults."""
+    return {} if params is None else params.body()
+
+
+def _whole(request: ClientRequest, params: SamplingParams | None) -> ClientRequest:
+    """Returns the request with `logprobs` and `max_tokens` as `params` has them. In a body,
+    `logprobs` has other bounds, and a null `max_tokens` has a default."""
+    if params is None:
+        return replace(request, max_tokens=COMPLETION_MAX_TOKENS)
+    return replace(request, logprobs=params.logprobs, default_max_tokens=None)
+
+
+def _prompts(prompts: Any) -> Sequence[Any]:
+    """Returns the prompts one by one; a text, a dict or a list of token ids is one."""
+    is_many = isinstance(prompts, list | tuple) and not isinstance(next(iter(prompts), ""), int)
+    return prompts if is_many else [prompts]
+
+
+def _each(given: _T | Sequence[_T] | None, number: int, name: str) -> Sequence[_T | None]:
+    """Returns a value for each of so many prompts. Raises BadRequest for a list of another
+    length."""
+    if not isinstance(given, list | tuple):
+        return [given] * number  # type: ignore[list-item]
+    if len(given) != number:
+        raise BadRequest(f"{name} is a list of {len(given)} for {number} prompts", param=name)
+    return given
