@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.common import bounded_child
+from tandem.common.process import bounded_child
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config.experts import Experts
 from tandem.models.config.latent import Latent

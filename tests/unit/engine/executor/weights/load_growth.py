@@ -23,10 +23,10 @@ from pathlib import Path
 os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16"  # torch reads it at its first product
 
 import torch
-from tandem.engine.executor.weights.decoder_weights.mxfp4 import Mxfp4
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.weights.mxfp4 import Mxfp4
 from tandem.engine.executor.weights.released_memory import give_back_freed
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import resolve

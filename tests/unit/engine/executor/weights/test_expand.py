@@ -9,7 +9,8 @@ import torch
 
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.triton.steps import TritonSteps
-from tandem.engine.executor.weights.decoder_weights import ModelWeights, expand
+from tandem.engine.executor.weights import expand
+from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.load import load_weights
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
