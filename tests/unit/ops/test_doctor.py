@@ -242,7 +242,7 @@ def test_ucx_that_may_not_read_memory_costs_as_a_kernel_that_forbids_it(tmp_path
 def test_redis_that_does_not_answer_is_named_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.ops.doctor.command._DEADLINE_S", 0.0)
+    monkeypatch.setattr("tandem.ops.doctor.command._REDIS_DEADLINE_S", 0.0)
     assert not redis(HostFiles(tmp_path, {})).cost
     for url in ("redis://:a-secret@127.0.0.1:1/0", "http://:a-secret@127.0.0.1"):
         finding = redis(HostFiles(tmp_path, {"TANDEM_REDIS_URL": url}))
