@@ -16,7 +16,7 @@ from tandem.router.placement.choose import Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
 from tandem.worker.decode.prefill_choice import (
     Candidate,
-    Here,
+    LocalWorker,
     Prompt,
     plan_prefill,
     soonest_producer,
@@ -37,7 +37,7 @@ def worth_asking(
     rates, size = scenario.rates, scenario.block_size
     load, cached = worker.load(), worker.cache.num_cached(task.hashes) * size
     prompt, work = Prompt(task.num_tokens, size), Work(task.num_tokens, size)
-    here = Here(rates, load.queue_s(rates), cached, num_running=load.num_running)
+    here = LocalWorker(rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
     for peer in peers:
         reused = reuse(work, peer, matches) if rates.tiers else None

@@ -1,4 +1,4 @@
-"""Metrics of a worker's log in the prefix tree, read from its publisher at each scrape."""
+"""Metrics of a worker's log in the prefix tree. They are read from its publisher at each scrape."""
 
 from collections.abc import Iterator, Mapping
 

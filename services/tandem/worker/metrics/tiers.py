@@ -23,20 +23,24 @@ _COUNTERS: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
 )
 
 
-DAMAGE_S = 600.0  # so long operators see that blocks could not be read
+DAMAGE_S = 600.0  # How long a damage stays visible to operators
 
 
 class TierDamage:
-    """The blocks of the tiers that could not be read lately, but those of the object store: there
-    blocks go by the bucket's own rules. Blocks that a restart left out do not count."""
+    """Counts the blocks of each tier that could not be read lately.
+
+    The object store is not counted, because the bucket's own rules delete blocks there. Blocks that
+    a restart left out are not counted either.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_bad: dict[str, int] = {}  # by tier, since the start
-        self._lately: dict[str, tuple[int, float]] = {}  # how many, and when the last was found
+        self._num_bad: dict[str, int] = {}  # tier -> bad blocks since the start
+        # tier -> (recent bad blocks, time of the last one)
+        self._lately: dict[str, tuple[int, float]] = {}
 
     def take(self, tiers: Iterable[TierLoad]) -> None:
-        """Takes what a step reports."""
+        """Takes the tiers' state from a step report."""
         for tier in tiers:
             num_new = tier.blocks_bad - self._num_bad.get(tier.name, tier.blocks_bad)
             self._num_bad[tier.name] = tier.blocks_bad
@@ -44,7 +48,7 @@ class TierDamage:
                 self._lately[tier.name] = self.num_blocks(tier.name) + num_new, self._clock()
 
     def num_blocks(self, tier: str) -> int:
-        """Returns how many blocks of a tier could not be read lately."""
+        """Returns the number of a tier's blocks that could not be read lately."""
         number, found_at = self._lately.get(tier, (0, 0.0))
         return number if self._clock() - found_at < DAMAGE_S else 0
 

@@ -1,6 +1,6 @@
 """Prometheus metrics of one worker, served by its I/O process.
 
-Gauges are read from the newest load when they are scraped; nothing is computed between scrapes.
+Gauges are read from the newest load at each scrape; nothing is computed between scrapes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class WorkerMetrics(MetricSet):
-    """The metrics of one worker. Owners increment their counters; `serve` starts the endpoint."""
+    """The metrics of one worker. Other components increment the counters; `serve` starts the
+    endpoint.
+    """
 
     _memory = gauge(
         "tandem_memory_free_bytes",
@@ -126,12 +128,12 @@ class WorkerMetrics(MetricSet):
     )
 
     def __init__(self, *, worker_id: str, role: str) -> None:
-        self._engine_load = EngineLoad()  # of the newest step
+        self._engine_load = EngineLoad()  # from the newest step
         self._damage = TierDamage()
-        self.role = role  # it may change: samples get it when they are scraped
+        self.role = role  # current role, which may change; samples get it at the scrape
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)  # of the I/O process
+        ProcessCollector(registry=self._registry)  # metrics of the I/O process
         self.tally = EngineTally()
         self.requests = RequestMetrics(self._registry, self._labels, self.tally)
         super().__init__(self._registry, self._labels)
@@ -149,7 +151,7 @@ class WorkerMetrics(MetricSet):
 
     @property
     def tiers(self) -> tuple[TierUse, ...]:
-        """Returns the tiers below the pool, as of the newest step."""
+        """The state of the tiers below the pool after the newest step."""
         tiers = self._engine_load.tiers
         return tuple(
             TierUse(t.name, t.blocks_total, t.blocks_held, self._damage.num_blocks(t.name))
@@ -181,7 +183,7 @@ class WorkerMetrics(MetricSet):
             nixl.add_failed()
 
     def on_lost_lease(self, lease: ConsumerLease) -> None:
-        """Counts a lease that failed after its reads were done, if they came over NIXL."""
+        """Counts a lease over NIXL that failed after its reads were done."""
         if lease.is_unconfirmed and lease.peer.transport == "nixl":
             self.tally.nixl.add_unconfirmed()
 
@@ -210,13 +212,13 @@ class WorkerMetrics(MetricSet):
     def watch(
         self, publisher: Publisher, adapters: Callable[[Mapping[str, str]], Iterable[Metric]]
     ) -> None:
-        """Exports the worker's log in the prefix tree, its adapters and its tiers from now on."""
+        """Adds the metrics of the worker's prefix tree log, adapters and tiers."""
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
         self._registry.register(_AtScrape(partial(adapters, self._labels)))
         self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._engine_load)))
 
     def collect(self) -> Iterable[Metric]:
-        """Returns all metrics except the gauges, as they are now."""
+        """Returns the current values of all metrics except the gauges."""
         return _WithRole(self._registry, self).collect()
 
     def serve(
@@ -227,7 +229,7 @@ class WorkerMetrics(MetricSet):
         pairs: Callable[[], Mapping[str, PairRate]],
         probes: Probes,
     ) -> int:
-        """Starts the endpoint, which answers probes, too; returns its port."""
+        """Starts the endpoint of metrics and probes; returns its port."""
         self._registry.register(_AtScrape(lambda: self._gauges(load(), pairs())))
         scraped: Any = _WithRole(self._registry, self)
         app = probes.around(make_wsgi_app(scraped))
@@ -245,7 +247,7 @@ class WorkerMetrics(MetricSet):
 
 
 class _WithRole:
-    """A registry whose samples of the worker have the label `role` as it is now."""
+    """A registry that adds the current `role` to the worker's samples."""
 
     def __init__(self, registry: Any, metrics: WorkerMetrics) -> None:
         self._registry = registry
@@ -265,7 +267,7 @@ class _WithRole:
 
 
 class _AtScrape(Collector):
-    """Metrics that `read` makes when they are scraped."""
+    """Metrics that `read` creates at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
