@@ -138,7 +138,7 @@ def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> Wo
     return msgspec.structs.replace(rates, prefill=prefill, step_tokens=chunk)
 
 
-def is_faster_here(here_s: float, there_s: float) -> bool:
+def is_local_faster(here_s: float, there_s: float) -> bool:
     """A decode worker prefills itself only if that is clearly faster than the best peer, because it
     is there to decode."""
     return here_s < HERE_MARGIN * there_s

@@ -1,23 +1,23 @@
-"""Checks whether what a worker's entries in the prefix tree promise comes true. Pure.
+"""Checks whether the blocks that the prefix tree predicts are really cached on a worker. Pure.
 
-For each worker a window of its last requests: the tokens that were predicted to be cached there
-when a request was placed, and those that were. Reuse at someone else may hide that a worker has
-nothing, so a low ratio is never an accident of who was asked, only of what was promised.
+For each worker it keeps a window of recent requests with the tokens that were predicted to be
+cached when the request was placed, and those that were. Reuse on another worker counts as a hit, so
+a low ratio shows that the predictions are wrong.
 """
 
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-WINDOW_TOKENS = 8192  # predicted ones; so many lately count
-EVIDENCE_TOKENS = 1024  # predicted ones; with fewer nothing is said
+WINDOW_TOKENS = 8192  # predicted tokens in the window
+EVIDENCE_TOKENS = 1024  # predicted tokens that are needed for a result
 REQUESTS_MIN = 4
-HIT_RATIO_MIN = 0.5  # under it the promise is broken: eviction under pressure costs far less
+HIT_RATIO_MIN = 0.5  # lower ratios mean wrong entries; eviction under pressure costs far less
 
 
 @dataclass(slots=True)
 class _Window:
-    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: predicted, cached
+    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: (predicted, cached)
     predicted: int = 0
     cached: int = 0
 
@@ -27,9 +27,9 @@ class HitWatch:
         self._windows: dict[str, _Window] = {}
 
     def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
-        """Takes in a request; returns the hit ratio if it is too low to trust the worker's entries.
+        """Adds a request; returns the hit ratio if it is too low to trust the worker's entries.
 
-        `cached`: at least so many tokens were reused there. The window begins anew after an answer.
+        `cached` is a lower bound of the reused tokens. After a result the window starts again.
         """
         if predicted <= 0:
             return None
@@ -54,6 +54,6 @@ class HitWatch:
         self._windows.pop(worker_id, None)
 
     def keep(self, worker_ids: Collection[str]) -> None:
-        """Forgets all other workers."""
+        """Drops all other workers."""
         for worker_id in self._windows.keys() - set(worker_ids):
             del self._windows[worker_id]

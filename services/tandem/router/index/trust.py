@@ -1,12 +1,11 @@
-"""An alarm ends the trust in a worker's entries in the prefix tree until it has published anew.
+"""Ends the trust in a worker's entries in the prefix tree after an alarm.
 
-    believed --alarm--> forgotten in the tree: no router matches its entries any more
-                            `--its publisher's next heartbeat finds that, and publishes everything
-                               again under a new epoch--> believed
-
-So there is no list of distrusted workers to keep or to share: the tree has nothing of one that does
-not publish. Alarms: `hits` (what was predicted to be cached was not, see `hit_watch`), `audit` (its
-entries are not what it holds), `silent` (its log stands still though the worker is alive).
+    trusted --alarm--> forgotten in the tree: no router matches its entries any more
+                            `--its publisher's next heartbeat detects that, and publishes all
+                               blocks again under a new epoch--> trusted
+So no list of distrusted workers must be kept or shared: the tree has no entries of a worker that
+does not publish. Alarms: `hits` (predicted tokens were not cached, see `hit_watch`), `audit` (its
+entries differ from its blocks), `silent` (its log does not change although the worker is alive).
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from tandem.router.workers.cluster_view import ClusterView
 log = logging.getLogger(__name__)
 
 Alarm = Literal["hits", "audit", "silent"]
-# After an alarm a worker has so long to publish everything; then it may be alarmed about again.
+# After an alarm a worker has this much time to publish all blocks before the next alarm.
 RENEWAL_S = 20.0
 
 
@@ -59,8 +58,7 @@ class IndexTrust:
                 self.alarm(worker_id, "hits", what)
 
     def alarm(self, holder: str, kind: Alarm, what: str) -> None:
-        """Logs, counts, and has the tree forget the entries of a worker, or of a tier of it, until
-        they are new."""
+        """Logs and counts an alarm, and makes the tree forget the entries of a worker or tier."""
         now = time.monotonic()
         if now - self._alarmed_at.get(holder, -RENEWAL_S) < RENEWAL_S:
             return
@@ -72,7 +70,8 @@ class IndexTrust:
             if gone != holder:
                 del self._alarmed_at[gone]
         self._metrics.alarms.labels(worker=holder, kind=kind).inc()
-        # Blocks that others needed in a burst are missing, too, though no entry was ever wrong.
+        # This is only a warning, because a burst may have evicted blocks although no entry was
+        # wrong.
         level = logging.WARNING if kind == "hits" else logging.ERROR
         log.log(level, "%s: %s; it must publish its blocks anew", holder, what)
         text = f"{what}; it publishes its blocks anew"
@@ -86,5 +85,5 @@ class IndexTrust:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await self._index.forget(holder)
         except UNREACHABLE as error:
-            self._alarmed_at.pop(holder, None)  # a worker that left may be forgotten already
+            self._alarmed_at.pop(holder, None)  # a worker that left may already be forgotten
             log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)

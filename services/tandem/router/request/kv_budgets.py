@@ -1,4 +1,4 @@
-"""A KV budget changes a request's limits at the router."""
+"""The effect of a KV budget on a request's token limit."""
 
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
@@ -8,10 +8,11 @@ from tandem.router.request.request import ClientRequest
 def pool_tokens_of(
     request: ClientRequest, pool_tokens: int | None, config: RouterConfig
 ) -> int | None:
-    """Returns how many tokens the request may have in pools of `pool_tokens`; None: any number.
+    """Returns the largest number of tokens of the request in pools of `pool_tokens`; None: no
+    limit.
 
-    A sequence with a budget holds the budget, rounded up to blocks: no more than twice as much in a
-    pool of some blocks. Raises BadRequest for a budget where the operator allows none.
+    A sequence with a budget holds at most the budget rounded up to blocks. This is at most twice
+    the budget in a pool of several blocks. Raises BadRequest if the operator allows no budgets.
     """
     budget = request.kv_budget
     if budget is not None and config.kv_budgets == "refuse":

@@ -1,4 +1,4 @@
-"""Requests that wait here for a usable decode worker, bounded in number and time."""
+"""Requests that wait for a usable decode worker, bounded in number and time."""
 
 import asyncio
 
@@ -20,10 +20,11 @@ class PendingQueue:
         self.num_pending = 0
 
     async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
-        """Waits for a usable decode worker. Raises NoWorkers after too long, or for too many.
+        """Waits for a usable decode worker. Raises NoWorkers at the deadline or if the queue is
+        full.
 
-        An answer that was begun is not given up for want of room here. `refused`: epochs of
-        workers that need not be waited for.
+        A request that has begun (`is_begun`) is always queued. `refused` are epochs of workers that
+        do not count.
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(

@@ -1,8 +1,8 @@
 """The requests of one body: none is placed before all are prepared, and they share one answer.
 
-The answer to a body is made in memory where it is not streamed, and what a client asks of it costs
-a worker little: a prompt is computed once for `n` choices, and each has all of its log
-probabilities. So their number is bounded before anything is computed.
+An answer that is not streamed is built in memory. Log probabilities cost a worker little, because a
+prompt is computed once for `n` choices, but each choice contains all of them. So their number is
+bounded before anything is computed.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from tandem.errors import BadRequest
 from tandem.router.request.request import ClientRequest
 
 
-class Together:
+class BodyRequests:
     """The requests of one body. `logprobs_max` bounds the log probabilities of their answer."""
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
@@ -24,8 +24,9 @@ class Together:
         await self._all_prepared.wait()
 
     def limit_logprobs(self, request: ClientRequest, num_prompt_tokens: int, limit: int) -> int:
-        """Counts the log probabilities of a request that makes `limit` tokens at most. Returns that
-        limit, or a smaller one if the client did not name it. Raises BadRequest.
+        """Counts the log probabilities of a request with at most `limit` completion tokens.
+
+        Returns `limit`, or a smaller one if the client did not set max_tokens. Raises BadRequest.
         """
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens

@@ -20,7 +20,7 @@ from tandem.errors import NotNow, TandemError
 from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import ask_sizes, told_pools
+from tandem.router.workers.pools import ask_sizes, decode_pools
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
@@ -52,7 +52,7 @@ class SizeOwner:
         """Returns the sizes of pools that can be set here, including workers that still start."""
         if self._kubernetes is not None:
             return await self._kubernetes.sizes()
-        told = told_pools(self._view.pools_json)
+        told = decode_pools(self._view.pools_json)
         return {pool: int(state["wanted"]) for pool, state in told.items() if "wanted" in state}
 
     async def pools(self) -> dict[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ class SizeOwner:
 
     def _of_others(self, sizes: Mapping[str, int]) -> list[str]:
         """Returns the pools that the controller does not tell of; none while it has not told."""
-        told = told_pools(self._view.pools_json)
+        told = decode_pools(self._view.pools_json)
         return sorted(sizes.keys() - told.keys()) if told else []
 
     async def _ask_controller(self, sizes: dict[str, int]) -> bool:

@@ -17,7 +17,7 @@ with both options (perf_model/soonest.py). This module then plans the tokens tha
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is_faster_here
+from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is_local_faster
 from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.common.perf_model.soonest import Producer
 
@@ -90,9 +90,9 @@ def plan_prefill(
         order.insert(0, first)
     costs_text = ", ".join(f"{w} {costs[w] * 1000:.0f} ms" for w in order)
     reason = f"here {local_s * 1000:.0f} ms, {costs_text}; {num_missing} tokens missing"
-    if is_faster_here(local_s, best_s):
+    if is_local_faster(local_s, best_s):
         return PrefillPlan((), local_s, reason)
-    worthwhile = [w for w in order if not is_faster_here(local_s, costs[w])]
+    worthwhile = [w for w in order if not is_local_faster(local_s, costs[w])]
     return PrefillPlan(tuple(worthwhile), costs[worthwhile[0]], reason)
 
 

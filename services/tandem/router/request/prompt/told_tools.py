@@ -1,11 +1,9 @@
-"""Tells a model of tools in words, where its chat template does not.
+"""Describes tools to a model in text if its chat template does not support tools.
 
-The tools stand in the system message, or in the first message of the user, and earlier calls and
-their results are messages of their own. The model is asked for the format that the parser `json`
-reads.
-
-A template may also take tools and show no earlier calls. Then these are written as the model wrote
-them.
+The tools are listed in the system message or in the user's first message; earlier calls and their
+results become messages. The model is instructed to use the format of the parser `json`.
+A template may support tools but not show earlier calls. These calls are then written in the model's
+own format.
 """
 
 import json
@@ -21,23 +19,23 @@ _ASKS = (
 )
 
 
-def with_told_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
-    """Returns the chat as a template without tools can render it; the tools are still its own.
-    Without `takes_system` the first message of the user tells of the tools.
+def with_described_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
+    """Returns the chat in a form that a template without tools can render; `tools` stays unchanged.
 
-    One without tools and calls is as it was: the template knows it.
+    Without `takes_system`, the user's first message describes the tools. A chat without tools and
+    calls is returned unchanged.
     """
     if not (chat.tools or any(message.tool_calls for message in chat.messages)):
         return chat
     messages: list[Message] = []
-    earlier = ""  # the role of the message before
+    previous_role = ""  # role of the previous message
     for message in chat.messages:
-        told = _told(message)
-        # Some templates refuse two messages of the user in a row.
-        if earlier == "tool" and told.role == "user":
-            told = _joined(messages.pop(), told)
-        messages.append(told)
-        earlier = message.role
+        converted = _as_text(message)
+        # Some templates reject two consecutive user messages.
+        if previous_role == "tool" and converted.role == "user":
+            converted = _joined(messages.pop(), converted)
+        messages.append(converted)
+        previous_role = message.role
     if chat.tools:
         text = "\n".join([_ASKS, *(_json(tool["function"]) for tool in chat.tools)])
         if not takes_system:
@@ -55,7 +53,9 @@ def with_told_tools(chat: Conversation, *, takes_system: bool = True) -> Convers
 def with_written_calls(
     chat: Conversation, write: Callable[[list[tuple[str, Mapping[str, Any]]]], str]
 ) -> Conversation:
-    """Returns the chat with earlier calls as text of their messages, if `write` returns any."""
+    """Returns the chat with earlier calls as text in their messages, if `write` returns any
+    text.
+    """
 
     def written(message: Message) -> Message:
         calls = [(call.name, call.arguments) for call in message.tool_calls]
@@ -68,11 +68,11 @@ def with_written_calls(
 
 
 def _joined(first: Message, *then: Message) -> Message:
-    """Returns one message of the user with the contents of several."""
+    """Returns one user message with the contents of several messages."""
     return Message("user", "\n\n".join(message.content or "" for message in (first, *then)))
 
 
-def _told(message: Message) -> Message:
+def _as_text(message: Message) -> Message:
     if message.role == "tool":
         of = message.name or message.tool_call_id
         return Message("user", f"Result of the call {of}:\n{message.content or ''}")
