@@ -67,7 +67,7 @@ class AdmissionController:
         Raises Overloaded if its first token would be too late, unless it is urgent.
         """
         demand = self._metrics.demand
-        demand.asked(placement.prefill_s(work))
+        demand.new_request(placement.prefill_s(work))
         if is_urgent or not self._limit.base_s or self._view.redis_state != "ok":
             return Decision(0.0)
         decision = admit(
