@@ -1,4 +1,4 @@
-"""Ids of tool calls. Models get them back with the tools' results, and some want a form of them."""
+"""Ids of tool calls. Models get them back with the tools' results; some require a format."""
 
 import secrets
 
@@ -8,7 +8,7 @@ def call_id(_written: str) -> str:
 
 
 def mistral_call_id(_written: str) -> str:
-    """Returns nine letters and digits: Mistral's templates refuse any other id."""
+    """Returns nine letters and digits, because Mistral's templates refuse other ids."""
     return secrets.token_hex(5)[:9]
 
 

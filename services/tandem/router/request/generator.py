@@ -71,7 +71,7 @@ class LoadedModel:
     folder: ModelFolder
     tokenizer: Tokenizer
     preparer: PromptPreparer
-    answers: ModelFormat
+    model_format: ModelFormat
     created_s: int  # time when the model's files were written, in seconds since 1970
     # defaults for sampling fields that clients omit
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Generator:
             self.adapter(request.model)
             vocab_size = model.folder.config.vocab_size
             request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
-            request = with_template_options(model.answers, request)
+            request = with_template_options(model.model_format, request)
             prepare = model.preparer.prepare
             token_ids = (await prepare(request, None, max_model_len=max_model_len)).token_ids
             request.check_prompt_limit(len(token_ids))
@@ -340,7 +340,7 @@ class Generator:
         max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
-        request = with_template_options(model.answers, request)
+        request = with_template_options(model.model_format, request)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
         token_ids, block_hashes, pinned_tokens = await model.preparer.prepare(
@@ -353,7 +353,7 @@ class Generator:
         limit = together.limit_logprobs(request, len(token_ids), limit)
         bad_words = await model.preparer.bad_words(request)
         grammar = await model.preparer.grammar(
-            wanted_form(model.answers, request, token_ids), request.tenant
+            wanted_form(model.model_format, request, token_ids), request.tenant
         )
         seed, logprobs = request.sampling.seed, request.logprobs
         if logprobs is None and request.num_sequences > request.n:
@@ -389,7 +389,7 @@ def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
     return TextStream(
         tokenizer,
         client.stop,
-        answer_parser(model.answers, client, request.token_ids),
+        answer_parser(model.model_format, client, request.token_ids),
         stop_token_ids=client.stop_token_ids,
         shows_stop=client.include_stop_str_in_output,
         skip_special_tokens=skips,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tandem.models.detokenizer import IncrementalDetokenizer
 from tandem.models.stop import StopStrings
 from tandem.models.tokenizer import Tokenizer
-from tandem.router.parsers.machine import CallDelta, Machine
+from tandem.router.parsers.machine import AnswerParser, CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         stop: Sequence[str],
-        parser: Machine | None = None,
+        parser: AnswerParser | None = None,
         *,
         stop_token_ids: Collection[int] = (),
         shows_stop: bool = False,
@@ -94,7 +94,7 @@ class TextStream:
         last = self._counted(token_ids[at:], finish_reason, parser)
         return last if made is None else _joined(made, last)
 
-    def _counted(self, token_ids: list[int], finish_reason: str, parser: Machine) -> Piece:
+    def _counted(self, token_ids: list[int], finish_reason: str, parser: AnswerParser) -> Piece:
         was_reasoning = parser.in_reasoning
         piece = _split(self._push(token_ids, finish_reason), parser)
         self._num_undecided += len(piece.token_ids)
@@ -147,7 +147,7 @@ def _joined(first: Piece, then: Piece) -> Piece:
     )
 
 
-def _split(piece: Piece, parser: Machine) -> Piece:
+def _split(piece: Piece, parser: AnswerParser) -> Piece:
     parts = parser.finish(piece.text) if piece.finish_reason else parser.push(piece.text)
     finish_reason = piece.finish_reason
     if parser.is_done or finish_reason == "stop":

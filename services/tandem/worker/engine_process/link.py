@@ -19,7 +19,7 @@ import msgspec
 import zmq.asyncio
 
 from tandem.common.config.worker import WorkerConfig
-from tandem.common.process.endings import oom_kills, told_status
+from tandem.common.process.endings import describe_exit, oom_kills
 from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
@@ -338,7 +338,7 @@ class EngineLink:
             except TimeoutError:
                 kills = oom_kills()
         await asyncio.sleep(0)  # the last message may still be in the socket
-        self._end(f"the engine process ended: {told_status(status, kills)}")
+        self._end(f"the engine process ended: {describe_exit(status, kills)}")
 
     def _end(self, reason: str, error: ConfigError | None = None) -> None:
         if not self._ended.done():

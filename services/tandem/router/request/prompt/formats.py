@@ -5,25 +5,25 @@ from dataclasses import replace
 from functools import partial
 
 from tandem.models.grammars.text import StructuredOutput
-from tandem.router.parsers.machine import Machine
+from tandem.router.parsers.machine import AnswerParser
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.told_tools import with_described_tools, with_written_calls
 from tandem.router.request.request import ClientRequest
 
 
-def with_template_options(answers: ModelFormat, request: ClientRequest) -> ClientRequest:
+def with_template_options(model_format: ModelFormat, request: ClientRequest) -> ClientRequest:
     """Returns the request with the values for its chat template. Raises BadRequest."""
 
     def filled(chat: Conversation) -> Conversation:
-        if not answers.takes_tools:
-            chat = with_described_tools(chat, takes_system=answers.takes_system)
-        chat = with_written_calls(chat, partial(answers.written_calls, tools=bool(chat.tools)))
+        if not model_format.takes_tools:
+            chat = with_described_tools(chat, takes_system=model_format.takes_system)
+        chat = with_written_calls(chat, partial(model_format.written_calls, tools=bool(chat.tools)))
         options, effort = chat.template_options, chat.reasoning_effort
-        if chat.effort_is_hint and not answers.takes_effort:
+        if chat.effort_is_hint and not model_format.takes_effort:
             effort = None
         return replace(
-            chat, template_options=answers.template_options(options, effort, chat.thinking)
+            chat, template_options=model_format.template_options(options, effort, chat.thinking)
         )
 
     if not isinstance(request.prompt, Conversation):
@@ -33,7 +33,7 @@ def with_template_options(answers: ModelFormat, request: ClientRequest) -> Clien
 
 
 def wanted_form(
-    answers: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
+    model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
 ) -> StructuredOutput | None:
     """Returns the constraint on the answer: the client's, or that of the forced tool calls."""
     chat, form = request.prompt, request.structured_output
@@ -42,20 +42,20 @@ def wanted_form(
     if chat.tool_choice != "required":
         if form is None or chat.continue_final_message:
             return form  # a continued message is past its reasoning
-        return answers.after_reasoning(form, prompt_token_ids)
-    return answers.forced_calls(
+        return model_format.after_reasoning(form, prompt_token_ids)
+    return model_format.forced_calls(
         chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
     )
 
 
 def answer_parser(
-    answers: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
-) -> Machine | None:
+    model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
+) -> AnswerParser | None:
     """Returns the parser of the answer's reasoning and tool calls; None unless it is a chat."""
     chat = request.prompt
     if not isinstance(chat, Conversation):
         return None
-    return answers.machine(
+    return model_format.answer_parser(
         chat.callable_tools,
         prompt_token_ids,
         one_call_only=chat.one_call_only,
