@@ -31,7 +31,8 @@ class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
     """
 
     seconds: Observed = Observed()  # durations of whole pulls, in the buckets of PULL_S
-    post_s: Observed = Observed()  # parts of them spent in NIXL's start of the reads, in POST_S
+    # time spent in NIXL's start of the reads, in the buckets of POST_S
+    post_s: Observed = Observed()
     num_bytes: Observed = Observed()  # in PULL_BYTES
     num_blocks: Observed = Observed()  # in PULL_BLOCKS
     num_failed: int = 0  # failed pulls, without cancelled ones

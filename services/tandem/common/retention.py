@@ -15,7 +15,8 @@ class Retention(msgspec.Struct, frozen=True):
     # the prompt is likely to be sent again, so tiers copy it at its first use
     returns: bool = False
     pin_s: float = 0.0  # time after the end for which its blocks are evicted last; 0: none
-    weight: int = WEIGHT_DEFAULT  # of its tenant; it divides the pinnable blocks among tenants
+    # weight of its tenant, which determines the tenant's part of the pinnable blocks
+    weight: int = WEIGHT_DEFAULT
     num_tokens: int = 0  # number of the prompt's first tokens to pin; 0: all, and the answer
     priority: int = PRIORITY_DEFAULT  # priority of its blocks in tiers with the policy `priority`
 

@@ -62,8 +62,8 @@ class Expected(msgspec.Struct, frozen=True):
     """The parts of a prompt's prefill time on one worker."""
 
     queue_s: float  # the worker's queue, or a longer wait for something else
-    pull_s: float  # of the prefix that a holder has; 0: none is pulled
-    compute_s: float  # of the rest
+    pull_s: float  # to pull the prefix from a holder; 0: none is pulled
+    compute_s: float  # to compute the rest
     start: int  # number of tokens that are not computed
 
     @property

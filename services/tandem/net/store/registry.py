@@ -151,7 +151,7 @@ class AdapterState(msgspec.Struct, frozen=True):
 
 
 class Loading(msgspec.Struct, frozen=True):
-    """A worker that loads its model. It is alive while `num_writes` grows."""
+    """A loading notice of a worker. The worker is alive while `num_writes` grows."""
 
     pool: str
     num_bytes: int = 0  # bytes of its weights loaded so far

@@ -114,7 +114,7 @@ class Observation(msgspec.Struct, frozen=True):
     demand: Demand
     prefill: PoolSeen
     decode: PoolSeen
-    decode_rate: DecodeRate = DecodeRate()  # of a worker
+    decode_rate: DecodeRate = DecodeRate()  # rate of one worker
     num_held: int = 0  # requests that routers hold because a pool is empty
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 
 class Forecast(NamedTuple):
-    now: float  # on the line
-    ahead: float  # on the line at the horizon, at least 0
+    now: float  # value of the line now
+    ahead: float  # value of the line at the horizon, at least 0
     bound: float  # `ahead` plus the quantile of the loads above the line
 
 

@@ -27,7 +27,7 @@ class Stabilizer:
     def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
         self._config = config
         self._kept: deque[tuple[float, int]] = deque()
-        self._direction = 0  # of the last change: 1 up, -1 down
+        self._direction = 0  # direction of the last change: 1 up, -1 down
         self._changed_s = now_s  # earlier loads are unknown, so no size falls at once
         self._reversed_s = -float("inf")
 

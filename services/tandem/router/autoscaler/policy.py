@@ -60,7 +60,7 @@ class _Wish(NamedTuple):
 class _Load(NamedTuple):
     at_s: float
     prefill: float  # seconds of one worker per second
-    decode: float  # 1 is the capacity of one worker
+    decode: float  # multiples of the capacity of one worker
     span_s: float
     num_requests: int
 

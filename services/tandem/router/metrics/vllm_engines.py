@@ -87,7 +87,7 @@ def _histogram(
     bounds: Sequence[float],
     engines: Iterable[tuple[tuple[str, str], Observed]],
 ) -> Metric:
-    """Returns a histogram, without the workers of a version with other buckets."""
+    """Returns a histogram. Workers of another version with other buckets are left out."""
     family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
     les = (*map(floatToGoString, bounds), "+Inf")
     for engine, observed in engines:

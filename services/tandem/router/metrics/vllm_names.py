@@ -103,7 +103,7 @@ _NAMES: dict[str, Sequence[_Name]] = {  # keyed by Tandem's name without `tandem
 
 
 class VllmMetrics:
-    """The metrics of a router and of the engines of `workers` that vLLM has, too."""
+    """The metrics of a router and of the engines of `workers` under vLLM's names."""
 
     def __init__(
         self, registry: CollectorRegistry, workers: Sequence[WorkerRecord], model_name: str

@@ -385,8 +385,6 @@ class AnswerParser:
         self._is_raw, self._raw = False, ""
         self.is_done = self._rules.one_call_only
 
-    # Parts
-
     def _add_arguments(self, text: str) -> None:
         if not text:
             return

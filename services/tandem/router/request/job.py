@@ -164,7 +164,7 @@ class Routed:
 
     placement: Placement
     matches: dict[str, int]  # prefix matches used for the placement
-    reason: str  # in one line
+    reason: str  # one line
 
 
 @dataclass(slots=True)
@@ -189,7 +189,8 @@ class Routing:
     first_token_by: float = math.inf
     unassigned_since: float | None = None  # time since when no worker has it, after one had it
     leaves: str = ""  # MIGRATING: id of the worker that it leaves
-    stays_until: float = -math.inf  # does not try to migrate before, because no worker was found
+    # time before which it does not try to migrate again, because no worker was found
+    stays_until: float = -math.inf
     refused: set[str] = field(default_factory=set)  # epochs of workers that refused it
     retry_after_s: float | None = None  # shortest retry time of a full worker
     num_returns: int = 0  # number of returns from workers' queues

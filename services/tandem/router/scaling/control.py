@@ -49,7 +49,9 @@ class ClusterControl:
 
     async def scale(self, wanted: dict[str, Any], *, who: Caller) -> dict[str, int]:
         """Forwards the request to the owner of the pools; poll the pool state for completion.
-        Raises NotNow if there is no owner that a router can ask."""
+
+        Raises NotNow if this router can reach no owner of the sizes.
+        """
         try:
             sizes = dict[str, int](check_sizes(wanted).items())
         except BadRequest:

@@ -35,7 +35,10 @@ async def read_worker_log(
 
 
 async def read_own_log(after: Place) -> tuple[bytes, Place]:
-    """Returns the same of this process's log. Raises NotNow if it is no file."""
+    """Returns the part of this process's log after a place, and the place where it ends.
+
+    Raises NotNow if its log is no file.
+    """
     if not (path := os.environ.get(FILE_VARIABLE)):
         raise NotNow(NO_FILE)
     return await asyncio.to_thread(read_piece, Path(path), after)

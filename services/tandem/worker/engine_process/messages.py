@@ -229,7 +229,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     tick: int
     report: StepReport
-    num_commands: int = 0  # total number of commands applied before it
+    num_commands: int = 0  # total number of commands applied before this report
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):

@@ -47,7 +47,7 @@ class NamedAdapters:
         return AdapterState(named, self.load.loaded, self.load.failed, rank_max)
 
     def metrics(self, labels: Mapping[str, str]) -> Iterable[Metric]:
-        """Returns the gauge of the engine's adapters."""
+        """Returns the gauge of the engine's LoRA adapters."""
         return adapter_metrics(labels, self.load, self._config.max_loras)
 
     async def read_own(self) -> None:

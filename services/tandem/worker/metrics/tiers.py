@@ -1,6 +1,4 @@
-"""Metrics of the tiers below a worker's KV pool, and of what is pinned there and in the pool, read
-from the engine's load at each scrape.
-"""
+"""Metrics of a worker's tiers and of pinned blocks, read from the engine's load at each scrape."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

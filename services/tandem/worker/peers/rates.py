@@ -22,13 +22,13 @@ HANG_FLOOR_S = 5.0  # Shortest time after which an engine counts as hung
 _HANG_TURNS = 4
 _DEADLINE_FACTOR = 20
 _DEADLINE_MIN_S = 1.0
-_TURN_KEEP = 0.98  # Factor by which the longest turn decays at each shorter one
+_TURN_KEEP = 0.98  # factor by which the longest turn decays at each shorter one
 _RETRY_S = (0.1, 30.0)
 _INTERVAL_KEEP = 0.8
 
 
 class Rates:
-    """The meters of one worker."""
+    """The measured rates of one worker."""
 
     def __init__(self, config: WorkerConfig, unmeasured: WorkerRates) -> None:
         """`unmeasured` are the worker's rates before any step."""

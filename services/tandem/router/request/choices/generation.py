@@ -45,7 +45,7 @@ class Services:
     tenants: TenantMeter
     slo: AutoscaleConfig
     keeper: Keeper
-    deadline_s: float  # of a request
+    deadline_s: float  # deadline of each request, in seconds
 
 
 class Generation:

@@ -342,7 +342,7 @@ def _prepare(
     chain: Chain | None,
     pinned: Conversation | None,
 ) -> PreparedPrompt:
-    """`kept`: the number of the prompt's last tokens to keep; None: all."""
+    """`kept` is the number of the prompt's last tokens to keep; None means all."""
     if isinstance(text, tuple):
         token_ids = list(text)
     else:
