@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	&& echo $$p && break; done)
 
 # Named after what they depend on: a changed version installs again, a fresh checkout does not.
-KEY := $(shell cat pyproject.toml constraints.txt deploy/locks/*.txt Makefile setup.py services/tandem/common/*.c services/tandem/engine/tiers/*.c kernels/tandem_kernels/native/*.cpp \
+KEY := $(shell cat pyproject.toml constraints.txt deploy/locks/*.txt Makefile setup.py services/tandem/common/*.c services/tandem/engine/tiers/slots/*.c kernels/tandem_kernels/native/*.cpp \
 	kernels/tandem_kernels/native/*.h | cksum | cut -d' ' -f1)
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)

@@ -45,8 +45,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "tandem.engine.tiers._sketch_cells",
-            ["services/tandem/engine/tiers/_sketch_cells.c"],
+            "tandem.engine.tiers.slots._sketch_cells",
+            ["services/tandem/engine/tiers/slots/_sketch_cells.c"],
             extra_compile_args=["-O3"],
             optional=True,
         ),

@@ -31,7 +31,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.client import metric
 from tests.harness.cluster import LocalCluster, wait_for
 

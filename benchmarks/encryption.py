@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.servers import close_on_sigterm
 from tandem.cluster.launch.certificates import Authority
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.net.security import keys
 from tandem.net.security.limits import Limits
 from tests.harness.cluster import LocalCluster

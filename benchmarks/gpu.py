@@ -31,11 +31,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu_model import LLAMA_3_8B, SMOKE, Size, make_weights, weight_bytes
 from benchmarks.gpu_peer import generate_with_transformers
 from benchmarks.gpu_tiers import measure_tiers
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.executor.triton_steps import TritonSteps
-from tandem.engine.executor.weights import ModelWeights
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.executor.triton.steps import TritonSteps
+from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool, layer_of, make_pool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.blocks import pack, pack_spans

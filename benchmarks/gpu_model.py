@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.executor.weights import LayerWeights, Linear, Mlp, ModelWeights
-from tandem.models.config import ModelConfig
-from tandem.models.layers import LayerSpec
-from tandem.models.rope import Rope
+from tandem.engine.executor.weights.decoder_weights import LayerWeights, Linear, Mlp, ModelWeights
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import time
 import torch
 
 from benchmarks.gpu_model import Size
-from tandem.engine.executor.weights import LayerWeights, ModelWeights
-from tandem.models.config import ModelConfig
+from tandem.engine.executor.weights.decoder_weights import LayerWeights, ModelWeights
+from tandem.models.config.model import ModelConfig
 
 
 def generate_with_transformers(

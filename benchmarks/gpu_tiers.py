@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandem.engine.executor.triton_steps import TritonSteps
+from tandem.engine.executor.triton.steps import TritonSteps
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.engine.tiers.cuda_device import CudaDevice
-from tandem.engine.tiers.device_blocks import BlocksInPlace, DeviceBlocks, HostPages
-from tandem.engine.tiers.host_storage import HostStorage
+from tandem.engine.tiers.device.blocks import BlocksInPlace, DeviceBlocks, HostPages
+from tandem.engine.tiers.device.cuda import CudaDevice
+from tandem.engine.tiers.device.staged_blocks import StagedBlocks
+from tandem.engine.tiers.host import HostStorage
 from tandem.engine.tiers.jobs import Load, Part, Target, Write, write_all
-from tandem.engine.tiers.staged_blocks import StagedBlocks
 from tandem.engine.tiers.storage import Entry
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw

@@ -22,8 +22,9 @@ from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.models.source import ModelFolder, resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem_bench.perplexity import cut, losses
 from tandem_bench.prose import english_prose
 

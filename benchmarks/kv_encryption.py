@@ -23,8 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
-from tandem.engine.tiers.disk_storage import DiskStorage
-from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.disk.storage import DiskStorage
 from tandem.engine.tiers.seal import Encrypted, Plain, Seal
 from tandem.engine.tiers.storage import Entry
 

@@ -27,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import latent_model
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.cache.kv_groups import model_layout
-from tandem.engine.cache.pool_memory import populate
+from tandem.engine.cache.layout.kv_groups import model_layout
+from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
+from tandem.models.folder import ModelFolder
 from tandem.models.shape import num_parameters
-from tandem.models.source import ModelFolder, resolve
+from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "kv_formats.json"
 PLAIN = "bfloat16"

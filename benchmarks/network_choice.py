@@ -43,7 +43,7 @@ import grpc
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.net.rpc.auth import token_metadata
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tests.harness.cluster import LocalCluster, WorkerProcess

@@ -33,7 +33,7 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.cluster import LocalCluster
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"

@@ -40,7 +40,7 @@ from chat_load import Chat, LoopLag, Seen, ask, chats, quantile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.cluster import LocalCluster
 
 RESULTS = Path(__file__).parent / "results" / "overload.json"

@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from benchmarks.slow_tier_engine import BYTES_PER_S
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig, Role
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.lifecycle.servicer import Servicer
 from tandem.worker.lifecycle.worker import Worker
 from tandem.worker.prefill.prefix_choice import ConnectedHolder
 
@@ -42,7 +43,7 @@ class Running:
     """A worker and a router's stream to it, in this process."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.worker = Worker(config)
+        self.worker = Worker(config, Servicer)
         self._task = asyncio.create_task(self.worker.run())
         self._commands: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
         self._token_ids: dict[str, list[int]] = {}

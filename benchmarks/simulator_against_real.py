@@ -41,7 +41,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.small_mix import BLOCK, make_mix, replay, send
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, WorkerRates
 from tandem.net.store.client import connect

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from goodput_plot import plot
-from tandem.ops.simulator.output.report import Report, summarize
+from tandem.ops.simulator.output.report import RunReport, summarize
 from tandem.ops.simulator.policies import POLICIES, make_policy
 from tandem.ops.simulator.scenario import Scenario, full_load_factor
 from tandem.ops.simulator.simulation import Simulation
@@ -51,7 +51,7 @@ def read(path: str, shift_s: float, rename: str) -> list[Arrival]:
     return rename_prefixes(arrivals, rename) if rename else arrivals
 
 
-def run(arguments: argparse.Namespace, load: float, seed: int) -> list[Report]:
+def run(arguments: argparse.Namespace, load: float, seed: int) -> list[RunReport]:
     """All policies once. Load 0: as recorded."""
     scenario = Scenario(num_decode=arguments.decode, num_prefill=arguments.prefill, seed=seed)
     spread = spread_bursts(read(arguments.trace, arguments.shift, arguments.rename), seed)
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, load: float, seed: int) -> list[Report]:
     return reports
 
 
-def table(reports: list[Report]) -> list[dict[str, Any]]:
+def table(reports: list[RunReport]) -> list[dict[str, Any]]:
     rows = []
     for load in dict.fromkeys(r.load for r in reports):
         here = [r for r in reports if r.load == load]
@@ -129,7 +129,7 @@ def main() -> None:
                     file.write(msgspec.json.encode((load, seed, by_cell[load, seed])) + b"\n")
     # As recorded, a seed's spread arrivals make the load a little different: one row all the same.
     reports = [
-        Report(**{**_fields(r), "load": by_cell[load, 0][0].load})
+        RunReport(**{**_fields(r), "load": by_cell[load, 0][0].load})
         for load, seed in cells
         for r in by_cell[load, seed]
     ]
@@ -155,15 +155,15 @@ def main() -> None:
     print(f"{time.perf_counter() - started:.0f} s")
 
 
-def _read_cells(path: Path | None) -> dict[tuple[float, int], list[Report]]:
+def _read_cells(path: Path | None) -> dict[tuple[float, int], list[RunReport]]:
     if path is None or not path.exists():
         return {}
     lines = path.read_bytes().splitlines()
-    decoded = (msgspec.json.decode(line, type=tuple[float, int, list[Report]]) for line in lines)
+    decoded = (msgspec.json.decode(line, type=tuple[float, int, list[RunReport]]) for line in lines)
     return {(load, seed): reports for load, seed, reports in decoded}
 
 
-def _fields(report: Report) -> dict[str, Any]:
+def _fields(report: RunReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in report.__struct_fields__}
 
 

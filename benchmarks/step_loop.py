@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.load import random_prompt
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.cache.pool_memory import populate
+from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.engine import Engine
-from tandem.engine.executor.native_decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.models.source import resolve

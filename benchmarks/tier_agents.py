@@ -39,9 +39,9 @@ from tandem.common.perf_model.soonest import Reach
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.tiers.keep_policy import LeastRecentlyUsed
+from tandem.engine.tiers.slots.keep_policy import LeastRecentlyUsed
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.tiny_models import make_tiny_model
 
 RESULTS = Path(__file__).parent / "results" / "tier_agents.json"

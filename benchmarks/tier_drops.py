@@ -32,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.agents_trace import BLOCK, Request, Trace
 from benchmarks.tier_policies import InCall
 from tandem.common.retention import PRIORITY_DEFAULT
-from tandem.engine.cache.block import Copy
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.tiers.device_blocks import BlocksInPlace
-from tandem.engine.tiers.host_storage import HostStorage
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block import Copy
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.tiers.device.blocks import BlocksInPlace
+from tandem.engine.tiers.host import HostStorage
 from tandem.engine.tiers.io_thread import JobThread
-from tandem.engine.tiers.keep_policy import KeepPolicy, keep_policy
+from tandem.engine.tiers.slots.keep_policy import KeepPolicy, keep_policy
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 

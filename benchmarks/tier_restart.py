@@ -26,13 +26,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.tiers.disk_storage import DiskStorage
-from tandem.engine.tiers.keep_policy import keep_policy
-from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.disk.storage import DiskStorage
 from tandem.engine.tiers.seal import Plain
+from tandem.engine.tiers.slots.keep_policy import keep_policy
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier
 from tandem.net.store.client import connect

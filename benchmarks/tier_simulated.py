@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.agents_trace import BLOCK, Request, Trace, mooncake_rows
 from benchmarks.tier_policies import DEVICE
 from tandem.common.perf_model.rates import TierRate
-from tandem.ops.simulator.output.report import Report, summarize
+from tandem.ops.simulator.output.report import RunReport, summarize
 from tandem.ops.simulator.policies import make_policy
 from tandem.ops.simulator.scenario import DEFAULT_RATES, Scenario
 from tandem.ops.simulator.simulation import Simulation
@@ -58,7 +58,7 @@ def arrivals_of(requests: list[Request]) -> list[Arrival]:
 
 def simulated(
     arrivals: list[Arrival], pool_blocks: int, host_blocks: int, policy: str, *, sessions: bool
-) -> Report:
+) -> RunReport:
     rates = msgspec.structs.replace(
         DEFAULT_RATES, block_bytes=1, tiers=(TierRate("host", HOST_S),) if host_blocks else ()
     )

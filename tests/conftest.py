@@ -14,7 +14,7 @@ from httpx._transports import default
 from hypothesis import settings
 from redis.asyncio import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.net.store.client import connect
 

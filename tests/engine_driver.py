@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.cache.block_pool import BlockPool
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.engine import Engine
-from tandem.engine.tiers.device_blocks import BlocksInPlace
+from tandem.engine.tiers.device.blocks import BlocksInPlace
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport

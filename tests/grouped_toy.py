@@ -15,8 +15,8 @@ import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.kv_budget import KvBudget, VisibleKeys
-from tandem.engine.cache.kv_groups import KvGroup, KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import SequenceSlice
 from tandem.engine.tiers.io_thread import IoThread, JobThread

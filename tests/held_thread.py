@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tandem.engine.tiers.load_rate import LoadRate
+from tandem.engine.tiers.tier import LoadRate
 
 
 class HeldThread:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem_kernels.kv_cache import KvPool, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.cache.pool_memory import own_pages
+from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.tiers import make_tiers
-from tandem.engine.tiers.device_blocks import DeviceBlocks, Event, HostPages
-from tandem.engine.tiers.staged_blocks import Device, StagedBlocks, Stream
+from tandem.engine.tiers.device.blocks import DeviceBlocks, Event, HostPages
+from tandem.engine.tiers.device.staged_blocks import Device, StagedBlocks, Stream
 
 
 class LateStream(Stream):

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from tandem.common.adapter import Adapter
-from tandem.models.config import ModelConfig
-from tandem.models.lora import open_lora
-from tandem.models.lora_targets import linear_shapes
+from tandem.models.config.model import ModelConfig
+from tandem.models.lora.adapter import open_lora
+from tandem.models.lora.targets import linear_shapes
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")

@@ -41,7 +41,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from tandem.models.source import ModelFolder, read_folder, resolve
+from tandem.models.folder import ModelFolder
+from tandem.models.source import read_folder, resolve
 
 _SIZES = {
     "vocab_size": 203,

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 
 from tandem.common.adapter import Adapter
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem_kernels.logprobs import logprobs

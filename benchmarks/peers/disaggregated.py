@@ -36,7 +36,8 @@ from benchmarks.peers.machine import machine, versions
 from benchmarks.peers.servers import tandem_pair
 from benchmarks.peers.vllm_pair import VllmPair
 from benchmarks.peers.vllm_processes import ENVIRONMENT
-from tandem.models.source import read_json, resolve
+from tandem.models.files import read_json
+from tandem.models.source import resolve
 from tests.harness.cluster import LocalCluster
 
 RESULTS = Path(__file__).parent.parent / "results" / "disaggregated_peers.json"

@@ -22,7 +22,7 @@ def main(
     import torch
 
     from tandem.common.config.engine import EngineConfig
-    from tandem.engine.cache.pool_memory import populate
+    from tandem.engine.cache.layout.pool_memory import populate
     from tandem.engine.engine import Engine
     from tandem.engine.executor.runner import ModelRunner
     from tandem.engine.types import Mode, SamplingParams, SequenceSpec

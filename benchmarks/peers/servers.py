@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.peers.vllm_processes import ENVIRONMENT, VllmServer
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.cluster import LocalCluster
 
 KV_BYTES = 1 << 30

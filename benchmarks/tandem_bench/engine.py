@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.common.config.engine import EngineConfig
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import TandemError
 
 MODES: Mapping[str, dict[str, str]] = {
@@ -74,7 +74,7 @@ def main(
         sys.exit(2)
     console = Console()
     try:
-        with Waiting(Step("machine", "is watched"), redraws_per_s=0) as waiting:
+        with Waiting(ProgressRow("machine", "is watched"), redraws_per_s=0) as waiting:
             idle = idle_percent(2.0)
             results = measure(
                 model,
@@ -124,7 +124,7 @@ def measure(
     prompts: list[int],
     batches: list[int],
     repeats: int,
-    tell: Callable[[Step], None],
+    tell: Callable[[ProgressRow], None],
 ) -> dict[str, Any]:
     """Everything of the JSON file but the idle time. Raises TandemError."""
     from tandem_bench.engine_steps import resolve_dense
@@ -136,14 +136,18 @@ def measure(
     def timed(row: Row, name: str, work: Callable[[], float]) -> float:
         nonlocal num_timed
         note = f"{row.mode}, {row.threads} thread(s): {name}"
-        tell(Step("samples", note, num_timed, num_samples))
+        tell(ProgressRow("samples", note, num_timed, num_samples))
         num_timed += 1
         return work()
 
     folder = resolve_dense(model)
     rows = []
     for count in threads:
-        tell(Step("samples", f"the model is loaded for {count} thread(s)", num_timed, num_samples))
+        tell(
+            ProgressRow(
+                "samples", f"the model is loaded for {count} thread(s)", num_timed, num_samples
+            )
+        )
         runs = {mode: dict(_work(folder, mode, count, prompts, batches)) for mode in modes}
         group = [Row(mode, count, {name: [] for name in runs[mode]}) for mode in modes]
         for row in group:  # once, not counted: pages, packing, caches
@@ -154,7 +158,7 @@ def measure(
                 for row in group:
                     row.seconds[name].append(timed(row, name, runs[row.mode][name]))
         rows += group
-    tell(Step("machine", "its own products and reads"))
+    tell(ProgressRow("machine", "its own products and reads"))
     config = folder.config
     return {
         "model": model,

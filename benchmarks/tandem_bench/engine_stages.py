@@ -30,12 +30,12 @@ from rich.table import Table
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import DTYPE_BYTES
-from tandem.common.process.progress import Step, Waiting
-from tandem.engine.cache.pool_memory import own_pages
+from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem_bench.engine import MODES, idle_percent, limits
 from tandem_bench.engine_steps import (
     blocks_needed,
@@ -78,7 +78,7 @@ def main(
         sys.exit(2)
     console = Console()
     try:
-        with Waiting(Step("machine", "is watched"), redraws_per_s=0) as waiting:
+        with Waiting(ProgressRow("machine", "is watched"), redraws_per_s=0) as waiting:
             idle = round(idle_percent(2.0), 1)
             results: dict[str, Any] = {"idle_percent_before": idle, "mode": mode}
             results["rows"] = [
@@ -113,9 +113,9 @@ def _rows(
     prompts: list[int],
     batches: list[int],
     repeats: int,
-    tell: Callable[[Step], None],
+    tell: Callable[[ProgressRow], None],
 ) -> list[dict[str, Any]]:
-    tell(Step(f"{threads} thread(s)", "the model is loaded"))
+    tell(ProgressRow(f"{threads} thread(s)", "the model is loaded"))
     folder = resolve_dense(model)
     config = EngineConfig(model="", device="cpu", num_threads=threads, **MODES[mode])  # type: ignore[arg-type]
     runner = ModelRunner(folder, config)
@@ -128,7 +128,7 @@ def _rows(
     kv_bytes = DTYPE_BYTES[runner.kv_dtype_name]
     rows = []
     for number, (name, steps) in enumerate(work.items()):
-        tell(Step(f"{threads} thread(s)", name, number, len(work)))
+        tell(ProgressRow(f"{threads} thread(s)", name, number, len(work)))
         needed = needs(folder.config, steps, weight_bytes, kv_bytes)
         stages = _stages(_seconds(runner, steps, repeats), needed, machine)
         rows.append({"work": name, "threads": threads, "machine": machine, "stages": stages})

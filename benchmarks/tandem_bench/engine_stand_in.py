@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from tandem.common.perf_model.rates import WorkerRates
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import (

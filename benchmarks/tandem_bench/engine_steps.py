@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from random import Random
 
-from tandem.engine.cache.kv_groups import layer_groups
+from tandem.engine.cache.layout.kv_groups import layer_groups
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import UnsupportedModel
-from tandem.models.source import ModelFolder, resolve
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
 
 STEP_TOKENS = 512
 DECODE_CONTEXT = 256

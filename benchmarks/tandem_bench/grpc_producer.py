@@ -26,7 +26,7 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.worker.engine_process.messages import Event, Report
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.service import PrefillService
 from tandem_bench.grpc_worker import RAW_METHOD, RAW_SERVICE, TOKEN, engine_link, worker_config
@@ -82,7 +82,7 @@ async def run(model: str, num_blocks: int, tls_dir: str) -> None:
     ready = await link.start()
     metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
     rates = Rates(config, ready.rates)
-    parts = Parts(config, link, rates, metrics)
+    parts = WorkerParts(config, link, rates, metrics)
     prefill = PrefillService(parts, None, epoch="1", num_blocks=ready.num_blocks)
     interceptors = [TokenInterceptor(TOKEN), EncodedByHandler()]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)

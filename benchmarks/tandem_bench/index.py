@@ -34,8 +34,8 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.common.process.progress import Step, Waiting
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
@@ -99,14 +99,14 @@ def main(
 
 
 async def measure(
-    url: str, blocks: int, publish_rate: int, samples: int, tell: Callable[[Step], None]
+    url: str, blocks: int, publish_rate: int, samples: int, tell: Callable[[ProgressRow], None]
 ) -> dict[str, Any]:
     redis = connect(url)
     trees = Trees(
         redis, RedisIndex(redis, CLUSTER_ID, silent_s=SILENT_S), MemoryIndex(), RadixTree()
     )
     try:
-        tell(Step("tree", f"{blocks:,} blocks are published"))
+        tell(ProgressRow("tree", f"{blocks:,} blocks are published"))
         results: dict[str, Any] = {"blocks": blocks, "publish_rate": publish_rate}
         results.update(await fill(redis, trees.index, blocks))
         await fill_others(trees, blocks)
@@ -118,7 +118,7 @@ async def measure(
             results["rows"] = []
             for number, (holders, length) in enumerate(kinds):
                 note = f"{length:,} blocks of {holders} holder(s)"
-                tell(Step("look-ups", note, number, len(kinds)))
+                tell(ProgressRow("look-ups", note, number, len(kinds)))
                 results["rows"].append(await row(trees, chains[holders], holders, length, samples))
         finally:
             publisher.stdin.close()  # type: ignore[union-attr]

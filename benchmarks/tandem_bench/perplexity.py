@@ -22,13 +22,14 @@ from cyclopts.validators import Number
 
 from tandem.common.config.engine import Dtype, EngineConfig
 from tandem.common.kv_budget import KvBudget
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import ConfigError, InternalError, TandemError
-from tandem.models.source import ModelFolder, resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem_bench.prose import english_prose
 
 _Positive = Number(gte=1)
@@ -77,7 +78,7 @@ def main(
             )
             for kept, computed in pairs
         ]
-        with Waiting(Step(model, "is loaded")) as waiting:
+        with Waiting(ProgressRow(model, "is loaded")) as waiting:
             folder = resolve(model)
             windows = cut(Tokenizer(folder.path), _read(text), tokens=tokens, window=window)
             result = compare(
@@ -186,7 +187,7 @@ def _told(
     """Yields the windows of a run, and shows how far all runs are."""
     for number, window in enumerate(windows, run * len(windows)):
         note = f"run {run + 1} of {num_runs}"
-        waiting.show(Step("windows", note, number, num_runs * len(windows)))
+        waiting.show(ProgressRow("windows", note, number, num_runs * len(windows)))
         yield window
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.pool_memory import own_pages, size_shared
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.layout.pool_memory import own_pages, size_shared
 
 _MARK_BYTES = 8
 

@@ -20,7 +20,7 @@ from cyclopts import Parameter, run
 from cyclopts.validators import Number
 from rich.console import Console
 
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import TandemError
 from tandem_bench.serve_report import plot, show
 from tandem_bench.serve_tools import Api, Measured, Tool, ToolError, Work, find_tool
@@ -123,7 +123,7 @@ def drive(tool: Tool, program: Path, work: Work, folder: Path, deadline_s: float
     """Runs the program, whose words go to a file of the folder. Raises ToolError if it fails."""
     log = folder / f"{tool.name}.log"
     command = [str(program), *tool.arguments(work, folder)]
-    step = Step(tool.name, f"sends {work.requests} requests to {work.url}")
+    step = ProgressRow(tool.name, f"sends {work.requests} requests to {work.url}")
     with log.open("wb") as file, Waiting(step):
         # A session of its own: the program's own processes end with it.
         process = subprocess.Popen(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 
 BLOCKS = (1, 4, 16, 64, 256, 512, 1024)
 POOL_BYTES_MAX = 1 << 30  # of each side

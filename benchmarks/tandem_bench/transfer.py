@@ -20,7 +20,7 @@ from cyclopts import Parameter, run
 from cyclopts.validators import Number
 from rich.console import Console
 
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import Incompatible, TandemError
 from tandem.transfer.nixl.agent import load_nixl
 from tandem_bench import table
@@ -54,7 +54,7 @@ def main(
         sys.exit(2)
     console = Console(width=None if Console().is_terminal else 130)
     try:
-        with Waiting(Step("transfers", "NIXL is loaded"), redraws_per_s=0) as waiting:
+        with Waiting(ProgressRow("transfers", "NIXL is loaded"), redraws_per_s=0) as waiting:
             tell = _Rows(waiting, console, 2 * sum(len(each.blocks) for each in plans)).tell
             results = asyncio.run(measure(plans, repeats=repeats, idle_s=idle, tell=tell))
     except TandemError as error:
@@ -80,7 +80,7 @@ class _Rows:
     def tell(self, row: str) -> None:
         with self._waiting.hidden():
             self._console.print(row, style="dim")
-        self._waiting.show(Step("transfers", row, self._num_begun, self._total))
+        self._waiting.show(ProgressRow("transfers", row, self._num_begun, self._total))
         self._num_begun += 1
 
 

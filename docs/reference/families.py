@@ -2,7 +2,7 @@
 
     python -m docs.reference.families
 
-A test compares them with services/tandem/models/families.py.
+A test compares them with services/tandem/models/config/families.py.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tandem.models.families import FAMILIES, Family
+from tandem.models.config.families import FAMILIES, Family
 from tandem.models.gguf.config import ARCHITECTURES
 from tests.tiny_models import families_of
-from tests.unit.engine.test_triton_families import KINDS, OTHERS
-from tests.unit.models.test_gguf_families import files_of
+from tests.unit.engine.executor.triton.test_families import KINDS, OTHERS
+from tests.unit.models.gguf.test_families import files_of
 
 PAGE = Path(__file__).with_suffix(".md")
 _HAS = "family", "attention", "positions", "norms", "biases", "MLP", "factors", "GGUF"

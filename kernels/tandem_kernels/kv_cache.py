@@ -46,7 +46,7 @@ class RotatedKey(Protocol):
 
 
 class KvLayout(Protocol):
-    """This is what a pool needs of tandem.engine.cache.layout.BlockLayout."""
+    """This is what a pool needs of tandem.engine.cache.layout.block_layout.BlockLayout."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -36,7 +36,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.chaos.checks import (
     check_counted,
     errors_logged,

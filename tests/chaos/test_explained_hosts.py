@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.hosts import Machine, why_not
 from tests.harness.monitoring import ALERTS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.cluster import LocalCluster
 
 StartCluster = Callable[..., AbstractContextManager[LocalCluster]]

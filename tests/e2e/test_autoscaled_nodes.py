@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.operate import ask
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import (
     CLUSTER_ID_VARIABLE,
     REDIS_URL_OF_KIND,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import StartCluster, running_cluster
 from tests.harness.client import (
     EDITED,

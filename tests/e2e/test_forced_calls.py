@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.cluster import LocalCluster

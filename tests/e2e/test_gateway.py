@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
 from tests.harness.client import DEADLINE_S, complete, golden, wait_published
 from tests.harness.cluster import wait_for

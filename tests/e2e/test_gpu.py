@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, metric
 from tests.harness.cluster import LocalCluster

@@ -30,7 +30,7 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.net.store.client import connect_blocking
 from tandem.net.store.control_state import HEAD_KEY, Head, control_key
 from tests.harness.host_chats import PROMPTS

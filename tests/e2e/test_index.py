@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
 from tests.harness.client import complete, complete_all, golden, metric, open_client
 from tests.harness.cluster import LocalCluster, wait_for

@@ -13,7 +13,7 @@ import grpc
 import httpx
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.models.source import read_folder
 from tandem.net.rpc.tandem.v1 import cluster_pb2, inference_pb2
 from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub

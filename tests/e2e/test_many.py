@@ -17,7 +17,7 @@ import httpx
 import pytest
 from transformers import PreTrainedModel
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.models.source import resolve
 from tandem.router.request.choices.children import child_seed
 from tests.harness.beam_reference import beams_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.client import complete_all, golden, metric
 from tests.harness.cluster import LocalCluster
 from tests.harness.network import GBIT_BYTES_PER_S, Network, Shape, why_not

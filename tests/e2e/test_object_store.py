@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
 from tests.harness.client import complete, golden, metric, open_client
 from tests.harness.cluster import LocalCluster, wait_for

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.router.metrics.timeline import TTFT_STAGES
 from tests.harness.client import golden, open_client
 from tests.harness.cluster import LocalCluster, wait_for

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tests.harness.client import complete_all, golden, metric

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.models.source import resolve
 from tests.e2e.conftest import StartCluster, running_cluster
 from tests.harness.client import golden, metric

@@ -21,8 +21,8 @@ import grpc
 import httpx
 import psutil
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes import guardian
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.net.observability.logs import STACKS_SIGNAL
 from tandem.net.rpc.auth import token_metadata

@@ -21,11 +21,11 @@ import msgspec
 import psutil
 
 from tandem.cluster.launch.certificates import write_certificates
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.options import LaunchOptions, certificate_folder, make_spec
 from tandem.cluster.operate import differences
 from tandem.cluster.pools import PoolCommand
 from tandem.cluster.processes import guardian
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import (

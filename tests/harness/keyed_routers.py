@@ -17,7 +17,7 @@ import httpx
 import pytest_asyncio
 
 from tandem.api.server import Router
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig

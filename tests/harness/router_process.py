@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.models.source import resolve
 from tandem.net.rpc.tandem.v1 import worker_pb2

@@ -24,10 +24,10 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import BadRequest
+from tandem.models.folder import ModelFolder
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text
-from tandem.models.source import ModelFolder
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 
 EOS = 2
 _ENDS = frozenset('"]},:')

@@ -23,7 +23,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.perf_model.rates import WorkerRates
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
 from tandem.net.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
@@ -43,11 +43,12 @@ from tandem.worker.engine_process.messages import Add, Command, DisconnectPeer, 
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
+from tandem.worker.transit import Transit
 
 PROMPT = list(range(100))  # 7 blocks of 16
 PREFIX_BLOCKS = 6  # the full ones: the last token is computed always
@@ -152,6 +153,7 @@ class RecordingStream:
     def __init__(self) -> None:
         self.sequence_ids: set[str] = set()
         self.updates: list[pb.SequenceUpdate] = []
+        self.transit = Transit()
 
     def push(self, update: pb.SequenceUpdate) -> None:
         self.updates.append(update)
@@ -269,7 +271,7 @@ async def consumer_of(
     async with _serving(link, script) as (peer, producer, server):
         peers = AllPeers([peer])
         metrics, rates, make_lease, prefixes = _parts(link, peers, config)
-        parts = Parts(config, link, rates, metrics)  # type: ignore[arg-type]
+        parts = WorkerParts(config, link, rates, metrics)  # type: ignore[arg-type]
         producers = Producers(peers, prefixes, make_lease)  # type: ignore[arg-type]
         identity = pb.PrefixHolder(worker_id="d0", epoch="e", address="here")
         service = DecodeService(parts, producers, identity, max_model_len=1000)

@@ -17,13 +17,13 @@ from redis.asyncio import Redis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import PairRate, WorkerRates
 from tandem.common.process.cancellation import cancel
-from tandem.net.observability.log_file import NO_FILE, Place, read_piece
+from tandem.net.observability.log_file import NO_FILE, LogPosition, read_piece
 from tandem.net.rpc.auth import TokenInterceptor
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.net.store.client import UNREACHABLE
-from tandem.net.store.registry import KvCompatibility, Load, Registry, State, WorkerRecord
+from tandem.net.store.registry import KvCompatibility, Registry, State, WorkerLoad, WorkerRecord
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 
 RECORD_INTERVAL_S = 0.3
@@ -110,7 +110,7 @@ class ScriptedWorker(WorkerServicer):
         self.script = script
         self.state: State = "ready"
         self.draining = False
-        self.load = Load(queue_max=8, blocks_total=1000)
+        self.load = WorkerLoad(queue_max=8, blocks_total=1000)
         self.rates = WorkerRates()
         self.pairs: dict[str, PairRate] = {}
         self.max_model_len = 2048
@@ -257,7 +257,7 @@ class ScriptedWorker(WorkerServicer):
     ) -> pb.ReadLogResponse:
         if self.log is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_FILE)
-        text, after = read_piece(self.log, Place.parse(request.after))
+        text, after = read_piece(self.log, LogPosition.parse(request.after))
         return pb.ReadLogResponse(text=text, after=str(after))
 
     async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:  # noqa: N802

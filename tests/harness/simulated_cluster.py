@@ -24,7 +24,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
-from tandem.engine.cache.pool_bytes import pool_bytes
+from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.grpc.reservations import Reservations
@@ -34,14 +34,14 @@ from tandem.transfer.nixl.ucx_mode import UcxMode
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
-from tandem.worker.engine_process.link import EngineLink, _replies
-from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine
+from tandem.worker.engine_process.link import EngineLink, PoolThroughEngine, _replies
+from tandem.worker.engine_process.pool_view import MappedPool
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.pull_ledger import PullLedger
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_pull import PrefixPuller
 from tandem.worker.prefill.service import PrefillService
@@ -128,7 +128,7 @@ class Node:
         self.chain_root = compatibility.chain_root(b"")
         prefixes = PrefixPuller(config, compatibility, peers, rates, metrics, make_lease)
         parts, producers = (
-            Parts(config, self.link, rates, metrics),
+            WorkerParts(config, self.link, rates, metrics),
             Producers(peers, prefixes, make_lease),
         )
         identity = pb.PrefixHolder(worker_id=worker_id, epoch=epoch, address="here")

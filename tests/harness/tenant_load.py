@@ -21,15 +21,15 @@ from typing import Any
 import httpx
 
 from tandem.api.server import Router
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.store.client import connect
-from tandem.router.limits.counts import Asked
-from tandem.router.limits.limiter import Limiter, Reservation
+from tandem.router.limits.counts import ReservationRequest
+from tandem.router.limits.limiter import Limiter, LimitReservation
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 
 MINUTE_S = 60.0
@@ -69,15 +69,15 @@ class Admitted:
 def watch(limiter: Limiter, admitted: list[Admitted]) -> None:
     """Notes what a limiter admits and settles."""
     take, settle = limiter._take, limiter.settle
-    found: dict[Reservation, Admitted] = {}
+    found: dict[LimitReservation, Admitted] = {}
 
-    def noted_take(tenant: Any, asked: Asked) -> Reservation:
+    def noted_take(tenant: Any, asked: ReservationRequest) -> LimitReservation:
         reservation = take(tenant, asked)
         found[reservation] = Admitted(time.monotonic(), tenant.name, asked.tokens)
         admitted.append(found[reservation])
         return reservation
 
-    def noted_settle(reservation: Reservation, tokens: int | None) -> None:
+    def noted_settle(reservation: LimitReservation, tokens: int | None) -> None:
         if not reservation.is_settled:
             found[reservation].tokens = tokens or 0
             found[reservation].is_counted = tokens is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout
 
 Bytes = NDArray[np.uint8]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 COMPILED = (
     "tandem.common._block_hash",
-    "tandem.engine.tiers._sketch_cells",
+    "tandem.engine.tiers.slots._sketch_cells",
     "tandem_kernels.native._decoder",
 )
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.parity.compare import assert_as_transformers
 from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, start_ways
 from tests.tiny_models import FAMILIES, make_tiny_model

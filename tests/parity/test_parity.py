@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tests.harness.models import HERMES_TEMPLATE, with_template

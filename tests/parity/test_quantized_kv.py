@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.engine import KvDtype
 from tests.parity.models import engine_tokens, make_random_model
 from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.parity.models import make_random_model
 from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.harness.client import metric, migrations, open_client
 from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.slow_engine import HOLD_VARIABLE

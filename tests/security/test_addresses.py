@@ -13,7 +13,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from tandem.common.config.addresses import AddressConfig
+from tandem.common.config.router import AddressConfig
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import silent

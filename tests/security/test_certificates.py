@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tandem.cluster.launch.certificates import Authority
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.tls import Kind
 from tandem.net.rpc.auth import token_metadata
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb

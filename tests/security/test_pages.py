@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tandem.api.admin import page_files
+from tandem.api.admin.app import PAGE_FOLDER
 from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
@@ -22,7 +22,7 @@ KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def own_files() -> list[str]:
-    files = (p.relative_to(page_files._FOLDER) for p in page_files._FOLDER.rglob("*.*"))
+    files = (p.relative_to(PAGE_FOLDER) for p in PAGE_FOLDER.rglob("*.*"))
     return sorted(f.as_posix() for f in files if f.suffix[1:] in KINDS)
 
 
@@ -79,7 +79,7 @@ async def test_the_page_has_nothing_that_the_policy_forbids(router: RunningRoute
     assert not re.search(r"""\son\w+\s*=|\sstyle\s*=|<style|javascript:""", page)
     assert re.findall(r"<script[^>]*>([^<]*)<", page) == ["", ""]
     for name in own_files():
-        text = (page_files._FOLDER / name).read_text()
+        text = (PAGE_FOLDER / name).read_text()
         forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
         assert name.startswith("vendor/") or not re.search(forbidden, text), name
 

@@ -19,10 +19,9 @@ import pytest_asyncio
 
 from tandem.api.server import Router
 from tandem.cluster.launch.certificates import Authority
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
-from tandem.common.config.addresses import AddressConfig
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
-from tandem.common.config.router import RouterConfig
+from tandem.common.config.router import AddressConfig, RouterConfig
 from tandem.common.config.tls import PublicTls
 from tandem.net.rpc.tandem.v1.inference_pb2 import ListModelsRequest
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub

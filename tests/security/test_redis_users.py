@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.tls import Kind
 from tandem.net.store.client import connect, connect_blocking

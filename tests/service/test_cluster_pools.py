@@ -21,11 +21,11 @@ import psutil
 import pytest
 from redis import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.cluster.processes import guardian, owned, process
-from tandem.cluster.ray.head import HeadStarted
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.cluster.ray.node import HeadStarted
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
 
 pytestmark = pytest.mark.service

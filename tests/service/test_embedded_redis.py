@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, ConnectionError
 from redis.retry import Retry
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.errors import ConfigError
 from tandem.net.store.client import wait_until_answers
 
@@ -99,7 +99,7 @@ def test_a_wrong_password_is_named_at_once(redis_url: str) -> None:
 
 def test_loads_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, tandem.cluster.launch.embedded_redis; "
+        "import sys, tandem.cluster.processes.embedded_redis; "
         "assert not {'ray', 'torch', 'grpc'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.types import TierLoad
 from tests.harness.tiered_process import DEADLINE_S, ENGINE, PROMPTS, Process
 from tests.tiny_models import make_tiny_model

@@ -13,13 +13,19 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import PairRate, default_pair
 from tandem.errors import Incompatible
 from tandem.net.store.client import connect, connect_blocking
 from tandem.net.store.pair_rates import read_pair_bandwidths
-from tandem.net.store.registry import LOAN_TTL_S, KvCompatibility, Load, Registry, WorkerRecord
+from tandem.net.store.registry import (
+    LOAN_TTL_S,
+    KvCompatibility,
+    Registry,
+    WorkerLoad,
+    WorkerRecord,
+)
 
 pytestmark = pytest.mark.service
 
@@ -49,7 +55,7 @@ def a_record(worker_id: str, compatibility: KvCompatibility = COMPATIBILITY) -> 
         model="m",
         max_model_len=2048,
         compatibility=compatibility,
-        load=Load(num_running=3),
+        load=WorkerLoad(num_running=3),
         pairs={"p0": PairRate("nixl", 1e-3, 1e9)},
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import TandemError
 from tandem.transfer.nixl.agent import NixlAgent, ReadState, load_nixl
 from tandem.transfer.nixl.ucx_mode import UcxMode

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.dtypes import RotatedKey
-from tandem.engine.cache.block_spans import BlockSpans
-from tandem.engine.cache.kv_groups import KvGroup, KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem_bench.sizes import layout_of, scattered
 
 VARIABLE = "TRANSFER_MODEL"

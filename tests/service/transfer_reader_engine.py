@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from tandem.engine.cache.pool_memory import size_shared
+from tandem.engine.cache.layout.pool_memory import size_shared
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import EngineLoad, Reserved, SequenceSpec

@@ -1,4 +1,4 @@
-// Latent attention (tandem/models/latent.py). In between, attention.h sees one KV head whose values
+// Latent attention (tandem/models/config/latent.py). In between, attention.h sees one KV head whose values
 // are its keys; here queries are brought into the latent's space, and what was attended out of it.
 //
 //     projected   [rows][queries or their latent | latent of the token | its key]

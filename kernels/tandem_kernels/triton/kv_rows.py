@@ -2,7 +2,7 @@
 
 A pool of int8 is read through a pointer to int8, one of e4m3 through a pointer to bytes (uint8):
 what Triton calls fp8 is not on every card. A token's scale of K lies in the float16 numbers after
-both runs of its part, that of V a block's tokens after it (tandem.engine.cache.layout).
+both runs of its part, that of V a block's tokens after it (`block_layout` in tandem.engine.cache).
 """
 
 import torch

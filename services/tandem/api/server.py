@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from tandem.api.admin.app import make_admin_app
 from tandem.api.admin.listener import AdminListener
 from tandem.api.admin.page_feed import PageFeed
+from tandem.api.app import make_app
 from tandem.api.gateway.ext_proc import ExternalProcessor
 from tandem.api.gateway.fronts import FrontTable, announce
 from tandem.api.gateway.listener import PickerListener
@@ -30,16 +31,15 @@ from tandem.api.gateway.picker import EndpointPicker
 from tandem.api.grpc.access import CallGuard
 from tandem.api.grpc.cluster import GrpcCluster
 from tandem.api.grpc.inference import GrpcApi
-from tandem.api.http.app import make_app
 from tandem.api.listener import PublicListener
 from tandem.common.config.cluster import LEAVE_SIGNAL
 from tandem.common.config.router import RouterConfig
 from tandem.common.process.cancellation import cancel
 from tandem.common.process.garbage import exempt_loaded
 from tandem.errors import MemoryGrown, TandemError
-from tandem.models.broken_files import naming
-from tandem.models.source import read_json_if_any, resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.files import naming, read_json_if_any
+from tandem.models.source import resolve
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import make_tracing
 from tandem.net.rpc.certificates import CertificateFiles
 from tandem.net.security.access import Access, is_loopback
@@ -165,7 +165,8 @@ class Router:
     def _make_public(self) -> PublicListener:
         guard = CallGuard(self._access, self._trail)
         handlers = GrpcApi(self._config, self.generator, guard).handlers()
-        clients, live = self._access.clients, guard.live_peers
+        clients = self._access.clients
+        live = guard.live_peers
         return PublicListener(self._config, handlers, clients, live, self._tls)
 
     def _make_picker(self) -> PickerListener:

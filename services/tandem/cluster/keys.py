@@ -29,7 +29,8 @@ def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str,
 
 def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str, int]) -> None:
     """Prints a new key whose record is added to a file of records. Raises OperateError."""
-    lifetime_s, now = parse_duration(expires), time.time()
+    lifetime_s = parse_duration(expires)
+    now = time.time()
     expires_at = now + lifetime_s if lifetime_s else 0.0
     key = create(tenant, role, now=now, expires_at=expires_at, limits=changed(NO_LIMITS, limits))
     try:
@@ -94,7 +95,8 @@ def revoke_key(url: str, key_id: str) -> bool:
 
 def parse_duration(text: str) -> float:
     """Seconds of a duration such as 30d, 12h, 15m or 90s; 0 for never. Raises OperateError."""
-    number, unit = text[:-1], text[-1:]
+    number = text[:-1]
+    unit = text[-1:]
     if text == "0":
         return 0.0
     if unit not in _UNITS or not number.isdecimal():

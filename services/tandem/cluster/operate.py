@@ -27,7 +27,7 @@ from tandem.cluster.tables import (
 from tandem.common.config.cluster import API_KEY_VARIABLE
 from tandem.common.pool_sizes import POOL_SIZE_MAX
 from tandem.common.printable import printable, printable_json
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import OperateError
 
 _REPLY_DEADLINE_S = 5.0
@@ -49,7 +49,8 @@ def show_status(url: str) -> None:
     state = ask_once(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
-    screen, router = console(), state["router"]
+    screen = console()
+    router = state["router"]
     ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")
     model = state["model"] or "a router"
     screen.print(Text.assemble(f"{model} at {url}: ", ready, f"; redis {state['redis']}"))
@@ -107,8 +108,9 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
 
 def set_role(url: str, worker_id: str, role: str) -> None:
     """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
-    path, body = _path(worker_id, "role"), {"role": role} if role else {}
-    with Waiting(Step(worker_id, "changes its pool")):
+    path = _path(worker_id, "role")
+    body = {"role": role} if role else {}
+    with Waiting(ProgressRow(worker_id, "changes its pool")):
         done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
     print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
 
@@ -134,7 +136,7 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
 def reset_prefix_cache(url: str, worker_id: str) -> None:
     """Makes workers drop their cached blocks, and prints their numbers. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
-    with Waiting(Step(worker_id or "all workers", "drop their cached blocks")):
+    with Waiting(ProgressRow(worker_id or "all workers", "drop their cached blocks")):
         answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
     for name, num_blocks in answer["dropped_blocks"].items():
         print(f"{name}: {num_blocks:,} blocks dropped")
@@ -144,7 +146,7 @@ def verify_index(url: str, *, everything: bool) -> bool:
     """Prints each worker's verdict; returns whether all are ok. Raises OperateError."""
     deadline_s = _ALL_DEADLINE_S if everything else _SAMPLE_DEADLINE_S
     path = "/v1/cluster/index/verify"
-    with Waiting(Step("all workers", "their blocks are compared with the prefix tree")):
+    with Waiting(ProgressRow("all workers", "their blocks are compared with the prefix tree")):
         answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
     workers: dict[str, dict[str, Any]] = answer["workers"]
     console().print(index_table(workers))
@@ -159,7 +161,8 @@ def show_why(url: str, request_id: str) -> None:
 
 
 def _show_record(record: Mapping[str, Any]) -> None:
-    screen, ttft_ms = console(), record["ttft_ms"]
+    screen = console()
+    ttft_ms = record["ttft_ms"]
     outcome = f"{record['outcome']}: {record['error']}" if record["error"] else record["outcome"]
     screen.print(f"{record['id']} ({record['kind']}): {outcome}")
     stages = record["stages_ms"]
@@ -243,7 +246,7 @@ def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
 
 def scale_steps(
     at_first: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
-) -> list[Step]:
+) -> list[ProgressRow]:
     """Returns a row for each pool that does not have its size yet, then one for each of their
     workers that starts or leaves."""
     steps = []
@@ -251,10 +254,10 @@ def scale_steps(
         if missing := differences(state["pools"], {pool: size}):
             far, near = (_distance(s["pools"].get(pool, {}), size) for s in (at_first, state))
             note = missing[0].removeprefix(f"{pool}: ")
-            steps.append(Step(pool, note, max(0, far - near), max(1, far)))
+            steps.append(ProgressRow(pool, note, max(0, far - near), max(1, far)))
     for row in state.get("known_workers", ()):
         if row["pool"] in wanted and row["state"] not in ("ready", "stopped"):
-            steps.append(Step(row["worker_id"], _told(row)))
+            steps.append(ProgressRow(row["worker_id"], _told(row)))
     return steps
 
 
@@ -264,12 +267,14 @@ def _distance(pool: Mapping[str, Any], size: int) -> int:
     return int(max(abs(running - size), size - pool.get("ready", size)))
 
 
-def drain_step(at_first: Mapping[str, Any], state: Mapping[str, Any], worker_id: str) -> Step:
+def drain_step(
+    at_first: Mapping[str, Any], state: Mapping[str, Any], worker_id: str
+) -> ProgressRow:
     """Returns the row of a worker that drains: how many sequences and leases it still has."""
     rows = {row["worker_id"]: row for row in state.get("known_workers", ())}
     total, left = (_num_held(_worker(s, worker_id)) for s in (at_first, state))
     note = _told(rows[worker_id]) if worker_id in rows else "draining"
-    return Step(worker_id, note, max(0, total - left), total)
+    return ProgressRow(worker_id, note, max(0, total - left), total)
 
 
 def _num_held(worker: Mapping[str, Any] | None) -> int:
@@ -307,11 +312,13 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     for pool, size in wanted.items():
         state = pools.get(pool, {})
         if not is_told:
-            registered, ready = state.get("registered", 0), state.get("ready", 0)
+            registered = state.get("registered", 0)
+            ready = state.get("ready", 0)
             if pool != "router" and not registered == ready == size:
                 found.append(f"{pool}: {registered} registered, {ready} ready, {size} wanted")
             continue
-        running, agents = state.get("running", 0), len(state.get("agents", ()))
+        running = state.get("running", 0)
+        agents = len(state.get("agents", ()))
         ready = size if pool == "router" else state.get("ready", 0)
         if state.get("wanted") != size or not running == agents == ready == size:
             why = f"; {state['waits_why']}" if "waits_why" in state else ""
@@ -356,7 +363,7 @@ def ask_once(
     url: str, method: str, body: Mapping[str, object] | None = None, *, path: str = "/v1/cluster"
 ) -> Any:
     """Returns a router's answer as JSON, and shows meanwhile that it waits. Raises OperateError."""
-    with Waiting(Step(url, "is asked")):
+    with Waiting(ProgressRow(url, "is asked")):
         return ask(url, method, body, path=path)
 
 
@@ -378,7 +385,8 @@ def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     those of older versions do not."""
     found: dict[str, tuple[int, int]] = {}
     for worker in workers:
-        free, total = worker.get("memory_free_bytes", 0), worker.get("memory_total_bytes", 0)
+        free = worker.get("memory_free_bytes", 0)
+        total = worker.get("memory_total_bytes", 0)
         if free < _MEMORY_LOW_SHARE * total:
             found[worker["host"]] = (free, total)
     return [

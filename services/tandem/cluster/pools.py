@@ -233,12 +233,14 @@ def with_free_gpu(
     Without any GPU, all hosts fit a pool that needs none. They also fit a cluster of one machine,
     where the count may have missed a GPU and the worker itself reports a missing one.
     """
-    device, gpus = spec.pools[pool].device, _least_used_gpus(hosts, members)
+    device = spec.pools[pool].device
+    gpus = _least_used_gpus(hosts, members)
     if device == "cpu" or not (gpus or (device == "cuda" and spec.host_id)):
         return hosts, ""
     if not gpus:
         return [], "no host has a GPU (CUDA_VISIBLE_DEVICES can name GPUs that are not found)"
-    fewest, limit = min(uses for uses, _ in gpus.values()), spec.workers_per_gpu
+    fewest = min(uses for uses, _ in gpus.values())
+    limit = spec.workers_per_gpu
     if limit is not None and fewest >= limit:
         total = sum(host.num_gpus for host in hosts)
         return [], f"no GPU is free ({total} in all, --workers-per-gpu {limit})"

@@ -76,7 +76,9 @@ def worker_tables(
     if fits(wide, screen):
         yield wide
         return
-    loads, speeds, notes = table(*_LOAD_COLUMNS), table("worker", *more), []
+    loads = table(*_LOAD_COLUMNS)
+    speeds = table("worker", *more)
+    notes = []
     for column in (*loads.columns, speeds.columns[0]):
         column.no_wrap = True
     for row in rows:
@@ -119,7 +121,8 @@ def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
     for worker_id, worker in sorted(workers.items()):
         numbers = [f"{worker[name]:,}" for name in ("checked", "missing", "stale")]
         if worker["error"]:
-            numbers, verdict = ["-"] * 3, Text(worker["error"], "red")
+            numbers = ["-"] * 3
+            verdict = Text(worker["error"], "red")
         elif not worker["in_tree"]:
             verdict = Text("it has no log in the tree", "red")
         else:
@@ -210,7 +213,8 @@ def _rates(rates: Mapping[str, float] | None) -> str:
 
 def _tier(tier: Mapping[str, Any]) -> str:
     """Formats what a tier holds. A store has no end: a worker remembers so many of its blocks."""
-    held, total = tier["blocks_held"], tier["blocks_total"]
+    held = tier["blocks_held"]
+    total = tier["blocks_total"]
     if tier["name"] == "store":
         return f"store {held} known"
     return f"{tier['name']} {held / total if total else 0:.0%} of {total}"

@@ -81,8 +81,9 @@ def kv_part_bytes(
     has_values: bool = True,
     rotated: RotatedKey | None = None,
 ) -> int:
-    """Returns the bytes of K and V of one layer of one head in a block; layout.py has their
-    order.
+    """Returns the bytes of K and V of one layer of one head in a block.
+
+    block_layout.py has their order.
     """
     num_bytes = block_size * sum(kv_row_bytes(kv_dtype, head_dim, has_values, rotated))
     if not is_quantized(kv_dtype):

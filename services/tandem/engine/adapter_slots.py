@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.common.adapter import Adapter
-from tandem.common.hang_limit import hang_limit
+from tandem.common.process.hang_limit import hang_limit
 from tandem.errors import AdapterUnavailable, TandemError
 
 log = logging.getLogger(__name__)

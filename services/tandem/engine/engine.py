@@ -2,7 +2,8 @@
 
 Synchronous; knows no network, no asyncio, no Redis and no Ray. Everything that happens, also
 between steps, comes out in the next `StepReport`. While `has_work` is False, only a call from
-outside changes that. The states of a sequence are in sequence.py, of a block in block_pool.py.
+outside changes that. The states of a sequence are in sequence.py, of a block in
+cache/pool/block_pool.py.
 """
 
 import time
@@ -16,10 +17,9 @@ from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.kv_groups import divide_pool
+from tandem.engine.cache.layout.kv_groups import divide_pool
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.kept_chains import KeptChains
-from tandem.engine.live_sequences import LiveSequences
 from tandem.engine.load import measure_load
 from tandem.engine.new_sequences import NewSequences
 from tandem.engine.peer_blocks import PeerBlocks
@@ -60,9 +60,12 @@ class Engine:
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
-        parts = runner, model_fingerprint, self.layout, self._grammars, self._adapters
-        self._new_sequences = new = NewSequences(*parts)
-        self._tiers = make_tiers(config, self._kv, runner.kv, new.identity, start_thread)
+        self._new_sequences = NewSequences(
+            runner, model_fingerprint, self.layout, self._grammars, self._adapters
+        )
+        self._tiers = make_tiers(
+            config, self._kv, runner.kv, self._new_sequences.identity, start_thread
+        )
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
@@ -89,7 +92,8 @@ class Engine:
         Blocks that consumers wait for go to `on_final` as soon as they are final, before the
         tokens; without it they are in the report.
         """
-        started, work = time.perf_counter(), StepWork()
+        started = time.perf_counter()
+        work = StepWork()
         self._settle_adapters()
         self._tiers.turn()
         self.kept.turn()
@@ -141,7 +145,8 @@ class Engine:
         self._drop(old, unsafe_blocks)
         self._new_sequences.check(spec)
         new = self._new_sequences.make(spec, old.arrival)
-        new.cached, new.shared_wait_s = old.cached, old.shared_wait_s
+        new.cached = old.cached
+        new.shared_wait_s = old.shared_wait_s
         new.num_preemptions = old.num_preemptions
         self._enter(new)
 
@@ -172,7 +177,8 @@ class Engine:
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits all its KV, not a prefix")
         try:
-            num_stored, num_held = sequence.num_stored_blocks, len(sequence.block_table)
+            num_stored = sequence.num_stored_blocks
+            num_held = len(sequence.block_table)
             check_trusted(sequence_id, num_blocks, num_stored, num_held)
             is_short = self._kv.has_windows and num_blocks < sequence.num_prefix_blocks
             own = self._kv.global_ids(sequence.tables, num_stored if is_short else num_blocks)
@@ -269,8 +275,15 @@ class Engine:
         return self._scheduler.awaits_threads()
 
     def load(self) -> EngineLoad:
-        others = self._kv, self._adapters, self._tiers, self.kept
-        return measure_load(self._sequences.values(), self._scheduler, self._peer_blocks, *others)
+        return measure_load(
+            self._sequences.values(),
+            self._scheduler,
+            self._peer_blocks,
+            self._kv,
+            self._adapters,
+            self._tiers,
+            self.kept,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
@@ -407,7 +420,8 @@ class Engine:
         del self._sequences[sequence.sequence_id]
         if sequence.grammar is not None:
             sequence.grammar.cancel()
-        stored, spec = sequence.block_hashes[: sequence.num_stored_blocks], sequence.spec
+        stored = sequence.block_hashes[: sequence.num_stored_blocks]
+        spec = sequence.spec
         self.kept.keep(spec.cache_salt, spec.retention, stored)
         self._scheduler.withdraw(sequence)
         self._kv.give_back(sequence.let_go(), unsafe_blocks)
@@ -422,14 +436,16 @@ class Engine:
 
     def _check_queue(self, num_queued: int) -> None:
         if num_queued >= self._config.queue_max:
-            most = self._config.queue_max
-            message = f"{num_queued} requests wait already; the queue holds {most}"
-            raise QueueFull(message, retry_after_s=1.0)
+            raise QueueFull(
+                f"{num_queued} requests wait already; the queue holds {self._config.queue_max}",
+                retry_after_s=1.0,
+            )
 
     def _take_report(self, work: StepWork, started: float) -> StepReport:
         seconds = time.perf_counter() - started
         report = self._pending.take(work, seconds)
-        report.step, report.load = next(self._steps), self.load()
+        report.step = next(self._steps)
+        report.load = self.load()
         report.stored, report.removed = self._kv.take_events()
         report.chains = self._kv.take_chain_changes()
         report.tiers = self._tiers.take_events()
@@ -441,3 +457,27 @@ class Engine:
 
 def _cannot_go_on(why: str) -> BadRequest:
     return BadRequest(f"its grammar cannot go on: {why}")
+
+
+class LiveSequences(dict[str, Sequence]):
+    """The sequences of one engine by their ids."""
+
+    def find(self, sequence_id: str) -> Sequence:
+        """Raises InternalError for an unknown one."""
+        if sequence_id not in self:
+            raise InternalError(f"no sequence {sequence_id} is on this engine")
+        return self[sequence_id]
+
+    def awaiting(self, sequence_id: str) -> Sequence:
+        """Returns a sequence that awaits KV from outside. Raises InternalError if it does not."""
+        sequence = self.find(sequence_id)
+        if sequence.status is not Status.WAITING_FOR_KV:
+            raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
+        return sequence
+
+    def awaiting_all(self, sequence_id: str) -> Sequence:
+        """Returns one that awaits all its KV, not a prefix only. Raises InternalError."""
+        sequence = self.awaiting(sequence_id)
+        if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
+            raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")
+        return sequence

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tandem.common.retention import Kept, Retention
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.pins import Fate
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.cache.pool.pins import Fate
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import PinLoad
 
@@ -42,7 +42,8 @@ class KeptChains:
         if not retention.pin_s or not block_hashes:
             return Kept(0)
         until = self.clock() + retention.pin_s
-        depth, is_refused = len(block_hashes), False
+        depth = len(block_hashes)
+        is_refused = False
         for group, pool in zip(self._kv.layout.groups, self._kv.pools, strict=True):
             if group.window is None:
                 here = block_hashes[: len(pool.match(block_hashes))]

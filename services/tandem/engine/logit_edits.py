@@ -66,7 +66,8 @@ class LogitEdits:
         self._output.append(token_id)
         if not self._has_penalties:
             return
-        sampling, place = self._sampling, self._place(token_id)
+        sampling = self._sampling
+        place = self._place(token_id)
         count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._scales[place] = sampling.repetition_penalty
         self._penalties[place] = sampling.frequency_penalty * count + sampling.presence_penalty

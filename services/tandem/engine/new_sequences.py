@@ -7,7 +7,7 @@ from itertools import count
 from tandem.common.adapter import digest_of
 from tandem.common.block_hash import chain_root
 from tandem.engine.adapter_slots import AdapterSlots
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.check_spec import check_spec

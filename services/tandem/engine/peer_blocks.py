@@ -97,7 +97,8 @@ class PeerBlocks:
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
             raise InternalError(f"no chain {sequence_id} is imported on this engine")
-        num_cached, num_held = chain.num_cached_blocks, len(chain.block_hashes)
+        num_cached = chain.num_cached_blocks
+        num_held = len(chain.block_hashes)
         try:
             check_trusted(sequence_id, num_blocks, num_cached, num_held)
             if self._kv.has_windows and num_blocks < num_held:

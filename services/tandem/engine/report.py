@@ -5,7 +5,7 @@ import time
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.perf_model.step_time import StepWork
 from tandem.engine.cache.block_table import BlockTables
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.transfer_order import transfer_order
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import (
@@ -144,7 +144,8 @@ class PendingReport:
                 embedding=sequence.embedding,
             )
         )
-        sequence.prompt_logprobs, sequence.embedding = [], []
+        sequence.prompt_logprobs = []
+        sequence.embedding = []
 
     def failed(self, sequence: Sequence, error: TandemError) -> None:
         """Reports that the sequence ends without an answer."""

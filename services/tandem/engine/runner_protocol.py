@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from tandem.engine.adapter_slots import AdapterRunner
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw

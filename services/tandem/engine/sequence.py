@@ -43,11 +43,9 @@ from enum import Enum
 
 from tandem.common.block_hash import block_hash, hash_blocks
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
-from tandem.engine.admission import Admission
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.loading import Loading
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
@@ -59,6 +57,45 @@ class Status(Enum):
     WAITING_FOR_KV = "awaiting_kv"
     RUNNING = "running"
     HELD = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The start of a sequence: what it reuses, and the token that it goes on with."""
+
+    num_cached_blocks: int
+    num_computed_tokens: int
+    resume: int  # it goes on with the token after so many others, once it awaits no KV any more
+    sources: tuple[int, ...]  # blocks of each group that are copied into its first own one
+    is_fork: bool
+
+
+@dataclass(slots=True)
+class Loading:
+    """The blocks of one sequence that come from a tier below the pool.
+
+    [ held | computed meanwhile, or to be loaded | the rest is computed ]
+           ^ num_stored_blocks                   end
+    [ held, computed | a gap: it could not be loaded | loaded | the rest ]     a load that failed
+    """
+
+    end: int = 0  # LOADING: its first blocks that will be there
+    computes: bool = False  # LOADING: it computes the first of them meanwhile
+    num_spared: int = 0  # of those to be loaded: so many are expected to be computed instead
+    awaits: bool = True  # LOADING: what comes after it may come from a peer
+    loaded: range = range(0)  # in place, and not reached by computing yet
+
+    def take(self, first: int, end: int) -> None:
+        """The load ended: blocks first..end - 1 are in place."""
+        self.end = 0
+        self.computes = False
+        self.loaded = range(first, end)
+
+    def skip(self, num_blocks: int) -> int:
+        """Returns how many first blocks are in place once so many are."""
+        if self.loaded and num_blocks >= self.loaded.start:
+            num_blocks, self.loaded = max(num_blocks, self.loaded.stop), range(0)
+        return num_blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +300,8 @@ class Sequence:
         all of them; none follows one that ends the sequence."""
         self.append(token_id)
         new = [token_id]
-        edits, wants_logprobs = self.edits, self.spec.sampling.logprobs is not None
+        edits = self.edits
+        wants_logprobs = self.spec.sampling.logprobs is not None
         if edits is None or wants_logprobs:  # the model's logits tell the log probabilities
             return new
         while len(new) <= forced_max:
@@ -293,16 +331,20 @@ class Sequence:
         fork = parent and self.fork_part(parent, num_cached_blocks)
         part = fork or part or NO_PART
         num_computed = start + part.num_tokens
-        resume, awaits = num_computed, False
+        resume = num_computed
+        awaits = False
         if self.mode is Mode.PREFILL_ONLY:
             resume = min(resume, self.last_depth * self.block_size)
         if fork is None and self.mode is Mode.WAITING_FOR_REMOTE_KV:
             if self.num_tokens - num_computed >= self.spec.remote_prefill_min_tokens:
-                resume, awaits = self.last_depth * self.block_size, True
+                resume = self.last_depth * self.block_size
+                awaits = True
         elif fork is None and self.num_prefix_blocks > num_cached_blocks:
-            resume, awaits = self.num_prefix_blocks * self.block_size, True
+            resume = self.num_prefix_blocks * self.block_size
+            awaits = True
         if awaits:
-            num_computed, part = start, NO_PART
+            num_computed = start
+            part = NO_PART
         return Admission(num_cached_blocks, num_computed, resume, part.sources, fork is not None)
 
     def hold(self, tables: BlockTables, admission: Admission) -> list[BlockCopy]:

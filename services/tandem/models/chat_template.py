@@ -34,8 +34,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.errors import BadRequest, ConfigError
-from tandem.models.broken_files import first_line, naming
-from tandem.models.source import read_json_if_any
+from tandem.models.files import first_line, naming, read_json_if_any
 
 RENDER_S_MAX = 5.0  # a conversation takes milliseconds
 _DIGITS_MAX = 1 << 20  # of a product or power: bits of a number, elements of a text or list

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tandem.common.dtypes import DTYPE_BYTES, is_quantized
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions

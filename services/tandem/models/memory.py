@@ -17,8 +17,8 @@ import psutil
 
 from tandem.common.config.engine import EngineOptions
 from tandem.common.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16, kv_part_bytes
+from tandem.models.folder import ModelFolder
 from tandem.models.shape import num_parameters
-from tandem.models.source import ModelFolder
 
 
 @dataclass(frozen=True, slots=True)

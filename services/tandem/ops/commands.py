@@ -176,7 +176,7 @@ def logs(
 
     That of a worker on another machine comes through a router, while its process answers.
     """
-    from tandem.cluster.launch.worker_log import show_worker_log
+    from tandem.cluster.logs.worker_log import show_worker_log
 
     show_worker_log(url, worker, follow=follow)
 
@@ -382,7 +382,8 @@ def run() -> None:
 
 def _named(words: list[str]) -> str:
     """Returns the command line up to the name of the command."""
-    command, names = app, ["tandem"]
+    command = app
+    names = ["tandem"]
     for word in words[:2]:
         if word.startswith("-") or word not in command:
             break

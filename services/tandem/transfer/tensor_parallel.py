@@ -13,7 +13,7 @@ This module is arithmetic only: it opens no transfer and knows offsets into pool
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import Incompatible
 
 # Both workers' whole-model layouts must agree in these fields; num_blocks may differ.

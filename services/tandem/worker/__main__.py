@@ -43,9 +43,10 @@ async def _run(config: "WorkerConfig") -> None:
     # Import late, so that --help and wrong settings are answered quickly.
     from tandem.errors import ConfigError, Incompatible, TandemError
     from tandem.worker.lifecycle.loading import tell_failed
+    from tandem.worker.lifecycle.servicer import Servicer
     from tandem.worker.lifecycle.worker import Worker
 
-    worker = Worker(config)
+    worker = Worker(config, Servicer)
 
     def stop() -> None:
         worker.stop(config.drain_deadline_s)

@@ -13,7 +13,7 @@ from tandem.common.perf_model.rates import PairRate
 from tandem.common.retention import NO_RETENTION, PRIORITY_DEFAULT, Retention
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
 
@@ -24,7 +24,7 @@ def plain_of(kind: type[_Plain], source: object, **fields: Any) -> _Plain:
     return kind(**{name: getattr(source, name) for name in same}, **fields)
 
 
-def load_message(load: Load) -> pb.WorkerLoad:
+def load_message(load: WorkerLoad) -> pb.WorkerLoad:
     groups = [pb.KvGroupLoad(**asdict(group)) for group in load.groups]
     return pb.WorkerLoad(**{**asdict(load), "groups": groups})
 

@@ -10,7 +10,7 @@ from tandem.worker.peers.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WorkerParts:
     """One worker's settings, engine link, rates, metrics and tracing."""
 
     config: WorkerConfig

@@ -19,8 +19,8 @@ from tandem.api.openai.requests import (
     validate,
 )
 from tandem.api.openai.tokens import DetokenizeBody, kind_of, parse_tokenize
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.types import Mode
 from tandem.errors import TandemError

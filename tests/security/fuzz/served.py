@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tests.harness.cluster import LocalCluster, WorkerProcess, free_port
 from tests.security.fuzz.file_targets import write_tiny_model

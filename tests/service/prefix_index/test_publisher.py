@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.net.store.client import connect
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex

@@ -14,12 +14,12 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from tandem.api.server import Router
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, silent
 

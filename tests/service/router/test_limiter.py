@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.process.cancellation import cancel
 from tandem.errors import RateLimited, UsageUnknown
 from tandem.net.security.limits import NO_LIMITS, Limits
 from tandem.net.store.client import Client, connect
 from tandem.router.limits.counts import LEASE_MS, TenantCounts
-from tandem.router.limits.limiter import Limiter, Reservation
+from tandem.router.limits.limiter import Limiter, LimitReservation
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.limits.usage import UsageMeter, UsageQuery
 from tandem.router.limits.usage_store import UsageRow, UsageStore
@@ -75,7 +75,7 @@ async def ask(limiter: Limiter, limits: Limits, tokens: int = 1, took: int | Non
 
 async def hold(
     held: AsyncExitStack, limiter: Limiter, limits: Limits, tokens: int = 1
-) -> Reservation:
+) -> LimitReservation:
     """Admits a request that runs until the stack ends."""
     reserved = limiter.reserved("acme", limits, tokens, is_counted=True)
     return await held.enter_async_context(reserved)
@@ -161,7 +161,7 @@ async def test_an_outage_of_redis_keeps_the_split_and_ends_without_a_jump(cluste
         entered = await asyncio.gather(
             *(held.enter_async_context(f) for f in fresh), return_exceptions=True
         )
-    assert sum(isinstance(e, Reservation) for e in entered) == 50
+    assert sum(isinstance(e, LimitReservation) for e in entered) == 50
     await asyncio.to_thread(cluster.server.restart)  # empty
     for _ in range(20):
         answers = await asyncio.gather(*(ask(n, limits) for n in (one, two) for _ in range(10)))

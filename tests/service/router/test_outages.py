@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from tandem.api.server import Router
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.common.perf_model.rates import PrefillRate, WorkerRates
 from tandem.models.source import resolve
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.client import connect
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
 from tests.service.router.conftest import ANY_ADMIN_PORTS, MODEL, eventually
 
@@ -212,7 +212,7 @@ async def test_nobody_is_refused_or_held_by_a_load_that_redis_cannot_renew(setup
     decode = await setup.add_worker("decode-0")
     for worker in (prefill, decode):
         worker.rates = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), step_tokens=100, measured=True)
-        worker.load = Load(blocks_total=1000, queued_tokens=10**6)
+        worker.load = WorkerLoad(blocks_total=1000, queued_tokens=10**6)
         await worker.write_record()
     view = setup.router.view
     await eventually(lambda: sum(w.load.queued_tokens for w in view.known()) == 2 * 10**6)

@@ -16,7 +16,7 @@ from tandem.common.perf_model.rates import PairRate, PrefillRate, WorkerRates
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tests.harness.scripted_worker import Say, refusal, refusing, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 
@@ -36,7 +36,9 @@ async def tell_load(router: RunningRouter, queued_tokens: int, **load: int) -> N
     """Every worker tells this queue, and that a token of it takes 1 ms."""
     for worker in router.workers:
         worker.rates, worker.pairs = RATES, {"prefill-9": PairRate("nixl", 1e-3, 1.5e9)}
-        worker.load = Load(queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, **load)
+        worker.load = WorkerLoad(
+            queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, **load
+        )
         await worker.write_record()
     known, told = router.router.view.known, router.workers[0].load
     shown = (told.queued_tokens, told.num_waiting)
@@ -138,7 +140,7 @@ async def test_a_request_that_a_load_cannot_show_yet_still_counts(router: Runnin
         return snapshot.num_waiting, snapshot.queued_tokens
 
     for seen, step in ((0, 1), (1, 2), (2, 3)):
-        worker.load = Load(queue_max=8, blocks_total=1000, step=step)
+        worker.load = WorkerLoad(queue_max=8, blocks_total=1000, step=step)
         worker.tell_load(already + seen)
         await eventually(lambda step=step: view.known()[0].load.step == step)  # type: ignore[misc]
         assert counted() == (2 - seen, 40 * (2 - seen))

@@ -12,7 +12,7 @@ from tandem.errors import BadRequest
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.router.admission.tenants import cache_salt
 from tests.harness.scripted_worker import Say, Script, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
@@ -130,7 +130,9 @@ async def tell_load(router: RunningRouter, *, queued_tokens: int, step: int) -> 
     rates = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), step_tokens=100, measured=True)
     for worker in router.workers:
         worker.rates = rates
-        worker.load = Load(queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, step=step)
+        worker.load = WorkerLoad(
+            queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, step=step
+        )
         await worker.write_record()
     known = router.router.view.known
     states = {w.worker_id: w.state for w in router.workers}

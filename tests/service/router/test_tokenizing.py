@@ -18,7 +18,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter, eventually
 from tests.service.router.test_tenants import noting
@@ -39,7 +39,7 @@ async def idle_workers(router: RunningRouter) -> AsyncIterator[None]:
         while True:
             step = next(steps)
             for worker in router.workers:
-                worker.load = Load(queue_max=8, blocks_total=1000, step=step)
+                worker.load = WorkerLoad(queue_max=8, blocks_total=1000, step=step)
                 worker.tell_load(1 << 40)
             await asyncio.sleep(0.02)
 

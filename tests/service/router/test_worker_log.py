@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tandem.cluster.launch.worker_log import show_worker_log
+from tandem.cluster.logs.worker_log import show_worker_log
 from tandem.errors import OperateError
 from tandem.net.observability.log_file import FILE_VARIABLE
 from tandem.router.workers.rows import Gone

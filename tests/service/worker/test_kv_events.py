@@ -9,7 +9,7 @@ import msgpack
 import pytest
 import zmq
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.block_hash import block_hash
 from tandem.net.rpc.auth import token_metadata
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb

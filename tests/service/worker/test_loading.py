@@ -13,7 +13,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.cancellation import cancel
-from tandem.net.store.registry import Loading, Registry
+from tandem.net.store.registry import LoadingNotice, Registry
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.lifecycle.loading import tell_failed, tell_loading
@@ -40,7 +40,7 @@ async def test_a_router_sees_how_far_it_is_until_it_ends(
     progress = [(1, 4)]
     telling = asyncio.create_task(tell_loading(config(cluster_config), lambda: progress[-1]))
     async with asyncio.timeout(10):
-        while notices(view) != {"decode-7": Loading("decode", 1, 4, view_writes(view))}:
+        while notices(view) != {"decode-7": LoadingNotice("decode", 1, 4, view_writes(view))}:
             await view._poll(registry)
         progress.append((3, 4))
         while notices(view)["decode-7"].num_bytes != 3:
@@ -65,7 +65,7 @@ async def test_a_worker_that_failed_leaves_a_notice_of_why(
     )
 
 
-def notices(view: ClusterView) -> dict[str, Loading]:
+def notices(view: ClusterView) -> dict[str, LoadingNotice]:
     return {name: told.notice for name, told in view.loading.items()}
 
 

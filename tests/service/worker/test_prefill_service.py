@@ -35,7 +35,7 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
 )
 from tandem.worker.engine_process.messages import Add, ContinuePrefill, PinPrefix, Remove, Report
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.service import PrefillService
@@ -107,7 +107,7 @@ async def producer_of(**transfer: Any) -> AsyncIterator[Producer]:
     )
     rates.on_step(StepReport(num_prefill_tokens=512, step_ms=250.0, rates=measured))
     metrics = WorkerMetrics(worker_id="p0", role="prefill")
-    parts = Parts(config, link, rates, metrics)
+    parts = WorkerParts(config, link, rates, metrics)
     service = PrefillService(parts, prefixes, epoch="e", num_blocks=NUM_BLOCKS)
     producer = Producer(service, link, prefixes)
     server = grpc.aio.server(options=SERVER_OPTIONS)

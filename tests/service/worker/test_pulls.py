@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import LeaseLost
 from tandem.net.rpc.auth import TokenInterceptor, token_metadata
 from tandem.net.rpc.block_bytes import EncodedByHandler, encode

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem_bench import engine
 from tandem_bench.transfer import _Rows
 from tests.harness.terminal import Terminal
@@ -22,10 +22,10 @@ def test_each_sample_of_the_engine_is_told_once(
 ) -> None:
     monkeypatch.setattr(engine, "limits", lambda threads: LIMITS)
     monkeypatch.setattr(engine, "idle_percent", lambda during_s: 100.0)
-    told: list[Step] = []
+    told: list[ProgressRow] = []
     show = Waiting.show
 
-    def listening(waiting: Waiting, *steps: Step) -> None:
+    def listening(waiting: Waiting, *steps: ProgressRow) -> None:
         told.extend(steps)
         show(waiting, *steps)
 

@@ -119,7 +119,8 @@ def test_without_gpus_workers_go_where_they_went() -> None:
 
 
 def test_a_worker_that_drains_keeps_its_gpu_until_it_is_gone() -> None:
-    spec, wanted = make_spec("cuda", 1, num_gpus=1), DECODE[1]
+    spec = make_spec("cuda", 1, num_gpus=1)
+    wanted = DECODE[1]
     (worker,), _ = plan(spec, wanted, [])
     drains = msgspec.structs.replace(worker, state="draining")
     assert plan(spec, wanted, [drains]) == ([], [])
@@ -161,7 +162,8 @@ def test_no_host_with_a_gpu_is_a_reason_of_its_own() -> None:
 
 
 def test_auto_takes_hosts_without_gpus_only_if_no_host_has_one() -> None:
-    spec, wanted = make_spec("auto", None, host="a"), DECODE[3]
+    spec = make_spec("auto", None, host="a")
+    wanted = DECODE[3]
     assert {m.host for m in plan(spec, wanted, [], hosts(a=0, b=1))[0]} == {"b"}
     add, _ = plan(spec, wanted, [], hosts(a=0, b=0))
     assert on(add) == [("decode-0", "a", None), ("decode-1", "b", None), ("decode-2", "a", None)]
@@ -171,7 +173,8 @@ def test_auto_takes_hosts_without_gpus_only_if_no_host_has_one() -> None:
 
 
 def test_a_worker_moves_to_a_free_gpu_of_a_host_that_joined() -> None:
-    spec, wanted = make_spec("cuda", 2, host="a"), DECODE[2]
+    spec = make_spec("cuda", 2, host="a")
+    wanted = DECODE[2]
     members, _ = plan(spec, wanted, [], hosts(a=1))
     add, _ = plan(spec, wanted, running(members), hosts(a=1, b=1))
     assert on(add) == [("decode-2", "b", 0)]
@@ -188,7 +191,8 @@ def test_no_worker_moves_from_a_gpu_of_its_own_to_one_that_is_shared() -> None:
 
 
 def test_a_host_that_is_back_finds_its_gpu_taken_by_its_own_worker() -> None:
-    spec, wanted = make_spec("cuda", 1, host="a"), DECODE[2]
+    spec = make_spec("cuda", 1, host="a")
+    wanted = DECODE[2]
     members, _ = plan(spec, wanted, [], hosts(a=1, b=1))
     (lost,) = lose(running(members), {"b"})
     members = [running(members)[0], lost]

@@ -275,7 +275,8 @@ def test_one_machine_has_one_grpc_replica_however_many_routers() -> None:
 
 
 def test_each_host_with_a_router_has_a_grpc_replica() -> None:
-    spec, hosts = with_grpc("a"), [Host(name, [0]) for name in ("a", "b", "c")]
+    spec = with_grpc("a")
+    hosts = [Host(name, [0]) for name in ("a", "b", "c")]
     add, _ = plan(spec, {"router": 2}, [], hosts)
     routed = {m.host for m in add if m.pool == "router"}
     assert len(routed) == 2
@@ -292,7 +293,8 @@ def test_each_host_with_a_router_has_a_grpc_replica() -> None:
 
 
 def test_a_lost_hosts_grpc_replica_is_lost_and_comes_back_with_it() -> None:
-    spec, hosts = with_grpc("a"), [Host("a", [0]), Host("b", [0])]
+    spec = with_grpc("a")
+    hosts = [Host("a", [0]), Host("b", [0])]
     add, _ = plan(spec, {"router": 1}, [], hosts)
     members = [msgspec.structs.replace(m, state="running") for m in add]
     (host,) = {m.host for m in members}
@@ -309,7 +311,8 @@ def test_a_lost_hosts_grpc_replica_is_lost_and_comes_back_with_it() -> None:
 
 
 def test_a_leaving_host_keeps_its_grpc_replica_until_it_drains() -> None:
-    spec, hosts = with_grpc("a"), [Host("a", [0]), Host("b", [0])]
+    spec = with_grpc("a")
+    hosts = [Host("a", [0]), Host("b", [0])]
     add, _ = plan(spec, {"router": 1}, [], hosts[:1])
     members = [msgspec.structs.replace(m, state="running") for m in add]
     more, drain = plan(spec, {"router": 1}, members, hosts, {"a": "leaves"})

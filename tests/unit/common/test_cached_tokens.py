@@ -30,5 +30,6 @@ def test_what_follows_adds_only_the_tokens_after(one: CachedTokens, other: Cache
 
 
 def test_a_prompt_of_which_a_peer_had_more() -> None:
-    here, there = CachedTokens(device=32, host=16), CachedTokens(device=16, disk=64, peer=16)
+    here = CachedTokens(device=32, host=16)
+    there = CachedTokens(device=16, disk=64, peer=16)
     assert here.then(there) == CachedTokens(device=32, host=16, disk=32, peer=16)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tandem.models.families import FAMILIES
+from tandem.models.config.families import FAMILIES
 from tests.harness.documents import ROOT
 from tests.tiny_models import families_of
 
@@ -34,7 +34,7 @@ def test_every_family_has_a_checkpoint_and_a_file_of_each_kind(writer: ModuleTyp
     for name in FAMILIES:
         assert families_of(name), f"tests/tiny_models.py has no {name}"
         if writer._gguf_names(name):
-            assert writer.files_of(name), f"test_gguf_families.py has no {name}"
+            assert writer.files_of(name), f"gguf/test_families.py has no {name}"
 
 
 def test_both_tables_of_models_name_every_family() -> None:

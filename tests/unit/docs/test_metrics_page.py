@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.engine.types import AdapterLoad, EngineLoad
 from tandem.net.observability.metrics import Declared, MetricSet
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.prefix_index.audit import TreeStats
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.limits.metrics import TenantMetrics
@@ -20,9 +20,7 @@ from tandem.router.scaling.autoscale import AutoscaleGauges
 from tandem.router.workers.control_watch import ControlWatch
 from tandem.router.workers.pool_watch import PoolWatch
 from tandem.worker.metrics.adapters import adapter_metrics
-from tandem.worker.metrics.index import index_metrics
-from tandem.worker.metrics.tiers import tier_metrics
-from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.metrics.worker import WorkerMetrics, index_metrics, tier_metrics
 from tests.harness.documents import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "metrics.md").read_text()
@@ -32,8 +30,6 @@ FAMILIES = {
     "router/index/metrics.py",
     "router/metrics/router.py",
     "worker/metrics/adapters.py",
-    "worker/metrics/index.py",
-    "worker/metrics/tiers.py",
     "worker/metrics/worker.py",
 }
 
@@ -74,7 +70,7 @@ def collected() -> set[str]:
         *index.collect(),
         *WorkerGauges(view).collect(),
         *AutoscaleGauges(view).collect(),
-        *worker._gauges(Load(), {}),
+        *worker._gauges(WorkerLoad(), {}),
         *Metrics().registry.collect(),
         *tenants.collect(),
         *worker.collect(),

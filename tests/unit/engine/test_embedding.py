@@ -13,7 +13,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SequenceSpec
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.engine_driver import drive_all, make_spec
 from tests.tiny_models import make_tiny_model
 

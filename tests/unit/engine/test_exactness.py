@@ -21,7 +21,8 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
-from tandem.models.source import ModelFolder, resolve
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
 from tests.engine_driver import Outcome, drive, make_spec
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden_smollm2.json"

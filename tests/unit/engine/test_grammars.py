@@ -21,12 +21,13 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
+from tandem.models.folder import ModelFolder
 from tandem.models.grammars import masks
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import GrammarMasks, GrammarMatcher
 from tandem.models.grammars.text import StructuredOutput, grammar_text
-from tandem.models.source import ModelFolder, resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.source import resolve
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tests.engine_driver import Outcome, drive, make_spec
 from tests.tiny_models import make_random_speaker, make_tiny_model
 

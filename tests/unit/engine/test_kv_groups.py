@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tandem.common.block_hash import chain_root, hash_blocks
 from tandem.common.kv_budget import KvBudget
-from tandem.engine.cache.kv_groups import KvGroup, KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem.engine.engine import Engine
 from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
 from tandem.errors import NeverFits

@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.engine_driver import Outcome, drive_all, make_engine, make_spec
 from tests.tiny_models import make_tiny_model
 

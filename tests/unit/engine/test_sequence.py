@@ -3,8 +3,7 @@ from __future__ import annotations
 from tandem.common.block_hash import hash_blocks
 from tandem.common.cached_tokens import CachedTokens
 from tandem.engine.cache.block_table import BlockTables
-from tandem.engine.loading import Loading
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Loading, Sequence
 from tandem.engine.sequence import finish_reason as reason_of
 from tandem.engine.types import Mode
 from tests.engine_driver import make_spec

@@ -12,7 +12,7 @@ from tandem.common.kv_budget import KvBudget
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tests.engine_driver import Outcome, drive, make_spec
 
 Tiny = tuple[ModelFolder, PreTrainedModel]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.common.dtypes import RotatedKey
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem_kernels import kv_fp8, kv_int4, kv_int8
 from tandem_kernels.kv_cache import KvPool
 from tests.kv_pools import empty_pool, pool_of

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem_kernels.kv_int4_keys import KeyChannels, quantize, widen
 from tests.kv_pools import some_channels
 

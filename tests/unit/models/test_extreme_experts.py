@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import converted_folder
-from tandem.models.source import ModelFolder, read_folder
+from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
 from tests.step_batches import mixed_steps
 from tests.tiny_models import make_tiny_model
-from tests.unit.models.test_gguf_families import file_of, make_origin
+from tests.unit.models.gguf.test_families import file_of, make_origin
 
 PROMPTS = [
     torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -51,9 +52,11 @@ def skew(model: PreTrainedModel) -> list[torch.Tensor]:
         layer.post_attention_layernorm.weight[0] = 1.0
         router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
         router.weight[:, 0] = 0.0
-        router.weight[ALL, 0], router.weight[NONE, 0] = 9.0, -9.0
+        router.weight[ALL, 0] = 9.0
+        router.weight[NONE, 0] = -9.0
         if hasattr(router, "e_score_correction_bias"):
-            router.e_score_correction_bias[ALL], router.e_score_correction_bias[NONE] = 5.0, -5.0
+            router.e_score_correction_bias[ALL] = 5.0
+            router.e_score_correction_bias[NONE] = -5.0
         for parameter in layer.mlp.experts.parameters():
             parameter[NONE] *= 30
         counts.append(torch.zeros(len(router.weight), dtype=torch.int64))

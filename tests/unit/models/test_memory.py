@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.models.config.quantization_scheme import Quantization, Scheme
+from tandem.models.folder import ModelFolder
 from tandem.models.memory import Memory, Need, read_memory, why_too_much, worker_need
-from tandem.models.quantized.scheme import Quantization, Scheme
-from tandem.models.source import BUILT_IN, ModelFolder, resolve
+from tandem.models.source import BUILT_IN, resolve
 
 GB = 10**9
 NEED = Need("--kv-memory 900000000000", 900 * GB, GB // 2)

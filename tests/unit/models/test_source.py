@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_the_second_time_is_quick_and_opens_no_gguf():
         "import sys, time; from tandem.models.source import resolve; start = time.perf_counter();"
         "resolve('smollm2'); print(time.perf_counter() - start);"
         "print(sorted({'gguf', 'huggingface_hub'} & set(sys.modules)));"
-        "import tandem.models.detokenizer, tandem.models.stop;"
+        "import tandem.models.tokenizer.detokenizer, tandem.models.tokenizer.stop;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     run = subprocess.run(

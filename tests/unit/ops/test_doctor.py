@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tandem.ops.doctor import clocks, command, devices, system
-from tandem.ops.doctor.command import CHECKS
-from tandem.ops.doctor.host import Host
-from tandem.ops.doctor.redis import redis
+from tandem.ops.doctor.command import CHECKS, redis
+from tandem.ops.doctor.host import HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tests.harness.terminal import Terminal
 
@@ -34,12 +33,12 @@ CARD = {
 }
 
 
-def host(root: Path, files: dict[str, str], **environment: str) -> Host:
+def host(root: Path, files: dict[str, str], **environment: str) -> HostFiles:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Host(root, environment)
+    return HostFiles(root, environment)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_open_files_are_what_a_router_may_raise_them_to(
     limits: tuple[int, int], cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    assert system.open_files(Host(tmp_path)).cost == cost
+    assert system.open_files(HostFiles(tmp_path)).cost == cost
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_a_disk_is_full_as_it_is_for_routers(
         return SimpleNamespace(free=free, total=total)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    finding = check(Host(tmp_path))
+    finding = check(HostFiles(tmp_path))
     assert tmp_path in asked
     assert bool(finding.cost) == bool(finding.remedy) == is_disk_full(free, total)
 
@@ -190,7 +189,7 @@ def test_the_fullest_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         shutil, "disk_usage", lambda at: SimpleNamespace(free=free.get(at, total), total=total)
     )
-    assert system.run_disk(Host()).found == f"0 of 107 GB free in {tmp_path}/tandem/runs"
+    assert system.run_disk(HostFiles()).found == f"0 of 107 GB free in {tmp_path}/tandem/runs"
 
 
 @pytest.mark.parametrize(
@@ -243,10 +242,10 @@ def test_ucx_that_may_not_read_memory_costs_as_a_kernel_that_forbids_it(tmp_path
 def test_redis_that_does_not_answer_is_named_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.ops.doctor.redis._DEADLINE_S", 0.0)
-    assert not redis(Host(tmp_path, {})).cost
+    monkeypatch.setattr("tandem.ops.doctor.command._DEADLINE_S", 0.0)
+    assert not redis(HostFiles(tmp_path, {})).cost
     for url in ("redis://:a-secret@127.0.0.1:1/0", "http://:a-secret@127.0.0.1"):
-        finding = redis(Host(tmp_path, {"TANDEM_REDIS_URL": url}))
+        finding = redis(HostFiles(tmp_path, {"TANDEM_REDIS_URL": url}))
         assert finding.cost
         assert "a-secret" not in str(finding)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex

@@ -70,7 +70,8 @@ def test_only_prefill_workers_that_can_load_it_are_candidates() -> None:
 
 def first_prefill(adapter: Adapter | None, *workers: WorkerSnapshot) -> set[str]:
     """Returns the prefill workers that come first among these, over many draws."""
-    decode, found = worker("decode"), set()
+    decode = worker("decode")
+    found = set()
     for seed in range(20):
         placement = choose(Work(100, 16, adapter), (decode, *workers), {}, Random(seed))
         assert placement is not None

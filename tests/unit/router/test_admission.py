@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.predict import prefill_seconds, queue_seconds
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
-from tandem.router.admission.admit import Decision, admit
+from tandem.router.admission.admit import AdmissionDecision, admit
 from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import (
     MARGIN,
@@ -45,7 +45,7 @@ def decide(
     *,
     calibration: Calibration = Calibration(),
     ahead_s: float = 0.0,
-) -> Decision:
+) -> AdmissionDecision:
     return admit(
         work, placement, limit, calibration, ahead_s=ahead_s, completion_tokens=0.0, now=7.0
     )
@@ -58,7 +58,8 @@ def wait_s(work: Work, placement: Placement, limit: TtftLimit) -> float | None:
 
 def test_predicts_queue_prompt_and_the_steps_of_those_who_decode() -> None:
     placement = placed(Work(320, 16), 10, queued_tokens=240, num_running=5)
-    queue_s, prompt_s = 3 * 0.1 + 0.24, 2 * 0.1 + 0.16
+    queue_s = 3 * 0.1 + 0.24
+    prompt_s = 2 * 0.1 + 0.16
     expected_s = queue_s + prompt_s + (240 + 160) / 100 * 5 * 2e-3
     assert expected_ttft_s(Work(320, 16), placement) == pytest.approx(expected_s)
 
@@ -81,7 +82,8 @@ def test_without_rates_a_token_has_the_price_of_the_guess() -> None:
 
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.integers(1, 50_000))
 def test_more_in_the_queue_is_never_admitted_sooner(few: int, more: int, num_tokens: int) -> None:
-    limit, work = TtftLimit(2.0, 2e-4), Work(num_tokens)
+    limit = TtftLimit(2.0, 2e-4)
+    work = Work(num_tokens)
     short, long = (
         wait_s(work, placed(work, queued_tokens=queued), limit) or 0.0
         for queued in (few, few + more)
@@ -90,7 +92,8 @@ def test_more_in_the_queue_is_never_admitted_sooner(few: int, more: int, num_tok
 
 
 def test_says_how_long_to_wait() -> None:
-    work, limit = Work(100), TtftLimit(1.0, 1e-3)
+    work = Work(100)
+    limit = TtftLimit(1.0, 1e-3)
     placement = placed(work, queued_tokens=1000)
     late_s = expected_ttft_s(work, placement) - MARGIN * 1.1
     assert wait_s(work, placement, limit) == pytest.approx(late_s)
@@ -99,7 +102,8 @@ def test_says_how_long_to_wait() -> None:
 
 def test_what_was_learned_and_the_wait_in_the_router_count() -> None:
     """The prompt is expected in 0.75 s, of a limit of 2 s."""
-    work, limit = Work(200), TtftLimit(2.0)
+    work = Work(200)
+    limit = TtftLimit(2.0)
     placement = placed(work, queued_tokens=150)
     predicted_s = expected_ttft_s(work, placement)
     assert decide(work, placement, limit).promise == Promise(predicted_s, 7.0)
@@ -110,7 +114,7 @@ def test_what_was_learned_and_the_wait_in_the_router_count() -> None:
     assert decide(work, placement, limit, calibration=slow).late_s == pytest.approx(
         3 * predicted_s - MARGIN * 2.0
     )
-    assert decide(work, placed(work), TtftLimit(100.0)) == Decision(
+    assert decide(work, placed(work), TtftLimit(100.0)) == AdmissionDecision(
         0.0, None, 100.0
     )  # as it teaches nothing
 
@@ -122,7 +126,9 @@ def test_nobody_is_refused_for_a_guess() -> None:
 
 def test_a_long_prompt_is_taken_while_it_waits_no_longer_than_it_takes() -> None:
     """A strict limit would refuse it for ever: it takes longer than the limit when all is idle."""
-    work, strict, kind = Work(10_000), TtftLimit(1.0), TtftLimit(1.0, own_times=2.0)
+    work = Work(10_000)
+    strict = TtftLimit(1.0)
+    kind = TtftLimit(1.0, own_times=2.0)
     own_s = expected_ttft_s(work, placed(work))
     assert own_s > 10
     assert wait_s(work, placed(work), strict) is not None
@@ -135,7 +141,8 @@ def test_a_long_prompt_is_taken_while_it_waits_no_longer_than_it_takes() -> None
 
 def test_a_long_prompt_is_taken_where_the_decode_worker_has_not_measured_itself() -> None:
     """It is likely to be like the other: 10 s, and 0.1 s for each of 20 steps of 512 tokens."""
-    work, kind = Work(10_000), TtftLimit(1.0, own_times=2.0)
+    work = Work(10_000)
+    kind = TtftLimit(1.0, own_times=2.0)
     workers = [
         WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES),
         WorkerSnapshot("d", "d/1", "", "decode", "ready"),
@@ -189,7 +196,8 @@ def test_waits_for_blocks_of_the_pool_that_lacks_them() -> None:
 
 
 def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_running_slot() -> None:
-    work, alone_s = Work(100), 0.2
+    work = Work(100)
+    alone_s = 0.2
     full = decoding(num_running=10, num_waiting=4, num_running_slots=10)
     for queued, wait in ((500, 1.5), (1500, 3.0)):
         peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=queued)

@@ -14,11 +14,11 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import NewTokens, SamplingParams
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.choices.beams import Beam, BeamOptions, extend, ranked, search
-from tandem.router.request.job import Job, PreparedRequest, Progress, Step
+from tandem.router.request.job import Job, JobStep, PreparedRequest, Progress
 from tandem.router.request.request import ClientRequest
 from tests.engine_driver import make_spec
 from tests.harness.beam_reference import beams_of
@@ -53,8 +53,9 @@ class EngineRun:
         self.engine = Engine(config, runner, folder.fingerprint)
         self._found: dict[str, NewTokens] = {}
 
-    async def __call__(self, job: Job) -> AsyncGenerator[Step, None]:
-        request, made = job.request, job.progress.output_token_ids
+    async def __call__(self, job: Job) -> AsyncGenerator[JobStep, None]:
+        request = job.request
+        made = job.progress.output_token_ids
         spec = make_spec(
             job.request_id,
             [*request.token_ids, *made],
@@ -69,7 +70,7 @@ class EngineRun:
             self.engine.check_integrity()
         (measured,) = self._found.pop(job.request_id).logprobs
         top = LogprobEntry(top_ids=measured.top_ids, top_logprobs=measured.top_logprobs)
-        yield Step([0], "length", [top])
+        yield JobStep([0], "length", [top])
 
 
 def job_of(width: int, max_tokens: int) -> Job:
@@ -128,7 +129,8 @@ def test_equal_beams_keep_their_order() -> None:
 
 def test_the_length_counts_the_prompt_and_no_end_token() -> None:
     options = BeamOptions(2, 2.0, {9}, ignores_end=False)
-    short, long = Beam((1, 9), -2.0, is_ended=True), Beam((1, 2), -2.5)
+    short = Beam((1, 9), -2.0, is_ended=True)
+    long = Beam((1, 2), -2.5)
     # -2 / (3 + 1)^2 = -0.125 and -2.5 / (3 + 2)^2 = -0.1
     assert ranked([short, long], 3, options) == [long, short]
     assert ranked([short, long], 3, BeamOptions(2, 0.0, {9}, ignores_end=False)) == [short, long]

@@ -43,7 +43,8 @@ def test_the_time_without_redis_is_no_silence() -> None:
 
 
 def test_a_head_that_is_gone_is_named_with_what_ended() -> None:
-    watch, up = ControlWatch(), Head(0, "", "127.0.0.1:1")
+    watch = ControlWatch()
+    up = Head(0, "", "127.0.0.1:1")
     note(watch, 0.0, ControllerBeat(7, 1), up)
     gone = Head(0, "", "", "gcs_server ended")
     note(watch, 1.0, ControllerBeat(7, 1), gone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.router.index.hit_watch import EVIDENCE_TOKENS, REQUESTS_MIN, WINDOW_TOKENS, HitWatch
+from tandem.router.index.trust import EVIDENCE_TOKENS, REQUESTS_MIN, WINDOW_TOKENS, HitWatch
 
 
 def test_a_worker_without_any_promised_hit_is_told_at_once_there_is_evidence() -> None:

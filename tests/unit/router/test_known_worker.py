@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tandem.common.perf_model.predict import Prefill
-from tandem.net.store.registry import Load, WorkerRecord
+from tandem.net.store.registry import WorkerLoad, WorkerRecord
 from tandem.router.workers.known_worker import KnownWorker
 from tests.harness.scripted_worker import compatibility
 
@@ -23,7 +23,7 @@ def record(**load: int) -> WorkerRecord:
         model="m",
         max_model_len=100,
         compatibility=compatibility("f"),
-        load=Load(**load),
+        load=WorkerLoad(**load),
     )
 
 
@@ -43,7 +43,7 @@ def test_what_a_record_cannot_show_yet_is_kept() -> None:
     assert seen(worker) == (290, 2)
     assert not worker.take_record(told, last_read_at=10.7, forgotten_before=9.0)
     assert seen(worker) == (290, 2)
-    later = replace(told, load=Load(queued_tokens=250, num_leases=2, step=2))
+    later = replace(told, load=WorkerLoad(queued_tokens=250, num_leases=2, step=2))
     assert worker.take_record(later, last_read_at=11.2, forgotten_before=9.5)
     assert seen(worker) == (250, 2)
 

@@ -8,7 +8,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.common.kv_budget import KvBudget
 from tandem.errors import BadRequest
-from tandem.router.request.kv_budgets import pool_tokens_of
+from tandem.router.request.generator import pool_tokens_of
 from tandem.router.request.request import ClientRequest
 
 CLUSTER = ClusterConfig(cluster_id="c", redis_url="redis://x", token="t")
@@ -17,7 +17,8 @@ REFUSES = RouterConfig(model="m", cluster=CLUSTER, kv_budgets="refuse")
 
 
 def test_a_budget_that_fits_a_pool_lifts_its_bound() -> None:
-    plain, fits = ClientRequest("x"), ClientRequest("x", kv_budget=KvBudget(50))
+    plain = ClientRequest("x")
+    fits = ClientRequest("x", kv_budget=KvBudget(50))
     assert pool_tokens_of(plain, 100, REFUSES) == 100
     assert pool_tokens_of(fits, 100, ALLOWS) is None
     assert pool_tokens_of(fits, None, ALLOWS) is None

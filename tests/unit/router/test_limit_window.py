@@ -33,7 +33,9 @@ def test_no_minute_holds_more_than_the_limit(
     wanted: list[tuple[int, int, float]], start_ms: int
 ) -> None:
     """Whatever came and was given back, at whatever offset from the buckets."""
-    window, now_ms, admitted = Window(), start_ms, []
+    window = Window()
+    now_ms = start_ms
+    admitted = []
     for gap_ms, tokens, part in wanted:
         now_ms += gap_ms
         window.forget(now_ms)
@@ -52,7 +54,8 @@ def test_no_minute_holds_more_than_the_limit(
 def test_what_was_used_is_free_after_a_window_and_not_before_a_minute(
     wanted: list[tuple[int, int, float]],
 ) -> None:
-    window, now_ms = Window(), 0
+    window = Window()
+    now_ms = 0
     for gap_ms, tokens, _ in wanted:
         now_ms += gap_ms
         window.add(bucket_of(now_ms), 1, tokens)

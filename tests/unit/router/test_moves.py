@@ -28,7 +28,8 @@ def decoding(name: str, running: int, waiting: int = 0, **more: object) -> Worke
 
 
 def test_a_queue_moves_to_a_worker_that_ran_out_of_work() -> None:
-    full, idle = decoding("a", 8, 21), decoding("b", 0)
+    full = decoding("a", 8, 21)
+    idle = decoding("b", 0)
     assert find_moves([full, idle]) == {"a": 8}
     assert find_moves([full, decoding("b", 5, num_pulls=1)]) == {"a": 2}
     assert find_moves([decoding("a", 8, 3), idle]) == {"a": 3}
@@ -70,7 +71,8 @@ def test_a_waiting_request_costs_the_steps_until_a_slot_is_free(
     running: int, waiting: int, more: int, completion: int
 ) -> None:
     work = Work(100, completion_tokens=completion)
-    few, many = decoding("a", running, waiting), decoding("a", running, waiting + more)
+    few = decoding("a", running, waiting)
+    many = decoding("a", running, waiting + more)
     few_s, many_s = (decode_cost(work, w, {}, producers=[]) for w in (few, many))
     num_later = max(0, running + waiting + more - 7) - max(0, running + waiting - 7)
     assert many_s - few_s >= num_later * completion * RATES.decode.step_s / 8 - 1e-9
@@ -79,7 +81,8 @@ def test_a_waiting_request_costs_the_steps_until_a_slot_is_free(
 def test_a_burst_is_split_by_slots() -> None:
     """64 requests on two workers with 8 slots: 32 each, or one more."""
     for seed in range(20):
-        roster, rng = Roster([decoding("a", 0), decoding("b", 0)]), Random(seed)
+        roster = Roster([decoding("a", 0), decoding("b", 0)])
+        rng = Random(seed)
         for _ in range(64):
             placement = choose(Work(100, completion_tokens=96), roster, {}, rng)
             assert placement is not None

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 from tandem.api.openai.replies import Replies
 from tandem.api.openai.requests import parse_chat, parse_completion
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta, Usage
 
@@ -24,7 +24,8 @@ def tokenizer() -> Tokenizer:
 
 
 def measured(logprob: float, *top: tuple[int, float], rank: int = 3) -> LogprobEntry:
-    ids, values = [one[0] for one in top], [one[1] for one in top]
+    ids = [one[0] for one in top]
+    values = [one[1] for one in top]
     return LogprobEntry(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
 
 

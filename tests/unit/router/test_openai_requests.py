@@ -53,7 +53,8 @@ def test_everything_supported_arrives() -> None:
         stream_options={"include_usage": True},
         return_token_ids=True,
     )
-    request, sampling = parsed.requests[0], parsed.requests[0].sampling
+    request = parsed.requests[0]
+    sampling = parsed.requests[0].sampling
     assert (request.model, request.prompt, request.max_tokens) == ("m", "x", 9)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 3)
     assert (sampling.min_p, sampling.seed) == (0.1, 7)

@@ -16,11 +16,11 @@ from tandem.api.admin.snapshot import WORKER_COLUMNS
 from tandem.common.perf_model.kv_load import TierUse
 from tandem.common.process.cancellation import cancel
 from tandem.errors import QueueFull
-from tandem.router.autoscaler.policy import Decision
+from tandem.router.autoscaler.policy import ScalingDecision
 from tandem.router.metrics.router import WorkerGauges
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord
-from tandem.router.workers.events import Event
+from tandem.router.workers.events import ClusterEvent
 from tests.harness.page_server import SimulatedRouter
 
 pytestmark = pytest.mark.asyncio
@@ -117,8 +117,10 @@ async def test_a_request_is_told_again_when_it_has_changed(fed: SimulatedRouter)
 async def test_all_viewers_share_one_snapshot_and_one_encoding(
     fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, encoded = [], []
-    take_snapshot, event = page_feed.take_snapshot, page_feed.sse.event
+    taken = []
+    encoded = []
+    take_snapshot = page_feed.take_snapshot
+    event = page_feed.sse.event
     monkeypatch.setattr(
         page_feed, "take_snapshot", lambda *a, **k: taken.append(1) or take_snapshot(*a, **k)
     )
@@ -197,7 +199,8 @@ async def test_a_bug_of_the_page_does_not_end_the_router(
 ) -> None:
     monkeypatch.setattr(page_feed, "INTERVAL_S", 0.01)
     monkeypatch.setattr(page_feed, "_AFTER_BUG_S", 0.01)
-    look, broken = fed.feed.look, [True]
+    look = fed.feed.look
+    broken = [True]
 
     async def breaking(now: float) -> None:
         if broken.pop() if broken else False:
@@ -215,9 +218,10 @@ async def test_an_event_that_cannot_be_read_stops_no_later_ones(
     fed: SimulatedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routers of two versions write them during an upgrade."""
-    event, reads = Event(NOW, "started", "decode-0", "a text"), [0]
+    event = ClusterEvent(NOW, "started", "decode-0", "a text")
+    reads = [0]
 
-    async def read(*_: object) -> list[Event]:
+    async def read(*_: object) -> list[ClusterEvent]:
         reads[0] += 1
         if reads[0] == 1:
             raise msgspec.ValidationError("Object missing required field `at`")
@@ -251,7 +255,8 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
     monkeypatch.setattr(fed.view.events, "add", lambda *what, once: told.append(what))
     fed.put("decode-0")
     watch = fed.view.pool_watch
-    watch.grace_s, watch.owned = 0.0, {"decode": {"wanted": 2, "running": 2}}
+    watch.grace_s = 0.0
+    watch.owned = {"decode": {"wanted": 2, "running": 2}}
     for _ in range(2):
         fed.view._problems_noted_at = 0.0
         fed.view._note_problems()
@@ -272,7 +277,7 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
 
 
 async def test_the_autoscalers_mode_and_reasons_are_told(fed: SimulatedRouter) -> None:
-    fed.view.decisions = [Decision("decode", 1, 3, 3, "queue", "3 workers are wanted")]
+    fed.view.decisions = [ScalingDecision("decode", 1, 3, 3, "queue", "3 workers are wanted")]
     with fed.feed.viewing() as viewer:
         await fed.feed.look(NOW)
         head = (await next_of(viewer))[1]["head"]

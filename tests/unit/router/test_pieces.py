@@ -10,7 +10,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from tokenizers import Tokenizer as Backend
 
 from tandem.models.source import resolve
-from tandem.models.tokenizer import RenderedText, Tokenizer
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
 from tandem.router.request.prompt import pieces
 from tandem.router.request.prompt.pieces import (
     CONTEXT_CHARACTERS,
@@ -142,10 +142,12 @@ def last_ids(tokenizer: Tokenizer, text: str, kept: int, *, adds: bool) -> list[
     found: list[int] = []
     start = len(text)
     while start and len(found) < kept:
-        stop, cut_at = start, find_cut(text, start, tokenizer.joined)
+        stop = start
+        cut_at = find_cut(text, start, tokenizer.joined)
         if cut_at is None:
             return None
-        start, left = cut_at, max(0, cut_at - CONTEXT_CHARACTERS)
+        start = cut_at
+        left = max(0, cut_at - CONTEXT_CHARACTERS)
         window = RenderedText(text[left : stop + CONTEXT_CHARACTERS], add_special_tokens=adds)
         part = tokenizer.encode_part(window, start - left, stop - left)
         if part is None:

@@ -199,7 +199,8 @@ def test_a_cached_prefix_draws_and_load_repels() -> None:
 
 def test_free_blocks_of_one_pool_do_not_hide_that_another_is_full() -> None:
     """Each worker has 510 free blocks of 1,500. The prompt takes 100 of the first pool."""
-    free, full = GroupLoad(1000, 590), GroupLoad(1000, 990)
+    free = GroupLoad(1000, 590)
+    full = GroupLoad(1000, 990)
     told = {"blocks_total": 1500, "blocks_used": 990}
     workers = [
         worker("full", groups=(full, GroupLoad(500, 0, 34)), **told),
@@ -236,8 +237,10 @@ def test_prefix_holders_have_more_than_the_first_candidate_and_are_others(
 
 
 def test_without_rates_all_have_the_prices_of_the_guess() -> None:
-    guess, token_s = WorkerRates(), token_seconds(WorkerRates())
-    idle, busy = worker("p", "prefill"), worker("p", "prefill", queued_tokens=300, num_leases=2)
+    guess = WorkerRates()
+    token_s = token_seconds(WorkerRates())
+    idle = worker("p", "prefill")
+    busy = worker("p", "prefill", queued_tokens=300, num_leases=2)
     assert prefill_cost(Work(100), idle, {"p": 2}) == prefill_seconds(guess, 100, 32)
     prompt_s = prefill_seconds(guess, 100, 0)
     expected_s = queue_seconds(guess, 300) + 2 * 32 * token_s + 3 * prompt_s

@@ -109,7 +109,8 @@ class Cluster:
 
     def _refresh(self, worker_id: str) -> None:
         known = self.roster.by_id[worker_id]
-        placed, queued = self.shares.share(worker_id), self.queued[worker_id]
+        placed = self.shares.share(worker_id)
+        queued = self.queued[worker_id]
         self.roster.put(replace(known, prefill_share=placed, queued_tokens=queued))
 
 
@@ -173,7 +174,8 @@ def test_who_joins_is_not_given_everything_and_who_leaves_takes_nothing_along(
     cluster.leave("new")
     for num_blocks, conversation in after:
         given = cluster.given_s()
-        mean_s, least_s = sum(given.values()) / len(given), min(given.values())
+        mean_s = sum(given.values()) / len(given)
+        least_s = min(given.values())
         _, computes = cluster.place(num_blocks, conversation)
         # The mean is lower without it: who is over its share by that gets nothing for a while.
         allowed_s = max((1 + SHARE_EXCESS) * mean_s, least_s)
@@ -222,7 +224,8 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
         chosen = [(*p.prefill_candidates, p.decode)[0].worker_id for p in placements if p]
         return one in chosen
 
-    few, many = min(some, num_blocks), min(some + more, num_blocks)
+    few = min(some, num_blocks)
+    many = min(some + more, num_blocks)
     assert may_compute(many) or not may_compute(few)
 
 
@@ -271,7 +274,8 @@ def test_a_burst_of_equal_prompts_at_several_routers_is_no_herd(
     to compute: it gets no more than its part, `LOAD_EXCESS` of that, and one from each router."""
     given: Counter[str] = Counter()
     for router in range(num_routers):
-        rng, roster = Random(seed + router), Roster()
+        rng = Random(seed + router)
+        roster = Roster()
         for number in range(num_decode):
             name = f"d{number}"
             roster.put(WorkerSnapshot(name, name, "", "decode", "ready", rates=TINY))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import BadRequest, ContextTooLong
 from tandem.models.source import resolve
-from tandem.models.tokenizer import RenderedText, Tokenizer
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.prompt import prompts
 from tandem.router.request.prompt.pieces import CUT_TOKENS, PIECE_CHARACTERS
@@ -187,7 +187,8 @@ async def test_the_tokens_of_the_part_to_be_pinned_are_counted(
         pinned = Conversation(part, add_generation_prompt=False)
         request = ClientRequest(whole, pinned_chat=pinned)
         prepared = await preparer.prepare(request, None, max_model_len=1 << 20)
-        end, text = prepared.pinned_tokens, tokenizer.decode(prepared.token_ids)
+        end = prepared.pinned_tokens
+        text = tokenizer.decode(prepared.token_ids)
         beginning = tokenizer.decode(prepared.token_ids[:end])
         assert text.startswith(beginning)
         rest = text[len(beginning) :]

@@ -194,7 +194,8 @@ def test_a_key_bounds_prompts_and_completions() -> None:
 
 def test_a_key_bounds_all_completions_together() -> None:
     named = partial(ClientRequest, prompt="x", n=4)
-    of_one, of_all = Limits(max_completion_tokens=20), Limits(tokens_per_minute=60)
+    of_one = Limits(max_completion_tokens=20)
+    of_all = Limits(tokens_per_minute=60)
     assert named(limits=of_one).completion_limit(10, 1000) == 5
     assert named(limits=of_all).completion_limit(20, 1000) == 10
     assert named(limits=of_all, best_of=8).completion_limit(20, 1000) == 5

@@ -28,7 +28,8 @@ MARK = {"type": "ephemeral"}
 def openai_retention(**fields: Any) -> Retention:
     (request,) = parse_chat({"messages": [USER], **fields}, "id").requests
     (completion,) = parse_completion({"prompt": "Hello!", **fields}, "id").requests
-    key, kept = fields.get("prompt_cache_key"), fields.get("prompt_cache_retention")
+    key = fields.get("prompt_cache_key")
+    kept = fields.get("prompt_cache_retention")
     message = pb.GenerateRequest(
         text="Hello!",
         prompt_cache_key=key or "",
@@ -216,7 +217,8 @@ def test_a_key_has_no_bound_that_no_priority_reaches(allowed: int) -> None:
 
 
 def test_chats_that_return_are_those_with_tools_or_an_answer() -> None:
-    user, assistant = Message("user", "x"), Message("assistant", "y")
+    user = Message("user", "x")
+    assistant = Message("assistant", "y")
     tool = {"type": "function", "function": {"name": "f"}}
     assert not ClientRequest(Conversation((user,))).wishes.returns
     assert ClientRequest(Conversation((user, assistant, user))).wishes.returns

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tandem.common.perf_model.kv_load import TierUse
-from tandem.net.store.registry import KvCompatibility, Loading, WorkerRecord
+from tandem.net.store.registry import KvCompatibility, LoadingNotice, WorkerRecord
 from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.rows import (
     Gone,
@@ -113,8 +113,8 @@ def test_a_worker_that_is_gone_keeps_its_row() -> None:
 
 def test_a_worker_that_loads_tells_how_far_it_is() -> None:
     told = {
-        "decode-0": LoadingNow(Loading("decode", 3_000_000_000, 4_000_000_000, 7)),
-        "prefill-9": LoadingNow(Loading("prefill")),
+        "decode-0": LoadingNow(LoadingNotice("decode", 3_000_000_000, 4_000_000_000, 7)),
+        "prefill-9": LoadingNow(LoadingNotice("prefill")),
     }
     found = worker_rows([], {}, {}, NOW, told)
     assert [(row.worker_id, row.pool, row.state) for row in found] == [
@@ -133,16 +133,16 @@ def test_a_worker_that_loads_tells_how_far_it_is() -> None:
 
 
 def test_a_worker_that_loads_for_ever_or_failed_says_so() -> None:
-    stalled = LoadingNow(Loading("decode", 1_000_000_000, 4_000_000_000, 9), stalled_s=9.0)
-    failed = LoadingNow(Loading("decode", failed="its model is another one"), 3.0, 30.0)
-    dead = LoadingNow(Loading("decode"), 12.0, 12.0)
+    stalled = LoadingNow(LoadingNotice("decode", 1_000_000_000, 4_000_000_000, 9), stalled_s=9.0)
+    failed = LoadingNow(LoadingNotice("decode", failed="its model is another one"), 3.0, 30.0)
+    dead = LoadingNow(LoadingNotice("decode"), 12.0, 12.0)
     found = worker_rows([], {}, {}, NOW, {"a": stalled, "b": failed, "c": dead})
     assert [row.state for row in found] == ["loading", "failed", "silent"]
     assert [row.problem for row in found] == ["loading", "failed", "silent"]
     assert found[0].note == "25% of 4 GB of weights, no progress for 9 s"
     assert found[1].note == "its model is another one"
     assert found[2].note.endswith("has told nothing for 12 s")
-    stalled = LoadingNow(Loading("decode", num_bytes_all=1), stalled_s=31.0)
+    stalled = LoadingNow(LoadingNotice("decode", num_bytes_all=1), stalled_s=31.0)
     (row,) = worker_rows([], {}, {}, NOW, {"a": stalled})
     assert (row.state, row.problem) == ("loading", "stalled")
 
@@ -226,16 +226,16 @@ def test_a_host_that_is_silent_is_named_once() -> None:
 
 def test_a_notice_counts_while_it_changes() -> None:
     loading = LoadingWorkers()
-    notice = Loading("decode", 1, 9, 1)
+    notice = LoadingNotice("decode", 1, 9, 1)
     assert loading.note({"a": notice}, now=0.0) == []
     assert loading.now(2.9, ttl_s=3) == {"a": LoadingNow(notice, 2.9)}
     assert loading.now(3.5, ttl_s=3) == {"a": LoadingNow(notice, 3.5, 3.5)}
-    loading.note({"a": Loading("decode", 1, 9, 2)}, now=4.0)
+    loading.note({"a": LoadingNotice("decode", 1, 9, 2)}, now=4.0)
     assert loading.now(4.5, ttl_s=3)["a"].silent_s == 0.0
     assert loading.now(4.5, ttl_s=3)["a"].stalled_s == 4.5, "no byte more was loaded"
     for second in range(5, 64):
-        assert loading.note({"a": Loading("decode", 1, 9, 2)}, now=float(second)) == []
-    assert loading.note({"a": Loading("decode", 1, 9, 2)}, now=64.1) == ["a"]
+        assert loading.note({"a": LoadingNotice("decode", 1, 9, 2)}, now=float(second)) == []
+    assert loading.note({"a": LoadingNotice("decode", 1, 9, 2)}, now=64.1) == ["a"]
     assert loading.note({}, now=65.0) == []
 
 

@@ -15,7 +15,8 @@ TOKEN = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), measured=True)
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_hot_prefix_takes_no_worker_over_the_mean_its_excess_and_one_request(role: str) -> None:
     names = [f"w{n}" for n in range(5)]
-    matches, given = {"w0": 60}, dict.fromkeys(names, 0.0)
+    matches = {"w0": 60}
+    given = dict.fromkeys(names, 0.0)
     rng = Random(0)
     for _ in range(2000):
         workers = [worker(n, role, rates=TOKEN, prefill_share=given[n]) for n in names]

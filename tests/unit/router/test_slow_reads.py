@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tandem.api.http.slow_reads import _READS_OF_ADDRESS, SlowReads
+from tandem.api.http.server import _READS_OF_ADDRESS, SlowReads
 
 
 async def test_each_address_has_its_turns_whatever_others_have() -> None:
-    slow, read = SlowReads(), list[str]()
+    slow = SlowReads()
+    read = list[str]()
     for number in range(3 * _READS_OF_ADDRESS):
         slow.wait("a", lambda number=number: read.append(f"a{number}"))  # type: ignore[misc]
     slow.wait("b", lambda: read.append("b"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS
 from tandem.router.parsers.model_format import make_answer_parser
 from tandem.router.request.text import Piece, TextStream

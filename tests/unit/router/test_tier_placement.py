@@ -56,7 +56,8 @@ def test_of_windows_only_the_last_blocks_are_priced() -> None:
 def test_what_is_in_the_store_is_loaded_wherever_there_is_room() -> None:
     """Each worker that has the store, at the price that it measured itself."""
     found = with_store({"gone#store": 240})
-    near, far = worker("a", rates=rates(("store", 1e-3))), worker("b", rates=rates(("store", 5e-3)))
+    near = worker("a", rates=rates(("store", 1e-3)))
+    far = worker("b", rates=rates(("store", 5e-3)))
     without = worker("c", rates=rates(("disk", 1e-3)))
     assert (reuse(WORK, near, found).num_tokens, reuse(WORK, without, found).num_tokens) == (
         3840,
@@ -146,10 +147,12 @@ depths = st.dictionaries(st.sampled_from(["", "host", "disk"]), st.integers(0, 4
 def test_a_tier_never_makes_a_worker_dearer(
     num_tokens: int, tiers: list[tuple[str, float]], depths: dict[str, int]
 ) -> None:
-    work, one = Work(num_tokens), worker("w", rates=rates(*tiers))
+    work = Work(num_tokens)
+    one = worker("w", rates=rates(*tiers))
     matches = {source_of("w", name): depth for name, depth in depths.items()}
     pool = {"w": depths.get("", 0)}
-    reused, plain = reuse(work, one, matches), reuse(work, one, pool)
+    reused = reuse(work, one, matches)
+    plain = reuse(work, one, pool)
     assert plain.load_s == 0
     assert plain.num_tokens <= reused.num_tokens < num_tokens
     computed_s = prefill_seconds(MEASURED, reused.num_tokens, plain.num_tokens)

@@ -8,8 +8,8 @@ import pytest
 
 from tandem.errors import BadRequest
 from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.generator import BodyRequests
 from tandem.router.request.request import ClientRequest, Sampling
-from tandem.router.request.together import BodyRequests
 
 CHAT = Conversation((Message("user", "x"),))
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.engine_counts import EngineTally, NixlCounts
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.vllm_names import VllmMetrics
 from tests.harness.vllm_dashboards import DASHBOARDS, expressions, queries, stock
@@ -44,7 +44,7 @@ class Record:
     def __init__(self, worker_id: str, tally: EngineTally) -> None:
         self.worker_id = worker_id
         self.counts = tally.counts
-        self.load = Load(num_waiting=3, num_pulls=1)
+        self.load = WorkerLoad(num_waiting=3, num_pulls=1)
 
 
 def exposed(
@@ -146,7 +146,8 @@ def test_pulls_over_nixl_have_vllms_names() -> None:
 
 def test_a_worker_with_other_buckets_has_no_histogram() -> None:
     """A worker of another version may have them; the scrape of all others would fail with it."""
-    old, new = record("decode-1"), record()
+    old = record("decode-1")
+    new = record()
     old.counts = msgspec.structs.replace(old.counts, steps=(1, 2), nixl=NixlCounts())
     found = exposed(Metrics(), [old, new])
     for name in ("iteration_tokens_total_count", "nixl_xfer_time_seconds_count"):

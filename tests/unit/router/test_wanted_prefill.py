@@ -30,7 +30,8 @@ def test_the_wanted_prefill_worker_is_the_first_candidate_whatever_it_costs() ->
 
 @pytest.mark.parametrize("gone", [{"state": "draining"}, {"reachable": False}, {"role": "decode"}])
 def test_a_wanted_prefill_worker_that_cannot_serve_is_not_asked(gone: dict[str, object]) -> None:
-    well, wanted = worker("p", "prefill"), worker("w", "prefill")
+    well = worker("p", "prefill")
+    wanted = worker("w", "prefill")
     workers = [worker("d"), well, replace(wanted, **gone)]  # type: ignore[arg-type]
     placement = choose(Work(4000), workers, {}, Random(1), required_prefill="w")
     assert placement is not None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.transfer.nixl import consumer, instance
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.messages import LocalPool, Pull, RemotePool

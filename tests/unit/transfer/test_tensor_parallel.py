@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.common.dtypes import RotatedKey
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import Incompatible
 from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, Part, RankRead, descriptors
 from tests.harness.tensor_parallel_ranks import expected_pools, rank_pools, whole_model

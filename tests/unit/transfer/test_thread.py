@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.errors import Incompatible, InternalError
 from tandem.transfer.nixl import agent, messages, thread
 from tandem.transfer.nixl import consumer as consumer_module

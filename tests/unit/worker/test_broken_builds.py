@@ -236,7 +236,8 @@ def _rounds(
 
 def _forge_released(patches: ExitStack, opened_by: str) -> None:
     """Streams that were opened so answer `released` themselves, once it is all that is awaited."""
-    write, read = LeaseStream.write, LeaseStream.read
+    write = LeaseStream.write
+    read = LeaseStream.read
     lease_ids: dict[LeaseStream, str] = {}  # of streams that were opened so
     awaited: dict[LeaseStream, set[str]] = {}
     nothing_else: dict[LeaseStream, asyncio.Event] = {}
@@ -264,7 +265,8 @@ def _forge_released(patches: ExitStack, opened_by: str) -> None:
         try:
             await asyncio.wait({reading, forging}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                epoch, lease_id = self._peer.epoch, lease_ids[self]
+                epoch = self._peer.epoch
+                lease_id = lease_ids[self]
                 released = pb.Released(epoch=epoch, lease_id=lease_id, whole=True)
                 return pb.PrefillEvent(released=released)
             if reading.result().WhichOneof("event") in ("prefilled", "held"):

@@ -7,7 +7,7 @@ import mmap
 import pytest
 import xxhash
 
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import BlockMismatch, LeaseLost
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.pool_view import MappedPool

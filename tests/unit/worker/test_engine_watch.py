@@ -6,7 +6,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.worker.engine_process.watch import TURN_S, EngineWatch
 
 NUM_TURNS = 10  # that an engine may be silent
@@ -26,7 +26,7 @@ class Watched:
     def __init__(self) -> None:
         self.num_reports = 0
         self.is_awaited = self.is_used = False
-        self.load = Load()
+        self.load = WorkerLoad()
         self.killed: list[str] = []
         self.num_stacks = 0
         self.gave_up: list[str] = []
@@ -77,9 +77,9 @@ def test_a_report_and_nobody_who_waits_both_begin_the_count_anew() -> None:
 
 def test_a_quarantine_that_stays_past_its_budget_is_given_up() -> None:
     watched = Watched()
-    watched.load = Load(blocks_quarantined=8)
+    watched.load = WorkerLoad(blocks_quarantined=8)
     watched.turn(3 * NUM_TURNS)
-    watched.load = Load(blocks_quarantined=9)
+    watched.load = WorkerLoad(blocks_quarantined=9)
     watched.turn(NUM_TURNS)
     assert watched.gave_up == []
     watched.turn(1)

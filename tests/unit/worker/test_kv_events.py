@@ -18,8 +18,7 @@ from msgspec.structs import replace
 from tandem.common.adapter import Adapter
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
-from tandem.common.config.kv_events import KvEventOptions
-from tandem.common.config.worker import WorkerConfig
+from tandem.common.config.worker import KvEventOptions, WorkerConfig
 from tandem.engine.types import StepReport, StoredBlock
 from tandem.errors import ConfigError
 from tandem.worker.lifecycle.kv_events import KvEvents

@@ -18,8 +18,7 @@ from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission
 from tandem.worker.engine_process.messages import PullsSettled
 from tandem.worker.kv_pulls.lease import PullStats
-from tandem.worker.metrics.tiers import DAMAGE_S, TierDamage
-from tandem.worker.metrics.worker import WorkerMetrics
+from tandem.worker.metrics.worker import DAMAGE_S, TierDamage, WorkerMetrics
 from tandem.worker.prefill.leases import Lease
 
 
@@ -60,8 +59,10 @@ def samples(metrics: WorkerMetrics, role: str = "decode") -> dict[str, float]:
 
 
 def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
-    made, metrics = sequence(), WorkerMetrics(worker_id="d0", role="decode")
-    made.admitted_at, made.shared_wait_s = 11.0, 0.25
+    made = sequence()
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
+    made.admitted_at = 11.0
+    made.shared_wait_s = 0.25
     made.pulled = PullStats(
         queue_s=0.5, shared_wait_s=0.125, began_at=12.0, prefilled_at=14.0, released_at=15.0
     )
@@ -97,7 +98,8 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
 
 
 def test_one_cancelled_in_the_queue_has_no_later_stages() -> None:
-    made, metrics = sequence(), WorkerMetrics(worker_id="d0", role="decode")
+    made = sequence()
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
     made.end_span(12.0, "cancelled")
     metrics.requests.on_end(made, 12.0)
     assert isinstance(made.span, KeptSpan)
@@ -115,7 +117,8 @@ def test_one_that_failed_is_an_error_in_its_trace() -> None:
 def test_a_lease_has_its_stages_at_the_producer() -> None:
     metrics = WorkerMetrics(worker_id="d0", role="prefill")
     lease = Lease("r#1", "d1", span=KeptSpan(), opened_at=1.0)
-    lease.admitted_at, lease.prefilled_at = 2.0, 5.0
+    lease.admitted_at = 2.0
+    lease.prefilled_at = 5.0
     lease.end_span(6.0, "released")
     metrics.requests.on_lease_end(lease, 6.0)
     assert isinstance(lease.span, KeptSpan)

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from tandem.engine.cache.block_spans import BlockSpans
-from tandem.engine.cache.pool_memory import create_shared, map_shared, size_shared
+from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.pool_memory import create_shared, map_shared, size_shared
 from tandem.errors import InternalError, LeaseLost
 from tandem.transfer.grpc.reservations import Reservations
 from tandem.worker.engine_process.pool_view import MappedPool
@@ -36,7 +36,8 @@ async def test_blocks_land_where_the_reservation_says_and_nowhere_else() -> None
 def test_nothing_is_written_once_the_engine_was_told_of_the_end() -> None:
     pool, memory = make_pool()
     reservations = Reservations()
-    first, other = reservations.open("s", [0]), reservations.open("t", [1])
+    first = reservations.open("s", [0])
+    other = reservations.open("t", [1])
     reservations.end("s")
     with pytest.raises(LeaseLost):
         pool.write(first, 0, memoryview(block(1)))
@@ -52,7 +53,8 @@ def test_nothing_is_written_once_the_engine_was_told_of_the_end() -> None:
 def test_a_closed_pull_does_not_close_another_one_of_its_sequence() -> None:
     pool, memory = make_pool()
     reservations = Reservations()
-    first, second = reservations.open("s", [0]), reservations.open("s", [1])
+    first = reservations.open("s", [0])
+    second = reservations.open("s", [1])
     reservations.close(first)
     with pytest.raises(LeaseLost):
         pool.write(first, 0, memoryview(block(1)))

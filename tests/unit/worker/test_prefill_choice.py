@@ -13,7 +13,7 @@ from tandem.common.perf_model.soonest import produced_s
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     LocalWorker,
-    Prompt,
+    PrefillPrompt,
     candidate_seconds,
     local_seconds,
     plan_prefill,
@@ -26,8 +26,8 @@ LAN = PairRate("nixl", 1e-3, 1e9)
 WAN = PairRate("grpc", 40e-3, 2e6)
 
 
-def prompt(num_tokens: int) -> Prompt:
-    return Prompt(num_tokens, 16)
+def prompt(num_tokens: int) -> PrefillPrompt:
+    return PrefillPrompt(num_tokens, 16)
 
 
 def candidate(worker_id: str = "p0", **more: object) -> Candidate:
@@ -125,7 +125,8 @@ def test_those_who_decode_here_count() -> None:
 
 
 def test_the_wait_that_a_candidate_named_counts() -> None:
-    full, free = candidate("p0", wait_s=10.0), candidate("p1", queue_s=0.02)
+    full = candidate("p0", wait_s=10.0)
+    free = candidate("p1", queue_s=0.02)
     assert plan_prefill(prompt(1000), LocalWorker(CORE), [full, free]).candidates == ("p1",)
     assert plan_prefill(prompt(1000), LocalWorker(CORE), [full]).candidates == ()
     busy = LocalWorker(CORE, queue_s=100.0)
@@ -133,7 +134,8 @@ def test_the_wait_that_a_candidate_named_counts() -> None:
 
 
 def test_among_equals_the_routers_first_stays_first() -> None:
-    first, second = candidate("p1", queue_s=0.03), candidate("p0")
+    first = candidate("p1", queue_s=0.03)
+    second = candidate("p0")
     assert plan_prefill(prompt(1000), LocalWorker(CORE), [first, second]).candidates == ("p1", "p0")
     loaded = candidate("p1", queue_s=0.9)
     assert plan_prefill(prompt(1000), LocalWorker(CORE), [loaded, second]).candidates[0] == "p0"
@@ -141,7 +143,8 @@ def test_among_equals_the_routers_first_stays_first() -> None:
 
 def test_a_candidate_that_can_pull_the_prefix_is_as_good_as_one_that_has_it() -> None:
     asked = prompt(4100)
-    alone, near = candidate("p0"), candidate("p1", holders=(Holder(4000, LAN),))
+    alone = candidate("p0")
+    near = candidate("p1", holders=(Holder(4000, LAN),))
     plan = plan_prefill(asked, LocalWorker(CORE), [alone, near])
     assert plan.candidates[0] == "p1"
     assert plan.seconds < 0.1 * candidate_seconds(asked, alone, 4100)
@@ -161,7 +164,8 @@ def test_a_producer_takes_as_long_as_the_candidate(
 ) -> None:
     """The engine's comparison with its tiers, and the choice after it, expect the same."""
     cached = [replace(c, cached_tokens=32, load_s=load_s) for c in candidates]
-    asked, nothing = prompt(num_tokens), Missing(num_tokens, 16, 0, CORE.prefill, 512)
+    asked = prompt(num_tokens)
+    nothing = Missing(num_tokens, 16, 0, CORE.prefill, 512)
     producer = soonest_producer(asked, cached)
     assert producer is not None
     expected_s = min(candidate_seconds(asked, c, num_tokens) for c in cached)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tandem.net.bounded_server import CALLS_AT_ONCE
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.worker.metrics import probes
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics
@@ -26,7 +26,7 @@ class Served:
         self.asked: asyncio.Queue[None] = asyncio.Queue()
         self.probes = Probes(lambda: self.state, lambda: self.asked.put_nowait(None))
         metrics = WorkerMetrics(worker_id="p0", role="prefill")
-        port = metrics.serve("127.0.0.1", 0, Load, dict, self.probes)
+        port = metrics.serve("127.0.0.1", 0, WorkerLoad, dict, self.probes)
         self.address = ("127.0.0.1", port)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}")
 

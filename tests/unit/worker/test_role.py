@@ -37,7 +37,8 @@ def service_of(*askers: Any) -> DecodeService:
 
 
 async def test_leases_have_a_grace_then_they_are_given_up() -> None:
-    quick, slow = Asker(0.05), Asker(60)
+    quick = Asker(0.05)
+    slow = Asker(60)
     decodes = SimpleNamespace(may_prefill_remotely=True, remote_prefill=None)
     await asyncio.sleep(0)
     started = time.monotonic()

@@ -7,7 +7,8 @@ from tests.harness.simulated_loop import SimulatedLoop
 
 
 def test_bytes_of_all_pulls_come_one_after_the_other() -> None:
-    loop, link = SimulatedLoop(), SlowLink(100.0)
+    loop = SimulatedLoop()
+    link = SlowLink(100.0)
     pulls = [loop.create_task(link.carry(num_bytes, 0.0)) for num_bytes in (100, 200)]
     loop.settle()
     for now, ended in ((0.9, [False, False]), (1.1, [True, False]), (3.1, [True, True])):

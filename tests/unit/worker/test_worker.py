@@ -17,6 +17,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.worker.lifecycle import worker as worker_module
+from tandem.worker.lifecycle.servicer import Servicer
 from tandem.worker.lifecycle.worker import Worker
 from tests.harness.cluster import wait_for
 
@@ -43,7 +44,7 @@ async def test_one_that_is_stopped_while_its_model_loads_ends_at_once(
 ) -> None:
     link = partial(worker_module.EngineLink, engine_module="tests.harness.silent_engine")
     monkeypatch.setattr(worker_module, "EngineLink", link)
-    worker = Worker(CONFIG)
+    worker = Worker(CONFIG, Servicer)
     async with asyncio.timeout(60):
         running = asyncio.create_task(worker.run())
         await asyncio.sleep(0)

@@ -23,7 +23,8 @@ def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterContr
     async def load(request: Request) -> Response:
         """Serves an adapter; answers in words, as vLLM does."""
         body = _checked(await read_json_object(request, config), _LOAD)
-        name, path = body.get("lora_name"), body.get("lora_path")
+        name = body.get("lora_name")
+        path = body.get("lora_path")
         if not name or not path:
             raise BadRequest(
                 "Both 'lora_name' and 'lora_path' must be provided.",

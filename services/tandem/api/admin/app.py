@@ -1,17 +1,21 @@
 """The admin HTTP API: the cluster, API keys, the audit trail, metrics and the page `/`."""
 
-from fastapi import FastAPI, Request
+import uuid
+from pathlib import Path
+
+from fastapi import FastAPI, HTTPException, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tandem.api.admin.adapters import add_adapter_routes
-from tandem.api.admin.chat import add_chat_route
 from tandem.api.admin.cluster import add_cluster_routes
 from tandem.api.admin.keys import add_key_routes
 from tandem.api.admin.page_feed import LIVE_PATH, LiveStream, PageFeed
-from tandem.api.admin.page_files import add_page_routes
 from tandem.api.http.errors import JsonResponse, install_handlers
-from tandem.api.http.guard import AdminGuard
+from tandem.api.http.guard import PAGE_PREFIX, AdminGuard
+from tandem.api.openai.replies import Replies
+from tandem.api.openai.requests import ChatBody, parse_chat
+from tandem.api.routes.generation import GenerationRoutes
 from tandem.api.routes.health import add_health_routes
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
@@ -24,6 +28,25 @@ from tandem.router.metrics.vllm_names import VllmMetrics
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.adapters import AdapterControl
 from tandem.router.scaling.control import ClusterControl
+
+CHAT_PATH = "/v1/cluster/chat"
+PAGE_FOLDER = Path(__file__).with_name("page")
+_PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGE_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+_PAGE_HEADERS = {
+    "content-security-policy": "; ".join(f"{name} {value}" for name, value in _PAGE_POLICY.items()),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 def make_admin_app(
@@ -91,3 +114,54 @@ def _limit(request: Request) -> int:
     if not (limit.isdecimal() and 1 <= int(limit) <= ENTRIES_MAX):
         raise BadRequest(f"limit must be a number from 1 to {ENTRIES_MAX}", param="limit")
     return int(limit)
+
+
+def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
+    """The chat of the operators' page: a chat as on the public port, with an operator's key.
+
+    The page may call its own origin only, so the admin listener takes its chats itself. The guard
+    asks for an operator's key, a body of `application/json` and no foreign `Origin`, as for every
+    change.
+    """
+
+    routes = GenerationRoutes(config, generator)
+
+    @app.post(CHAT_PATH)
+    async def chat(request: Request) -> Response:
+        """Answers a chat as /v1/chat/completions of the public port does."""
+        request.state.request_id = uuid.uuid4().hex
+        request.state.client_id = ""
+        body, headers = await routes.read(request, ChatBody)
+        parsed = parse_chat(body, request.state.request_id)
+        replies = Replies(parsed, generator.name_of(parsed.requests[0].model), routes.tokenizer)
+        return await routes.answer(request, parsed.requests, replies, headers, stream=parsed.stream)
+
+
+def add_page_routes(app: FastAPI) -> None:
+    """The files of the operators' page: `/` and `/page/...`. They are the same for everybody.
+
+    They are read once, at start; a path is a key of a table, so no path leads out of the folder.
+    The policy lets a browser run the page's own scripts, use its own style sheets and call its own
+    origin; nothing inline runs, and nothing is loaded from another site
+    (https://www.w3.org/TR/CSP3/).
+    """
+
+    files = {
+        path.relative_to(PAGE_FOLDER).as_posix(): (path.read_bytes(), _PAGE_KINDS[path.suffix])
+        for path in sorted(PAGE_FOLDER.rglob("*"))
+        if path.suffix in _PAGE_KINDS
+    }
+
+    def answer(name: str) -> Response:
+        content, media_type = files[name]
+        return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return answer("index.html")
+
+    @app.get(PAGE_PREFIX + "{name:path}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        return answer(name)

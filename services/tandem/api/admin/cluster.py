@@ -16,7 +16,7 @@ from tandem.common.perf_model.kv_load import kv_use
 from tandem.common.perf_model.predict import queue_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.errors import BadRequest
-from tandem.net.observability.log_file import Place
+from tandem.net.observability.log_file import LogPosition
 from tandem.prefix_index.audit import Differences
 from tandem.router.index.audit import IndexAudit
 from tandem.router.request.generator import Generator
@@ -75,7 +75,8 @@ def add_cluster_routes(
         body = await read_allowed(request, "deadline_s", "force")
         if not isinstance(force := body.get("force", False), bool):
             raise BadRequest("force must be true or false", param="force")
-        deadline_s, who = body.get("deadline_s", 0.0), caller(request.scope)
+        deadline_s = body.get("deadline_s", 0.0)
+        who = caller(request.scope)
         await control.drain(worker_id, deadline_s, force=force, who=who)
         return JsonResponse({"draining": worker_id}, 202)
 
@@ -83,7 +84,7 @@ def add_cluster_routes(
     async def log(worker_id: str, request: Request) -> Response:
         """Returns a part of the log of a worker, or of this router, and the place where it ends:
         with `?after=PLACE`, what comes then. An empty text: there is no more yet."""
-        after = Place.parse(request.query_params.get("after", ""))
+        after = LogPosition.parse(request.query_params.get("after", ""))
         if worker_id == config.router_id:
             text, end = await read_own_log(after)
         else:
@@ -149,7 +150,9 @@ def _audited(found: Differences) -> dict[str, Any]:
 
 
 def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
-    record, load, client = worker.record, worker.load, worker.client
+    record = worker.record
+    load = worker.load
+    client = worker.client
     return {
         "pool": record.pool or record.role,
         "compatible": view.is_compatible(record),

@@ -42,7 +42,7 @@ from tandem.router.metrics.history import COLUMNS, STEP_S, History, WorkerSums
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
-from tandem.router.workers.events import Event
+from tandem.router.workers.events import ClusterEvent
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class PageFeed:
         self._num_sampled = 0  # samples of the history that viewers have
         self._full = b""  # of the last snapshot; empty: not encoded yet
         self._seen_at = 0.0  # when the last snapshot was taken; 0: viewers have none
-        self._events: list[Event] = []
+        self._events: list[ClusterEvent] = []
 
     def check_room(self) -> None:
         """Raises QueueFull if there are too many viewers."""
@@ -172,19 +172,19 @@ class PageFeed:
     async def look(self, now: float) -> None:
         """Takes a snapshot, and offers all viewers what changed."""
         pools = await self._control.sizes.pools()
-        before, self._snapshot = (
-            self._snapshot,
-            take_snapshot(
-                self.config,
-                self._generator,
-                self._view,
-                pools,
-                self._events,
-                started_at=self._started_at,
-                now=now,
-            ),
+        before = self._snapshot
+        self._snapshot = take_snapshot(
+            self.config,
+            self._generator,
+            self._view,
+            pools,
+            self._events,
+            started_at=self._started_at,
+            now=now,
         )
-        is_first, self._seen_at, self._full = not self._seen_at, now, b""
+        is_first = not self._seen_at
+        self._seen_at = now
+        self._full = b""
         flows = self._metrics.flows.take()
         samples = self._history.since(self._num_sampled)
         self._num_sampled = self._history.num_taken

@@ -20,7 +20,7 @@ from tandem.common.perf_model.kv_load import kv_use
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import RequestRecord
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.events import Event
+from tandem.router.workers.events import ClusterEvent
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_rows
 
@@ -42,7 +42,7 @@ class Snapshot:
     head: dict[str, Any] = field(default_factory=dict)
     workers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[ClusterEvent] = field(default_factory=list)
 
 
 def take_snapshot(
@@ -50,14 +50,15 @@ def take_snapshot(
     generator: Generator,
     view: ClusterView,
     pools: Mapping[str, Mapping[str, Any]],
-    events: list[Event],
+    events: list[ClusterEvent],
     *,
     started_at: float,
     now: float,
 ) -> Snapshot:
     """Returns the state as of `now`, in seconds since the epoch."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
-    reason, wrong = generator.not_ready_reason(), view.cluster_problems().values()
+    reason = generator.not_ready_reason()
+    wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     head = {
         "headline": headline(problems, pools),
@@ -124,7 +125,8 @@ def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     if worker is None:
         role = row.pool
         return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, "", "", "", False, ())
-    record, load = worker.record, worker.load
+    record = worker.record
+    load = worker.load
     cached = 100 * load.blocks_cached / load.blocks_total if load.blocks_total else 0.0
     is_low = record.memory_free_bytes < _MEMORY_LOW_SHARE * record.memory_total_bytes
     return (

@@ -20,7 +20,7 @@ from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.tools import arguments_of
 from tandem.api.sse import event
 from tandem.errors import TandemError
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.retention import TTLS_S

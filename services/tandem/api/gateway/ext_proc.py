@@ -28,7 +28,7 @@ import grpc
 import grpc.aio
 from google.protobuf.struct_pb2 import ListValue, Struct
 
-from tandem.api.gateway.picker import Asked, EndpointPicker, Pick
+from tandem.api.gateway.picker import EndpointPicker, Pick, PickRequest
 from tandem.api.grpc.access import peer_address
 from tandem.api.http.errors import error_response
 from tandem.common.config.router import RouterConfig
@@ -53,7 +53,7 @@ _WITH_BODY = (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL)  # befo
 class _Exchange:
     """One request on its stream."""
 
-    asked: Asked | None = None
+    asked: PickRequest | None = None
     sets_id: bool = False  # the client sent no usable id
     request_mode: int = pb.FULL_DUPLEX_STREAMED
     response_mode: int = pb.FULL_DUPLEX_STREAMED
@@ -84,7 +84,8 @@ class ExternalProcessor:
     async def _process(
         self, messages: AsyncIterator[pb.ProcessingRequest], context: _Context
     ) -> AsyncGenerator[pb.ProcessingResponse, None]:
-        now, task = asyncio.get_running_loop().time(), asyncio.current_task()
+        now = asyncio.get_running_loop().time()
+        task = asyncio.current_task()
         assert task is not None
         exchange = _Exchange(body_until=now + self._config.header_deadline_s)
 
@@ -94,7 +95,8 @@ class ExternalProcessor:
             elif not exchange.reading.expired():
                 exchange.reading.reschedule(0)
 
-        access, peer = self._picker.access, peer_address(context)
+        access = self._picker.access
+        peer = peer_address(context)
         accounts = ExitStack()
         try:
             while (message := await self._next(exchange, messages)) is not None:
@@ -208,7 +210,8 @@ class ExternalProcessor:
     ) -> Iterable[pb.ProcessingResponse]:
         """Returns the answers to the headers and to the body, which is all here."""
         picked = await self._picked(exchange, "request_headers")
-        chunks, exchange.chunks = exchange.chunks, []
+        chunks = exchange.chunks
+        exchange.chunks = []
         bodies = _chunks(chunks, ends_here=ends_here)
         return chain([picked], (pb.ProcessingResponse(request_body=body) for body in bodies))
 
@@ -238,13 +241,13 @@ class ExternalProcessor:
         return answer
 
 
-def _asked(message: pb.ProcessingRequest) -> tuple[Asked, bool]:
+def _asked(message: pb.ProcessingRequest) -> tuple[PickRequest, bool]:
     """Returns the request, and whether its id is made here."""
     headers = _values(message.request_headers.headers)
     sent = read_client_id(headers.get(REQUEST_ID_HEADER, []))
     path = headers.get(":path", [""])[0]
     subset = _subset(message.metadata_context)
-    return Asked(path, headers, sent or uuid.uuid4().hex, subset), not sent
+    return PickRequest(path, headers, sent or uuid.uuid4().hex, subset), not sent
 
 
 def _subset(metadata: pb.Metadata) -> frozenset[str] | None:
@@ -290,7 +293,7 @@ def _chunks(bodies: list[bytes], *, ends_here: bool) -> Iterator[pb.BodyResponse
         yield pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation))
 
 
-def _refusal(error: TandemError, asked: Asked | None) -> pb.ProcessingResponse:
+def _refusal(error: TandemError, asked: PickRequest | None) -> pb.ProcessingResponse:
     """Returns the answer for the client, in the form of the API that it called."""
     path = asked.path.partition("?")[0] if asked is not None else ""
     response = error_response(error, {"type": "http", "path": path, "headers": []})

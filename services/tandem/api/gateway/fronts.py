@@ -34,7 +34,8 @@ class FrontTable:
             except UNREACHABLE as error:
                 log.debug("fronts cannot be read, the last known ones stay: %r", error)
             else:
-                before, self.endpoints = self.endpoints, found
+                before = self.endpoints
+                self.endpoints = found
                 if found != before:
                     log.info("fronts: %s", found or "none")
                     self._view.tell_change()

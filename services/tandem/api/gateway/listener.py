@@ -11,7 +11,7 @@ import grpc
 
 from tandem.api.gateway.ext_proc import SERVICE
 from tandem.api.gateway.fronts import FrontTable
-from tandem.api.grpc.server import Address, GrpcServer, Probes
+from tandem.api.grpc.server import Address, GrpcServer, HealthNames
 from tandem.common.config.router import RouterConfig
 from tandem.common.process.cancellation import cancel
 from tandem.net.rpc.certificates import CertificateFiles
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # The names of the endpoint picker protocol.
 _MESSAGE_BYTES = 64 << 10  # around a body
-_PROBES = Probes(ready=("readiness",), live=("liveness",))
+_PROBES = HealthNames(ready=("readiness",), live=("liveness",))
 
 
 class PickerListener:

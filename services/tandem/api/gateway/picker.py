@@ -34,7 +34,7 @@ RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PickRequest:
     """A request as a gateway tells of it."""
 
     path: str
@@ -79,7 +79,7 @@ class EndpointPicker:
         self._num_open = 0  # requests that are being placed
         self._awaited_until = 0.0  # monotonic seconds: a request found no decode worker
 
-    async def pick(self, asked: Asked, body: bytes) -> Pick:
+    async def pick(self, asked: PickRequest, body: bytes) -> Pick:
         """Picks endpoints for a request. Raises NoWorkers if there is none, and QueueFull or
         Overloaded if the request is refused for its load."""
         self._num_open += 1
@@ -109,7 +109,7 @@ class EndpointPicker:
         if pick.job is not None:
             self._dispatcher.note_elsewhere(pick.job, has_token=has_token)
 
-    async def _pick(self, asked: Asked, body: bytes) -> Pick:
+    async def _pick(self, asked: PickRequest, body: bytes) -> Pick:
         if self._num_open > REQUESTS_MAX:
             raise QueueFull(
                 f"{REQUESTS_MAX} requests are being placed already", retry_after_s=RETRY_AFTER_S
@@ -169,11 +169,11 @@ class EndpointPicker:
         num_others = min(len(others), self._config.gateway.picker_fallbacks)
         return endpoints[worker_id], *self._rng.sample(others, num_others)
 
-    def _priority(self, asked: Asked) -> int:
+    def _priority(self, asked: PickRequest) -> int:
         named = asked.values(OBJECTIVE_HEADER)
         return self._config.gateway.objectives.get(named[0], 0) if len(named) == 1 else 0
 
-    async def _prepare(self, asked: Asked, body: bytes) -> Job | None:
+    async def _prepare(self, asked: PickRequest, body: bytes) -> Job | None:
         """Returns the request with its prompt as tokens; None for one that its front refuses, or
         that has no prompt."""
         model = self._generator.model
@@ -188,7 +188,7 @@ class EndpointPicker:
         except TandemError:
             return None
 
-    def _of_caller(self, asked: Asked, request: ClientRequest) -> ClientRequest:
+    def _of_caller(self, asked: PickRequest, request: ClientRequest) -> ClientRequest:
         """Returns the request with its tenant, whose blocks have hashes of their own."""
         key = self.access.check("user", asked.values("authorization"), now=time.time())
         named = asked.values(TENANT_HEADER)

@@ -50,7 +50,8 @@ class EmbedAnswer:
 
     def next(self, delta: Delta) -> pb.EmbedResponse:
         """Returns the message about the next input. Raises Incompatible."""
-        index, self._index = self._index, self._index + 1
+        index = self._index
+        self._index += 1
         self._usage += Usage(
             delta.usage.prompt_tokens,
             0,

@@ -172,14 +172,16 @@ class GrpcApi:
     async def _get_request(self, body: bytes, context: _Context) -> pb.RequestRecord:
         key = await self._guard.check("user", context, "GetRequest")
         asked = _parse(pb.GetRequestRequest(), body)
-        requests, tenant = self._generator.requests, visible_tenant(key)
+        requests = self._generator.requests
+        tenant = visible_tenant(key)
         try:
             found = requests.find(asked.request_id, tenant).as_dict()
         except RequestNotFound as error:
             if requests.is_of_another(asked.request_id, tenant):
                 self._guard.tell(context, "GetRequest", key, error)
             raise
-        request_id, _ = found.pop("id"), found.pop("object")
+        request_id = found.pop("id")
+        found.pop("object")
         return pb.RequestRecord(request_id=request_id, **found)
 
     async def _get_usage(self, body: bytes, context: _Context) -> pb.GetUsageResponse:
@@ -261,7 +263,8 @@ def _kv_budget(message: pb.KvBudget) -> KvBudget:
 def _structured_output(message: pb.GenerateRequest) -> StructuredOutput | None:
     if not message.HasField("structured_output"):
         return None
-    given, field = message.structured_output, "structured_output"
+    given = message.structured_output
+    field = "structured_output"
     match given.WhichOneof("form"):
         case "json_object":
             return StructuredOutput(field, "json_object")

@@ -37,7 +37,7 @@ class Address(NamedTuple):
     port_option: str
 
 
-class Probes(NamedTuple):
+class HealthNames(NamedTuple):
     """Further names that the health service answers for, beside the services'."""
 
     ready: tuple[str, ...] = ()  # as `set_ready` says
@@ -54,7 +54,7 @@ class GrpcServer:
         address: Address,
         clients: Clients,
         files: CertificateFiles | None = None,
-        probes: Probes = Probes(),
+        probes: HealthNames = HealthNames(),
     ) -> None:
         """`services` has handlers by the service's name. With `files` the port speaks TLS."""
         self._files = files

@@ -70,7 +70,8 @@ class Connections:
             return reason
         if waiting is not None:
             if (held := self._held.get(address)) is not None:
-                held.exchanges, held.exchanged_at = held.exchanges_left(now) - 1, now
+                held.exchanges = held.exchanges_left(now) - 1
+                held.exchanged_at = now
             self.leave(waiting)
             waiting.give_way()
         self._address_of[connection] = address

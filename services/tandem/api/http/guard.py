@@ -183,7 +183,8 @@ def tell_refusal(
     trail: AuditTrail, scope: Mapping[str, Any], error: TandemError, key: KeyRecord | None = None
 ) -> None:
     """Logs a refused call. The audit trail has those that are about keys and tenants."""
-    who, asked = caller(scope, key), f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
+    who = caller(scope, key)
+    asked = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
     log.warning("refused %r of %s: %s", asked, who, error.message)
     if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
         trail.add_refusal(who, asked, error)

@@ -12,6 +12,8 @@ with that answer. In each phase the kernel ends a connection whose client takes 
 for `send_deadline_s` (`bind`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import enum
@@ -19,7 +21,8 @@ import functools
 import logging
 import resource
 import socket
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httptools
@@ -33,7 +36,6 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from tandem.api.http.connections import Connections
-from tandem.api.http.slow_reads import FREE_READS, LITTLE_BYTES, SlowReads
 from tandem.api.http.tls import TlsHandshake
 from tandem.api.openai.errors import plain_error
 from tandem.common.config.router import RouterConfig
@@ -50,6 +52,10 @@ _LINGERING_MAX = 16  # connections at once; beyond it they are closed without de
 _ACCEPTED_AT_ONCE = 1  # connections between two turns of those that are open
 _ACCEPT_PAUSE_S = 1.0  # while the system has no file for a new connection
 _OTHER_FILES = 256  # descriptors for everything but HTTP connections
+LITTLE_BYTES = 512  # a network packet that is not the last of a header has more
+FREE_READS = 3  # of little, for each header
+_SWEEP_S = 0.05
+_READS_OF_ADDRESS = 8  # in a sweep
 
 
 class HttpServer(uvicorn.Server):
@@ -234,7 +240,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._enter(_Phase.HEADER)
         while data and not (self._is_refused or self.transport.is_closing()):
             room = self._limits.header_bytes_max - self._header_bytes
-            part, data = data[:room], data[room:]
+            part = data[:room]
+            data = data[room:]
             self._header_bytes += len(part)
             self._parse(part)
             if self._header_bytes >= self._limits.header_bytes_max and not self._is_refused:
@@ -301,7 +308,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        num, num_max = len(self.headers), self._limits.headers_max
+        num = len(self.headers)
+        num_max = self._limits.headers_max
         if num > num_max:
             message = f"the header has {num} fields; at most {num_max} are taken"
             self._refusal = (431, "too_many_headers", message)
@@ -446,3 +454,37 @@ def _affordable_connections(num_wanted: int) -> int:
         needed,
     )
     return num
+
+
+class SlowReads:
+    """The waiting connections of one server.
+
+    read --little came, and the header is incomplete--> waiting --its address's turn--> read
+
+    A waiting connection is not read: what it sends stays in the kernel. Each sweep lets some of
+    every address be read again, so that the work for an address is bounded however many connections
+    it has and whatever they send, and no address waits for another. Knows no HTTP.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wait(self, address: str, read: Callable[[], None]) -> None:
+        """Calls `read` when it is the connection's turn."""
+        self._waiting.setdefault(address, deque()).append(read)
+        if self._timer is None:
+            self._start()
+
+    def _start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        for address, waiting in list(self._waiting.items()):
+            for _ in range(min(_READS_OF_ADDRESS, len(waiting))):
+                waiting.popleft()()
+            if not waiting:
+                del self._waiting[address]
+        if self._waiting:
+            self._start()

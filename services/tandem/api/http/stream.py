@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 _MEASURED_MAX = 256  # tokens with log probabilities in what the event loop makes by itself
 
 
-class Answer(Protocol):
+class ReplyFormat(Protocol):
     """The form of the answer to one body, in the words of one API."""
 
     @property
@@ -78,7 +78,7 @@ class EventStream(Response):
         self,
         first: ChoiceDelta,
         rest: AsyncGenerator[ChoiceDelta, None],
-        replies: Answer,
+        replies: ReplyFormat,
         headers: Mapping[str, str],
         *,
         tells_timing: bool = False,
@@ -133,7 +133,7 @@ async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None
 
 
 async def collect(
-    deltas: AsyncGenerator[ChoiceDelta, None], replies: Answer
+    deltas: AsyncGenerator[ChoiceDelta, None], replies: ReplyFormat
 ) -> tuple[dict[str, Any], Delta]:
     """Returns the body of an answer that is not streamed, and its last delta."""
     made: list[list[Delta]] = [[] for _ in range(replies.num_choices)]

@@ -7,7 +7,7 @@ itself, so they are exact where no character spans two tokens.
 from typing import Any
 
 from tandem.api.openai.parsed import ParsedRequest
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta
 from tandem.router.request.request import ClientRequest
@@ -48,7 +48,8 @@ class ChoiceLogprobs:
             columns["tokens"].append(self._name(token_id))
             columns["text_offset"].append(self._offset)
             self._offset += self._num_characters(token_id)
-            logprob, top = None, None
+            logprob = None
+            top = None
             if measured is not None:
                 logprob = max(measured.logprob, _LEAST)
                 pairs = zip(measured.top_ids[:num_top], measured.top_logprobs, strict=False)

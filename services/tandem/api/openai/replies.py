@@ -11,7 +11,7 @@ from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.tools import call_body, call_chunk, joined
 from tandem.api.sse import DONE, event
 from tandem.errors import TandemError
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.request.delta import Delta, Usage
 
 

@@ -20,16 +20,17 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tandem.api.openai.fields import drop_unknown, strip_unused
-from tandem.api.openai.kv_budget import BudgetField
 from tandem.api.openai.parsed import ParsedRequest
-from tandem.api.openai.retention import RetentionFields
 from tandem.api.openai.structured import StreamOptions, Strict, StructuredFields
 from tandem.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
+from tandem.common.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
+from tandem.common.retention import PRIORITY_DEFAULT, Retention
 from tandem.errors import BadRequest
 from tandem.models.grammars.text import StructuredOutput
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt, Sampling
+from tandem.router.request.retention import asked_retention
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
@@ -45,6 +46,32 @@ _ALLOWED = {
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
     "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}, and only without stream=true",
 }
+
+
+class RetentionFields(Strict):
+    """The fields that say how long KV is worth keeping. The first two are OpenAI's."""
+
+    prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
+    prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])
+    kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
+
+    def retention(self) -> Retention:
+        """Raises BadRequest for values that are not allowed."""
+        return asked_retention(self.prompt_cache_retention, self.prompt_cache_key, self.kv_priority)
+
+
+class SentKvBudget(Strict):
+    policy: str = SINKS_WINDOW
+    tokens: int
+    sinks: int = SINKS_DEFAULT
+
+
+class BudgetField(Strict):
+    kv_budget: SentKvBudget | None = Field(None, description=ALLOWED["kv_budget"])
+
+    def budget(self) -> KvBudget | None:
+        """Returns the budget, not checked yet."""
+        return None if self.kv_budget is None else KvBudget(**self.kv_budget.model_dump())
 
 
 class TextPart(BaseModel):

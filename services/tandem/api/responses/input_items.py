@@ -36,7 +36,8 @@ def told_items(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 def page_of(items: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
     """Returns the page that the query asks for. Raises BadRequest for a malformed query."""
-    limit, order = asked.get("limit", str(_LIMIT)), asked.get("order", "desc")
+    limit = asked.get("limit", str(_LIMIT))
+    order = asked.get("order", "desc")
     if not re.fullmatch("[1-9][0-9]{0,2}", limit) or int(limit) > _LIMIT_MAX:
         raise BadRequest(
             f"limit must be an integer from 1 to {_LIMIT_MAX}; it is {limit[:40]!r}", param="limit"

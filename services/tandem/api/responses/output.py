@@ -76,7 +76,9 @@ class OutputItems:
             item |= {"role": "assistant", "content": []}
         elif kind == "reasoning":
             item |= {"summary": [], "content": []}
-        self._item, self._text, self._told = item, "", []
+        self._item = item
+        self._text = ""
+        self._told = []
         yield self._placed("output_item.added", item=dict(item))
         if kind in _TEXTS:
             yield self._about("content_part.added", content_index=0, part=self._part())

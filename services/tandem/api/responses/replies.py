@@ -20,7 +20,7 @@ from tandem.api.responses.output import OutputItems
 from tandem.api.responses.requests import ParsedResponse
 from tandem.api.sse import DONE, event
 from tandem.errors import TandemError
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.request.delta import Delta, Usage
 
 

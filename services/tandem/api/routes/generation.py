@@ -20,8 +20,8 @@ from starlette.responses import Response
 from tandem.api.http.body import read_json_object
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.stream import (
-    Answer,
     EventStream,
+    ReplyFormat,
     collect,
     first_delta,
     until_disconnect,
@@ -31,7 +31,7 @@ from tandem.api.openai.fields import warn
 from tandem.api.openai.requests import drop_unknown_fields
 from tandem.api.openai.structured import Strict
 from tandem.common.config.router import RouterConfig
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of
 from tandem.router.placement.hint import HINT_HEADER, PlacementHint
 from tandem.router.placement.hint import read as read_hint
@@ -89,7 +89,8 @@ class GenerationRoutes:
 
     def _hint(self, request: Request) -> PlacementHint | None:
         """Returns the placement that an endpoint picker chose for a request to this front."""
-        value, own = request.headers.get(HINT_HEADER), self.config.gateway.front_of
+        value = request.headers.get(HINT_HEADER)
+        own = self.config.gateway.front_of
         if value is None or not own:
             return None
         hint = read_hint(
@@ -109,7 +110,7 @@ class GenerationRoutes:
         self,
         request: Request,
         requests: Sequence[ClientRequest],
-        replies: Answer,
+        replies: ReplyFormat,
         headers: Mapping[str, str],
         *,
         stream: bool,

@@ -18,7 +18,8 @@ def add_model_routes(app: FastAPI, generator: Generator) -> None:
     """Adds /v1/models. A header tells which API a client knows."""
 
     def bodies(request: Request, model: LoadedModel) -> list[dict[str, Any]]:
-        name, max_model_len = generator.served_name, generator.max_model_len
+        name = generator.served_name
+        max_model_len = generator.max_model_len
         if is_anthropic(request.scope):
             base = anthropic_model(name, model.created_s, max_model_len)
             others = (

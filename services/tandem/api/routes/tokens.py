@@ -48,7 +48,8 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         body, headers = await routes.read(request, DetokenizeBody)
         parsed = validate(DetokenizeBody, body)
         generator.adapter(parsed.model)
-        tenant, limits = routes.tenant(request), limits_of(request.state.key)
+        tenant = routes.tenant(request)
+        limits = limits_of(request.state.key)
         async with generator.without_workers(tenant, limits) as told:
             decoding = generator.detokenize(
                 parsed.tokens, tenant=tenant, skip_special_tokens=parsed.skip_special_tokens

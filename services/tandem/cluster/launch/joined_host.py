@@ -34,7 +34,7 @@ from tandem.cluster.ray.head_process import HeadProcess
 from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
 from tandem.common.options import Bounds, Options, PositiveOrNone, Text, read
 from tandem.common.printable import printable
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 
 _START_DEADLINE_S = 180.0
@@ -83,7 +83,7 @@ def join(options: JoinOptions) -> int:
     """Runs until a stop signal. Returns the exit status. Raises ConfigError if it cannot start."""
     token = read_join_token(options.token_file)
     host, port = options.host_and_port
-    with Waiting(Step(options.address, "is asked to let this host join")):
+    with Waiting(ProgressRow(options.address, "is asked to let this host join")):
         reply, address = ask_to_join(
             host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
         )
@@ -135,7 +135,7 @@ class _JoinedHost:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with Waiting(Step("processes", "end")):
+        with Waiting(ProgressRow("processes", "end")):
             self._listening.close()
             self._ray.end()
             self._run.end_processes()
@@ -158,7 +158,7 @@ class _JoinedHost:
         write_spec(self._run.folder, spec)
         self._ray.take_spec(spec)
         give_up_at = time.monotonic() + _START_DEADLINE_S
-        with self._bars(Step("ray", "this host joins the head")):
+        with self._bars(ProgressRow("ray", "this host joins the head")):
             while not self._ray.is_up:
                 self._ray.tick()
                 if time.monotonic() > give_up_at:
@@ -188,7 +188,7 @@ class _JoinedHost:
             leaving.run(self.say, self._ray.tick, waiting.show)
 
     @contextmanager
-    def _bars(self, *steps: Step) -> Iterator[Waiting]:
+    def _bars(self, *steps: ProgressRow) -> Iterator[Waiting]:
         """Shows the progress of a wait on a terminal; `say` prints above it."""
         with Waiting(*steps) as waiting:
             self._waiting = waiting

@@ -26,7 +26,6 @@ from rich.markup import escape
 from tandem.cluster.gpus import count_gpus, with_gpu
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model, model_here
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
 from tandem.cluster.launch.options import (
     LaunchOptions,
@@ -39,6 +38,7 @@ from tandem.cluster.launch.run import Run
 from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import ClusterSpec, plan
 from tandem.cluster.processes import process
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, tell_head
 from tandem.cluster.processes.owned import write_spec
@@ -48,10 +48,10 @@ from tandem.cluster.ray.ray_host import RayHost
 from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
 from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
 from tandem.models.memory import read_memory, why_too_much, worker_need
-from tandem.models.source import ModelFolder
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.control_state import Head
 
@@ -116,7 +116,7 @@ class _Launch:
 
     def __exit__(self, *_: object) -> None:
         """Ends everything in order, within 5 s."""
-        with Waiting(Step("processes", "end")):
+        with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()
             self._ray_head.end()
@@ -139,7 +139,7 @@ class _Launch:
 
     def _start_all(self) -> tuple[ModelFolder, Readiness]:
         began = time.monotonic()
-        self._screen.wait_for(Step("redis"))
+        self._screen.wait_for(ProgressRow("redis"))
         self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
         number = self._take_lead() if self._listening else 0
@@ -166,7 +166,8 @@ class _Launch:
         self._ray_head.tell(spec)
         self._spec = spec
         head = readiness.wait(self._ray_head)
-        self._ray_pids, self._head_address = head.pids, head.address
+        self._ray_pids = head.pids
+        self._head_address = head.address
         if self._ray_host is not None:
             self._ray_host.take_spec(spec)
             self._ray_host.take_started(head)
@@ -302,7 +303,8 @@ def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     config = options.engine
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return
-    num_workers, memory = options.num_prefill + options.num_decode, read_memory()
+    num_workers = options.num_prefill + options.num_decode
+    memory = read_memory()
     if why := why_too_much(worker_need(config, model), num_workers, memory):
         raise ConfigError(why)
 

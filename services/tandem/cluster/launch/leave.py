@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from tandem.cluster.processes.owned import forget_leaving, write_leaving
 from tandem.common.printable import printable
-from tandem.common.process.progress import Step
+from tandem.common.process.progress import ProgressRow
 from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.registry import WorkerRecord
 
@@ -46,7 +46,7 @@ class Leaving:
         self,
         say: Callable[[str], None],
         tick: Callable[[], None],
-        show: Callable[[Step], None] = lambda _: None,
+        show: Callable[[ProgressRow], None] = lambda _: None,
     ) -> None:
         """Returns when no process is left here, the time is over or Redis is lost. `tick` is called
         repeatedly, because this host may have to stay Ray's head meanwhile. `show` is called with
@@ -64,7 +64,7 @@ class Leaving:
             at_first = len(self._own(self._pools(redis)))
             while (own := self._own(self._pools(redis))) and time.monotonic() < give_up_at:
                 left = ", ".join(agent["id"] for agent in own)
-                show(Step("drain", f"{left} to end", at_first - len(own), at_first))
+                show(ProgressRow("drain", f"{left} to end", at_first - len(own), at_first))
                 write_leaving(redis, self._cluster_id, self._host_id, "drains")
                 tick()
                 time.sleep(_INTERVAL_S)
@@ -81,7 +81,7 @@ class Leaving:
         records: SyncClient,
         until: float,
         tick: Callable[[], None],
-        show: Callable[[Step], None],
+        show: Callable[[ProgressRow], None],
     ) -> list[str]:
         """Waits until each pool has its size of ready processes on other hosts, or no further
         process starts there. Returns the pools that then lack processes."""
@@ -94,7 +94,7 @@ class Leaving:
                 settles_at = now + _SETTLED_S
             if not lacking or now > min(until, settles_at):
                 return lacking
-            show(Step("hand over", f"other hosts lack {', '.join(lacking)}"))
+            show(ProgressRow("hand over", f"other hosts lack {', '.join(lacking)}"))
             write_leaving(redis, self._cluster_id, self._host_id, "leaves")
             tick()
             time.sleep(_INTERVAL_S)
@@ -102,7 +102,8 @@ class Leaving:
     def _look(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
         """Returns the pools that lack processes on other hosts, and whether a process there is
         still starting."""
-        lacking, is_coming = [], False
+        lacking = []
+        is_coming = False
         for pool, state in pools.items():
             if pool == "grpc":
                 continue  # a gRPC replica goes to each host that gets a router

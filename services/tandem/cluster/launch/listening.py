@@ -15,14 +15,14 @@ from tandem.cluster.gpus import count_gpus
 from tandem.cluster.joining.protocol import TOKEN_BYTES_MIN, JoinReply
 from tandem.cluster.joining.server import JoinServer
 from tandem.cluster.launch.certificates import Authority, host_folder, write_host_certificates
-from tandem.cluster.launch.embedded_redis import EmbeddedRedis
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.launch.pool_option import as_mapping
 from tandem.cluster.launch.run import Run
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.processes.process import child_environment
-from tandem.cluster.ray.head import RayNode, shown_cores, write_ray_token
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.cluster.ray.node import RayNode, shown_cores, write_ray_token
 from tandem.cluster.ray.ray_host import RayHost
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.config.tls import KINDS, Kind

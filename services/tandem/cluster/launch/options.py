@@ -176,7 +176,8 @@ def check_listen(address: str, option: str = "--listen") -> None:
 def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
     """Raises ConfigError if this machine has fewer GPUs than its workers take. Where other machines
     can join, workers wait for their GPUs. If none is found, the workers look for one themselves."""
-    limit, num_workers = options.gpu_limit, options.num_prefill + options.num_decode
+    limit = options.gpu_limit
+    num_workers = options.num_prefill + options.num_decode
     if limit is None or options.engine.device == "cpu" or options.listen or not num_gpus:
         return
     if num_workers > num_gpus * limit:

@@ -19,13 +19,13 @@ from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
-from tandem.cluster.ray.head import HeadStarted
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.cluster.ray.node import HeadStarted
 from tandem.common.config.cluster import ROUTER_POOLS
-from tandem.common.process.progress import Step
+from tandem.common.process.progress import ProgressRow
 from tandem.errors import ConfigError
 from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
-from tandem.net.store.registry import Loading, WorkerRecord
+from tandem.net.store.registry import LoadingNotice, WorkerRecord
 
 _DEADLINE_S = 300.0  # without progress; each loaded byte of a large model is progress
 _INTERVAL_S = 0.05
@@ -51,7 +51,8 @@ class Readiness:
         """Waits until all parts are up. Raises ConfigError with the part that is not and the end of
         its log."""
         head: HeadStarted | None = None
-        progress, moved_at = (0, False, 0), time.monotonic()
+        progress = (0, False, 0)
+        moved_at = time.monotonic()
         with closing(connect_blocking(self.redis_url)) as redis:
             while self._waiting or head is None:
                 for member_id in [m for m in self._waiting if self._is_ready(m, redis)]:
@@ -68,7 +69,8 @@ class Readiness:
                 self.screen.wait_for(*self._steps(head is None, loaded, to_load))
                 now = len(self._waiting), head is None, loaded
                 if now != progress:
-                    progress, moved_at = now, time.monotonic()
+                    progress = now
+                    moved_at = time.monotonic()
                 if time.monotonic() - moved_at > _DEADLINE_S:
                     raise ConfigError(
                         f"not ready, and without progress for {_DEADLINE_S:g} s: "
@@ -78,20 +80,25 @@ class Readiness:
             self._wait_for_pairs(redis)
         return head
 
-    def _steps(self, waits_for_head: bool, loaded: int, to_load: int) -> list[Step]:
+    def _steps(self, waits_for_head: bool, loaded: int, to_load: int) -> list[ProgressRow]:
         """Returns the rows of the bars: the members, the weights that they load, and Ray."""
         total = len(self.members)
-        ready, left = total - len(self._waiting), ", ".join(self._waiting)
-        steps = [Step("workers", f"{ready} of {total} ready; {left}", ready, total)] if left else []
+        ready = total - len(self._waiting)
+        left = ", ".join(self._waiting)
+        steps = (
+            [ProgressRow("workers", f"{ready} of {total} ready; {left}", ready, total)]
+            if left
+            else []
+        )
         if left and loaded < to_load:
             told = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
-            steps.append(Step("weights", told, loaded, to_load))
-        return [*steps, Step("ray head", "starts")] if waits_for_head else steps
+            steps.append(ProgressRow("weights", told, loaded, to_load))
+        return [*steps, ProgressRow("ray head", "starts")] if waits_for_head else steps
 
     def _wait_for_pairs(self, redis: SyncClient) -> None:
         """Waits a bounded time until all decode workers are paired with all prefill workers."""
         began = time.monotonic()
-        self.screen.wait_for(Step("pairs", "decode workers connect prefill workers"))
+        self.screen.wait_for(ProgressRow("pairs", "decode workers connect prefill workers"))
         producers = {m.member_id for m in self.members if m.pool == "prefill"}
         consumers = {m.member_id for m in self.members if m.pool == "decode"}
         while producers and consumers and time.monotonic() - began < _PAIRS_DEADLINE_S:
@@ -137,7 +144,9 @@ class Readiness:
             found = redis.hvals(f"{{tandem:{self.cluster_id}}}:loading")
         except UNREACHABLE:
             return 0, 0
-        told = [msgspec.msgpack.decode(v, type=Loading) for v in found if isinstance(v, bytes)]
+        told = [
+            msgspec.msgpack.decode(v, type=LoadingNotice) for v in found if isinstance(v, bytes)
+        ]
         return sum(n.num_bytes for n in told), sum(n.num_bytes_all for n in told)
 
     def _record(self, member_id: str, redis: SyncClient) -> WorkerRecord | None:

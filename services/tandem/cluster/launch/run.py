@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tandem.cluster.launch.run_logs import RunLogs
+from tandem.cluster.logs.run_logs import RunLogs
 from tandem.cluster.processes import guardian, process
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
 from tandem.net.socket_folder import is_short, make_socket_folder

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 
 # Greedy and with wide margins: the small model answers it the same in bf16 and fp32, cold and warm.
 _PROMPT = "What is gravity? Explain in two sentences."
@@ -45,7 +45,7 @@ class LaunchScreen:
             finally:
                 self._waiting = None
 
-    def wait_for(self, *steps: Step) -> None:
+    def wait_for(self, *steps: ProgressRow) -> None:
         if self._waiting is not None:
             self._waiting.show(*steps)
 

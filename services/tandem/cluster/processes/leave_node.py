@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from tandem.cluster.processes import process
-from tandem.common import own_files
 from tandem.common.config.cluster import RUN_FOLDER_VARIABLE
+from tandem.common.process import own_files
 from tandem.net.observability.logs import configure_logging
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.common import own_files
 from tandem.common.backoff import Backoff, doubling
 from tandem.common.config.cluster import (
     LEAVE_SIGNAL,
@@ -40,7 +39,7 @@ from tandem.common.config.cluster import (
     ROUTER_POOLS,
     RUN_FOLDER_VARIABLE,
 )
-from tandem.common.process import endings
+from tandem.common.process import endings, own_files
 from tandem.errors import ConfigError
 from tandem.net.observability.logs import configure_logging
 
@@ -90,7 +89,8 @@ class Agent:
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
         """Returns the agent's report: (its name, state, pid, number of restarts, last log line and
         ending of a process that ended, whether the process is stopped)."""
-        name, last = self._member.agent_name, (self._last_line, self._ending)
+        name = self._member.agent_name
+        last = (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
 
     def _run(self) -> None:
@@ -197,7 +197,8 @@ class Agent:
         self._tell("draining" if self._node_leaves() else "gone", 0)
 
     def _tell(self, state: MemberState, pid: int) -> None:
-        self._state, self._pid = state, pid
+        self._state = state
+        self._pid = pid
         try:
             controller = ray.get_actor(CONTROLLER_NAME)
             controller.report.remote(*self.status())

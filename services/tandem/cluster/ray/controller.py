@@ -10,7 +10,7 @@ only on state that it could write there. Cut off from Redis, it changes nothing.
 number is not the highest any more is superseded and stops for good.
 
 On the nodes of a Ray cluster that has an autoscaler, it requests the nodes that wanted sizes need
-(node_requests.py). A member that has drained ends its agent, and Ray ends a node without agents.
+(`NodeRequests`). A member that has drained ends its agent, and Ray ends a node without agents.
 """
 
 import logging
@@ -18,13 +18,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
+from ray.autoscaler.sdk import request_resources
 
 from tandem.cluster.pool_state import describe, gpu_waits
 from tandem.cluster.pools import (
@@ -40,9 +41,8 @@ from tandem.cluster.pools import (
 from tandem.cluster.processes import owned
 from tandem.cluster.processes.owned import Owned, SharedOwned
 from tandem.cluster.ray.agent import CONTROLLER_NAME, Agent
-from tandem.cluster.ray.head import HOST_LABEL, NODE_LABEL
 from tandem.cluster.ray.host_watch import HostWatch
-from tandem.cluster.ray.node_requests import NodeRequests
+from tandem.cluster.ray.node import HOST_LABEL, NODE_LABEL
 from tandem.cluster.ray.scale_channel import ScaleChannel
 from tandem.cluster.ray.vital_thread import start_vital
 from tandem.common.config.cluster import REDIS_URL_VARIABLE, Pool
@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
+_REPEAT_INTERVAL_S = 20.0  # between equal requests of nodes
 _RETRY_S = 2.0  # between attempts to write the state
 
 
@@ -190,7 +191,8 @@ class PoolController:
 
     def _note_waits(self) -> None:
         """Updates the reasons of pools that stay smaller than wanted, and logs new ones."""
-        hosts, now = self._hosts.usable(), self._owned
+        hosts = self._hosts.usable()
+        now = self._owned
         waits = gpu_waits(self._spec, now.wanted, now.members, hosts, self._leaving)
         for pool in waits.keys() - self._waits.keys():
             log.warning("the pool %s waits: %s", pool, waits[pool])
@@ -215,7 +217,8 @@ class PoolController:
             log.warning("the state of the pools cannot be written: %s", error)
             if self._shared is None:
                 return False  # with Redis the file is only a copy
-        self._owned, self._written = new, encoded
+        self._owned = new
+        self._written = encoded
         return True
 
     def _has_drained(self, member: Member) -> bool:
@@ -270,6 +273,38 @@ class PoolController:
     def _replace(self, member: Member, **changes: object) -> None:
         at = self._owned.members.index(member)
         self._owned.members[at] = msgspec.structs.replace(member, **changes)
+
+
+class NodeRequests:
+    """Requests nodes from Ray's autoscaler by the resources that they must have.
+
+    Ray keeps the last request; each new one replaces it. The same request is repeated at intervals,
+    because a fresh head knows none.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[tuple[dict[str, float], dict[str, str]]] = []
+        self._told_at = -_REPEAT_INTERVAL_S
+
+    def request(self, bundles: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
+        """Requests nodes with room for all bundles, each (resources, labels of its node). If Ray's
+        head does not answer, the next call tries again."""
+        bundles = list(bundles)
+        now = time.monotonic()
+        if bundles == self._told and now - self._told_at < _REPEAT_INTERVAL_S:
+            return
+        if bundles != self._told:
+            log.info("Ray's autoscaler is asked for room for %d processes", len(bundles))
+        try:
+            request_resources(
+                bundles=[dict(resources) for resources, _ in bundles],
+                bundle_label_selectors=[dict(labels) for _, labels in bundles],
+            )
+        except (ray.exceptions.RayError, RuntimeError, OSError) as error:
+            log.warning("Ray's autoscaler cannot be asked for nodes: %s", error)
+            return
+        self._told = bundles
+        self._told_at = now
 
 
 def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:

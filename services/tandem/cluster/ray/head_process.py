@@ -21,7 +21,7 @@ import msgspec
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes import guardian
 from tandem.cluster.processes.process import failed_start
-from tandem.cluster.ray.head import LISTENING, HeadStarted, RayNode, head_environment
+from tandem.cluster.ray.node import LISTENING, HeadStarted, RayNode, head_environment
 
 
 class HeadProcess:
@@ -65,7 +65,8 @@ class HeadProcess:
     def _start(self, node: RayNode) -> None:
         self.end()
         self.is_listening = False
-        module, told = "tandem.cluster.ray.head", msgspec.json.encode(node).decode()
+        module = "tandem.cluster.ray.head"
+        told = msgspec.json.encode(node).decode()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self._run_folder), told],

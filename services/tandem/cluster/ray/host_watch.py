@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from tandem.cluster.pools import Host
-from tandem.cluster.ray.head import CORES_LABEL, GPUS_LABEL, HOST_LABEL, NODE_LABEL, read_cores
+from tandem.cluster.ray.node import CORES_LABEL, GPUS_LABEL, HOST_LABEL, NODE_LABEL, read_cores
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ class HostWatch:
             labels = dict(node.get("Labels") or {})
             if not node.get("Alive") or self._label not in labels:
                 continue
-            host_id, cores = labels[self._label], read_cores(labels.get(CORES_LABEL, ""))
+            host_id = labels[self._label]
+            cores = read_cores(labels.get(CORES_LABEL, ""))
             resources = dict(node.get("Resources") or {})
             num_gpus = int(labels.get(GPUS_LABEL, 0))
             alive[host_id] = Host(host_id, cores, labels, resources, num_gpus)

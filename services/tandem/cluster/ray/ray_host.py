@@ -21,8 +21,8 @@ from rich.markup import escape
 from tandem.cluster.pools import ClusterSpec
 from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import HeadLease
-from tandem.cluster.ray.head import HeadStarted, RayNode
 from tandem.cluster.ray.head_process import HeadProcess
+from tandem.cluster.ray.node import HeadStarted, RayNode
 from tandem.common.printable import printable
 from tandem.errors import ConfigError
 from tandem.net.store.client import UNREACHABLE
@@ -70,7 +70,8 @@ class RayHost:
         caller starts the head. Raises what `store.client.UNREACHABLE` lists."""
         number = self._lease.take()
         assert number, "the cluster is new"
-        self._leads, self._number = True, number
+        self._leads = True
+        self._number = number
         return number
 
     def take_spec(self, spec: ClusterSpec) -> None:
@@ -138,7 +139,8 @@ class RayHost:
             return
         self._stop()
         self._say(f"this host becomes Ray's head (number {number})")
-        self._leads, self._number = True, number
+        self._leads = True
+        self._number = number
         before = "" if self._host_before == self._node.host_id else self._host_before
         spec = msgspec.structs.replace(self._spec, number=number, host_before=before)
         self._process.start(spec)
@@ -152,5 +154,8 @@ class RayHost:
     def _stop(self) -> None:
         self._process.end()
         self._ends.close()
-        self._ends, self._ended = EndWatch(), False
-        self._leads, self._up, self._number = False, None, 0
+        self._ends = EndWatch()
+        self._ended = False
+        self._leads = False
+        self._up = None
+        self._number = 0

@@ -93,7 +93,8 @@ class ScaleChannel:
                 taken = []
                 first = self._redis.brpop([self._requests], timeout=_TAKE_TIMEOUT_S)
                 if first is not None:
-                    taken, taken_at = [first[1], *self._waiting()], time.monotonic()
+                    taken = [first[1], *self._waiting()]
+                    taken_at = time.monotonic()
                 if self._lost:
                     log.info("Redis answers again")
                     self._lost = False

@@ -24,5 +24,8 @@ ModelName = Annotated[
     str, Parameter(help="Hugging Face folder, GGUF file or hub name.", group=PROCESS)
 ]
 ModelRevision = Annotated[
-    Text, Parameter(help="Commit (never changes), tag or branch of a hub model.", group=PROCESS)
+    Text,
+    Parameter(
+        help="Commit, tag or branch of a hub model; only a commit never changes.", group=PROCESS
+    ),
 ]

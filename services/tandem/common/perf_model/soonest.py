@@ -71,7 +71,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
     def compute_s(self, first: int, end: int | None = None) -> float:
         """Returns the seconds to compute blocks first..end - 1; by default up to the last token."""
-        start, size = first * self.block_size, self.block_size
+        start = first * self.block_size
+        size = self.block_size
         stop = self.num_tokens if end is None else min(end * size, self.num_tokens)
         return self.rate.seconds(stop - start, start, self.step_tokens)
 
@@ -140,7 +141,8 @@ def produced_s(prompt: Prompt, producer: Producer, held: int) -> float:
 
 def load_seconds(tiers: Iterable[Reach], first: int, end: int) -> float:
     """Returns the seconds to load blocks first..end - 1, each from the fastest tier that has it."""
-    seconds, at = 0.0, first
+    seconds = 0.0
+    at = first
     for tier in tiers:
         reached = min(end, tier.num_blocks)
         if reached > at:
@@ -157,7 +159,8 @@ def meeting_block(
     Blocks before it take `compute_s`, which grows with it; blocks from it on take `load_s`, which
     shrinks.
     """
-    low, high = first, end
+    low = first
+    high = end
     while low < high:
         middle = (low + high) // 2
         if compute_s(middle) >= load_s(middle):

@@ -34,7 +34,7 @@ _BAR_COLUMNS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgressRow:
     """One row: a named part of a wait. `total` is 0 if the rest is unknown."""
 
     name: str
@@ -46,7 +46,7 @@ class Step:
 class Waiting:
     """The bars of one wait. Any thread may call its methods."""
 
-    def __init__(self, *steps: Step, redraws_per_s: float = REDRAWS_PER_S) -> None:
+    def __init__(self, *steps: ProgressRow, redraws_per_s: float = REDRAWS_PER_S) -> None:
         """With `redraws_per_s` 0, bars are drawn only when they appear and at each `show`.
 
         Code that is timed between two calls then has its core to itself.
@@ -91,7 +91,7 @@ class Waiting:
                 self._bars.stop()
             self._is_on = False
 
-    def show(self, *steps: Step) -> None:
+    def show(self, *steps: ProgressRow) -> None:
         """Sets the rows. A row keeps its bar while its name stays the same."""
         with self._lock:
             steps = steps[:_STEPS_MAX]
@@ -110,7 +110,7 @@ class Waiting:
                 self._bars.refresh()
 
     @contextmanager
-    def polling(self, look: Callable[[], Step]) -> Iterator[None]:
+    def polling(self, look: Callable[[], ProgressRow]) -> Iterator[None]:
         """Repeatedly shows the row that `look` returns, from a separate thread."""
         is_over = threading.Event()
 

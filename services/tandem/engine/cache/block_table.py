@@ -20,7 +20,7 @@ from tandem.errors import InternalError
 
 if TYPE_CHECKING:
     from tandem.engine.cache.heavy_hitters import HeavyHitters
-    from tandem.engine.cache.kv_groups import KvLayout
+    from tandem.engine.cache.layout.kv_groups import KvLayout
 
 NULL_BLOCK = -1
 

@@ -6,7 +6,7 @@ has those of [0, d) that the token after them sees; `match` finds the largest su
 A table covers a span of blocks in each group. Without a window it begins at block 0. With one it
 begins at the first block that the next token sees: `pass_by` gives back what the window has passed,
 and `extend` takes what comes next. Ids in tables are of their group's pool; all who talk to the
-outside use ids that are unique among the pools (kv_groups.py).
+outside use ids that are unique among the pools (layout/kv_groups.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,14 +16,15 @@ from tandem.common.kv_budget import KvBudget
 from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.rates import WindowBytes, WorkerRates
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
 from tandem.engine.cache.heavy_hitters import HeavyHitters
-from tandem.engine.cache.hot_prefixes import hot_prefixes
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.cache.pool.window_pool import WindowPool
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
-from tandem.engine.cache.window_pool import WindowPool
 from tandem.engine.types import BlockChanges, StoredBlock
+
+_LISTED_PER_BLOCK_MAX = 16  # bounds how often long shared prefixes are repeated
 
 
 class KvCache:
@@ -116,7 +117,8 @@ class KvCache:
         for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
         ):
-            hashes, size = block_hashes[first : max(depth, loaded)], kept + end - first
+            hashes = block_hashes[first : max(depth, loaded)]
+            size = kept + end - first
             if loaded and isinstance(pool, WindowPool):
                 blocks = pool.reserve_any(hashes, size)
                 assert blocks is not None
@@ -147,7 +149,8 @@ class KvCache:
         for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
         ):
-            hashes, size = block_hashes[first : max(depth, loaded)], kept + end - first
+            hashes = block_hashes[first : max(depth, loaded)]
+            size = kept + end - first
             if loaded and isinstance(pool, WindowPool):
                 fits = pool.can_reserve_any(hashes, size)
             else:
@@ -228,7 +231,8 @@ class KvCache:
         for number, group in enumerate((tables.budget or self.layout).groups):
             if group.window is None:
                 continue
-            ids, first = tables.ids[number], tables.firsts[number]
+            ids = tables.ids[number]
+            first = tables.firsts[number]
             end = min(group.first_seen(num_tokens), len(ids))
             if end > first:
                 pool = self.pools[number]
@@ -375,7 +379,7 @@ class KvCache:
         """Hashes of the most lately used chains, each from its root to where it can be resumed."""
         if self.layout.groups[0].window is not None:
             return []  # its pool knows no chains
-        chains = hot_prefixes(self.pools[0], blocks_max)
+        chains = _hot_prefixes(self.pools[0], blocks_max)
         return [cut for chain in chains if (cut := chain[: self.match(chain)])]
 
     def check_integrity(self, tables: Iterable[BlockTables]) -> None:
@@ -399,8 +403,31 @@ def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, in
     num_blocks = layout.blocks_of(num_tokens)
     spans = []
     for group in layout.groups:
-        first, least = group.first_seen(resume), group.decode_blocks
+        first = group.first_seen(resume)
+        least = group.decode_blocks
         kept = min(group.kept_blocks, first)
         end = num_blocks if least is None else min(num_blocks, first + least - kept)
         spans.append((kept, first, end))
     return spans
+
+
+def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:
+    """Returns hashes of the most lately used chains, each from its root on.
+
+    At most `blocks_max` blocks, a prefix that chains share counted once; the last chain may be cut
+    short.
+    """
+    chains: list[list[bytes]] = []
+    taken: set[int] = set()  # prefix-closed
+    num_listed = 0
+    for leaf in pool.leaves():
+        room = blocks_max - len(taken)
+        if room <= 0 or num_listed > _LISTED_PER_BLOCK_MAX * blocks_max:
+            break
+        chain = pool.chain(leaf)
+        num_shared = sum(block_id in taken for block_id in chain)
+        chain = chain[: num_shared + room]
+        taken.update(chain)
+        num_listed += len(chain)
+        chains.append([pool.names_of(block_id)[0] for block_id in chain])
+    return chains

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.types import BlockChanges, StoredBlock
 
 Events = tuple[list[StoredBlock], list[bytes]]
@@ -37,7 +37,8 @@ class ResumableDepths:
         """Takes the events of each group's pool; returns what became resumable, and what not."""
         known: dict[bytes, StoredBlock] = {}
         changed: dict[bytes, None] = {}
-        full, windows = iter(self._full), iter(self._windows)
+        full = iter(self._full)
+        windows = iter(self._windows)
         for is_window, (stored, removed) in zip(self._is_window, events, strict=True):
             known.update((each.block_hash, each) for each in stored)
             if is_window:
@@ -149,7 +150,8 @@ class _Window:
 
     def _count_from(self, block_hash: bytes) -> list[bytes]:
         """Counts a block anew, and those after it whose count it changes."""
-        changed, waiting = [], [block_hash]
+        changed = []
+        waiting = [block_hash]
         while waiting:
             block_hash = waiting.pop()
             before = self._in_row.get(self._parents[block_hash], 0)

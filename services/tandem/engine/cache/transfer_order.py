@@ -9,7 +9,7 @@ request can go on:
 """
 
 from tandem.engine.cache.block_table import BlockTables
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 
 
 def transfer_order(

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.native_decoder import why_not_native
+from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -16,23 +16,23 @@ import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import compute_dtype, cpu_has_bfloat16
-from tandem.engine.cache.kv_groups import (
+from tandem.engine.cache.layout.kv_groups import (
     STEP_TOKENS,
     KvGroup,
     KvLayout,
     model_layout,
 )
-from tandem.engine.cache.pool_memory import own_pages, size_shared
+from tandem.engine.cache.layout.pool_memory import own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
-from tandem.engine.executor.kv_scales import fixed_scales
-from tandem.engine.executor.load_progress import Tell, nobody
-from tandem.engine.executor.load_weights import load_weights
-from tandem.engine.executor.lora_weights import LoraWeights, load_lora
-from tandem.engine.executor.native_decoder import NativeDecoder
-from tandem.engine.executor.native_lora import PackedLora
-from tandem.engine.executor.torch_steps import TorchSteps
+from tandem.engine.executor.native.decoder import NativeDecoder
+from tandem.engine.executor.native.lora import PackedLora
+from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.weights.kv_scales import fixed_scales
+from tandem.engine.executor.weights.load import Tell, load_weights, nobody
+from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings, max_context
 from tandem.models.memory import (
     Memory,
@@ -42,14 +42,13 @@ from tandem.models.memory import (
     why_too_much,
     worker_need,
 )
-from tandem.models.source import ModelFolder
 from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
-    from tandem.engine.executor.triton_steps import TritonSteps
+    from tandem.engine.executor.triton.steps import TritonSteps
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class ModelRunner:
         self._triton: TritonSteps | None = None
         if kernels == "triton":
             # Triton is not on every machine.
-            from tandem.engine.executor.triton_steps import TritonSteps
+            from tandem.engine.executor.triton.steps import TritonSteps
 
             self._small = self._large = self._triton = TritonSteps(
                 model,
@@ -301,7 +300,8 @@ def _check_memory(
     config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
 ) -> None:
     """Raises ConfigError if the free memory is too small."""
-    needs, memory = [], read_memory()
+    needs = []
+    memory = read_memory()
     if device.type == "cuda":  # copies of blocks in host memory are not in the GPU's
         copies_bytes = config.kv_host_bytes
         needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]

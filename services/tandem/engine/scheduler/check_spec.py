@@ -5,7 +5,7 @@ from collections.abc import Callable
 from tandem.common.adapter import Adapter
 from tandem.common.kv_budget import KvBudget, check_budget
 from tandem.engine.cache.heavy_hitters import least_tokens
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 

@@ -108,7 +108,8 @@ def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: L
 
 
 def _tail_plan(num_missing: int, tokens_left: int, budget: int) -> list[int]:
-    plan, tail = [], max(1, budget // 4)
+    plan = []
+    tail = max(1, budget // 4)
     while num_missing:
         size = num_missing
         if num_missing > tail:

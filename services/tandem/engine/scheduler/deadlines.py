@@ -62,7 +62,8 @@ class Deadlines:
         if not waiting:
             return
         begun_s = self.queued_s(s for s in sequences if s.is_begun) or 0.0
-        now, rates = self.clock(), self._rates()
+        now = self.clock()
+        rates = self._rates()
         for sequence in waiting:
             own_s = 0.0 if rates is None else queued_seconds(rates, [sequence.missing_span])
             late_s = now + begun_s + OWN_SPARE * own_s - sequence.spec.first_token_by

@@ -75,7 +75,8 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
 def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
     """Returns whether the next block that a sequence stores is one of these. It then holds all
     blocks before it, too, because a block's hash covers them."""
-    first, theirs = other.num_stored_blocks, other.block_hashes
+    first = other.num_stored_blocks
+    theirs = other.block_hashes
     return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
 
 

@@ -21,10 +21,8 @@ from tandem.common.perf_model.soonest import (
     meeting_block,
 )
 from tandem.common.perf_model.step_time import StepTimeModel
-from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.loading import Loading
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Admission, Loading, Sequence
 from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
@@ -126,8 +124,10 @@ class Loads:
         """Returns whether the sequence waits for a store to say how many of its blocks it has."""
         if not sequence.may_load or not self._tiers.lookups.are_on:
             return False
-        hashes, size = sequence.reusable_hashes, sequence.block_size
-        cached, rate = kv.match(hashes), self._step_time.prefill_rate
+        hashes = sequence.reusable_hashes
+        size = sequence.block_size
+        cached = kv.match(hashes)
+        rate = self._step_time.prefill_rate
         num_missing = (len(hashes) - cached) * size
         compute_s = None
         if rate is not None:
@@ -160,7 +160,8 @@ class Loads:
         if not self._kv.has_windows:
             sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             return True
-        end, by_tier = sequence.loading.end, load.num_read_by_tier
+        end = sequence.loading.end
+        by_tier = load.num_read_by_tier
         if load.is_whole:
             num_held = end - sum(by_tier.values())
             if self._kv.layout.groups[0].window is not None:  # no sequence needs the others
@@ -175,7 +176,8 @@ class Loads:
         if not sequence.loading.computes or rate is None:
             return 0
         rate = rate.stretched(UNSURE)
-        size, load = sequence.block_size, self._tiers.find_load(sequence.sequence_id)
+        size = sequence.block_size
+        load = self._tiers.find_load(sequence.sequence_id)
         at = sequence.num_computed_tokens // size
         end = min(load.first_block + load.num_free, at + tokens_left // size)
         if at >= end:
@@ -201,12 +203,15 @@ class Loads:
         ]
 
     def _is_slow(self, sequence: Sequence) -> bool:
-        load, rate = self._tiers.find_load(sequence.sequence_id), self._step_time.prefill_rate
+        load = self._tiers.find_load(sequence.sequence_id)
+        rate = self._step_time.prefill_rate
         read_s, part_s, num_left = load.pace
-        left_s, is_late = part_s * num_left, part_s > _LATE * load.expected_s[load.tier]
+        left_s = part_s * num_left
+        is_late = part_s > _LATE * load.expected_s[load.tier]
         if rate is None or not is_late or min(read_s, left_s) <= _PATIENCE_S:
             return False  # a tier's first part may take long, and says little of the others
-        start, size = sequence.num_stored_blocks, sequence.block_size
+        start = sequence.num_stored_blocks
+        size = sequence.block_size
         num_tokens = (sequence.loading.end - start) * size
         return left_s > UNSURE * rate.seconds(num_tokens, start * size, self._max_tokens)
 
@@ -219,7 +224,8 @@ class Loads:
     def take_chunk(self, sequence: Sequence, num_tokens: int) -> int:
         """Takes the next blocks of a LOADING sequence from its load, to compute them instead.
         Returns the tokens of those that are not being read yet."""
-        size, load = sequence.block_size, self._tiers.find_load(sequence.sequence_id)
+        size = sequence.block_size
+        load = self._tiers.find_load(sequence.sequence_id)
         start = sequence.num_computed_tokens
         num_parts = (start + num_tokens) // size - load.first_block
         num_taken = min(num_parts, load.take(num_parts))

@@ -21,8 +21,10 @@ class Chunk(NamedTuple):
 
     @property
     def slice(self) -> SequenceSlice:
-        sequence, budget = self.sequence, self.sequence.spec.kv_budget
-        tables, hitters = sequence.tables.ids, sequence.tables.hitters
+        sequence = self.sequence
+        budget = sequence.spec.kv_budget
+        tables = sequence.tables.ids
+        hitters = sequence.tables.hitters
         start = sequence.num_computed_tokens
         end = start + self.num_tokens
         if hitters is not None:

@@ -33,7 +33,6 @@ from tandem.common.perf_model.predict import beside_decode
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots, Answer
-from tandem.engine.admission import Admission
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.deadlines import Deadlines
@@ -41,7 +40,7 @@ from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
 from tandem.engine.scheduler.loads import Loads
 from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
-from tandem.engine.sequence import Sequence, Status
+from tandem.engine.sequence import Admission, Sequence, Status
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
@@ -285,8 +284,9 @@ class Scheduler:
         return None
 
     def _awaits_blocks(self, sequence: Sequence) -> bool:
-        others = {"running": self.running, "awaiting": self.awaiting, "loading": self.loading}
-        awaits = self.early_reuse.awaits(sequence, **others)
+        awaits = self.early_reuse.awaits(
+            sequence, running=self.running, awaiting=self.awaiting, loading=self.loading
+        )
         return awaits or self.loads.awaits_lookup(sequence, self._kv)
 
     def _adapters_in_use(self) -> set[str]:
@@ -384,7 +384,8 @@ class Scheduler:
 
     def computed(self, chunk: Chunk) -> None:
         """Updates the pull lag of a chunk's sequence; called before its computed tokens count."""
-        sequence, link = chunk.sequence, self._link(chunk.sequence)
+        sequence = chunk.sequence
+        link = self._link(sequence)
         rate = self._step_time.prefill_rate
         if link is not None and rate is not None:
             sequence.pull_lag_s = lag_after(
@@ -395,7 +396,8 @@ class Scheduler:
         if sequence.spec.consumer_rate is None:
             return None
         layout, (latency_s, bytes_per_s) = self._kv.layout, sequence.spec.consumer_rate
-        size, resume = layout.block_size, sequence.last_depth * layout.block_size
+        size = layout.block_size
+        resume = sequence.last_depth * layout.block_size
         windows = tuple(
             (group.first_seen(resume) * size, group.layout.block_bytes / size / bytes_per_s)
             for group in layout.groups
@@ -405,7 +407,8 @@ class Scheduler:
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
         """Sizes a chunk whose pull overlaps the next chunk; only the last pull is exposed."""
-        num_missing, rate = sequence.num_missing_tokens, self._step_time.prefill_rate
+        num_missing = sequence.num_missing_tokens
+        rate = self._step_time.prefill_rate
         link = self._link(sequence)
         if link is None or rate is None:
             return tail_chunk(num_missing, tokens_left=tokens_left, budget=self._max_tokens)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tandem.engine.tiers.device_blocks import Channel, Event
+from tandem.engine.tiers.device.blocks import Channel, Event
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 
 log = logging.getLogger(__name__)
@@ -301,13 +301,15 @@ class Load:
 
     def _end(self, next_tier: int | None) -> None:
         """Waits for the copies that were begun. Then it ends, or goes on."""
-        started, then = self.clock(), self.on_end
+        started = self.clock()
+        then = self.on_end
         try:
             if self._on_the_way:
                 self._follow(0)
                 self._spend(self.tier, started)
             if next_tier is not None:
-                self._since, then = None, partial(self.go_on, next_tier)
+                self._since = None
+                then = partial(self.go_on, next_tier)
         finally:
             then(self)
 

@@ -8,19 +8,19 @@ import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.tiers.cuda_device import CudaDevice
-from tandem.engine.tiers.device_blocks import BlocksInPlace, DeviceBlocks
-from tandem.engine.tiers.disk_storage import DiskStorage
-from tandem.engine.tiers.host_storage import HostStorage
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.tiers.device.blocks import BlocksInPlace, DeviceBlocks
+from tandem.engine.tiers.device.cuda import CudaDevice
+from tandem.engine.tiers.device.staged_blocks import StagedBlocks
+from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
+from tandem.engine.tiers.disk.storage import DiskStorage
+from tandem.engine.tiers.host import HostStorage
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.keep_policy import keep_policy
-from tandem.engine.tiers.manifest import HEADER_BYTES, RECORD_BYTES
-from tandem.engine.tiers.object_storage import ObjectStorage
+from tandem.engine.tiers.object_store.client import open_store
+from tandem.engine.tiers.object_store.storage import ObjectStorage
 from tandem.engine.tiers.seal import Seal, make_seal
-from tandem.engine.tiers.staged_blocks import StagedBlocks
+from tandem.engine.tiers.slots.keep_policy import keep_policy
 from tandem.engine.tiers.storage import Storage
-from tandem.engine.tiers.store_client import open_store
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 from tandem.errors import ConfigError

@@ -20,7 +20,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tandem.engine.tiers.storage import BadBlock, Bytes
 from tandem.errors import ConfigError
 
-_ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 8, 12, 16
+_ID_BYTES = 8
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
 _HEAD_BYTES = _ID_BYTES + _NONCE_BYTES
 
 
@@ -66,7 +68,8 @@ class Encrypted:
         sealed = np.empty(data.nbytes + self.num_extra_bytes, np.uint8)
         head = self._own + os.urandom(_NONCE_BYTES)
         sealed[:_HEAD_BYTES] = np.frombuffer(head, np.uint8)
-        cipher, nonce = self._ciphers[self._own], head[_ID_BYTES:]
+        cipher = self._ciphers[self._own]
+        nonce = head[_ID_BYTES:]
         cipher.encrypt_into(nonce, data.data, self._about(block_hash), sealed[_HEAD_BYTES:].data)
         return sealed
 
@@ -78,7 +81,8 @@ class Encrypted:
         cipher = self._ciphers.get(head[:_ID_BYTES])
         if cipher is None:
             raise BadBlock(f"it is encrypted with key {head[:_ID_BYTES].hex()}, which is not here")
-        about, body = self._about(block_hash), sealed[_HEAD_BYTES:].data
+        about = self._about(block_hash)
+        body = sealed[_HEAD_BYTES:].data
         try:
             cipher.decrypt_into(head[_ID_BYTES:], body, about, target.data)
         except (InvalidTag, ValueError) as error:
@@ -96,7 +100,8 @@ def make_seal(key_file: str, identity: str) -> Seal:
 def read_keys(path: Path) -> list[bytes]:
     """Reads keys of 32 bytes, one a line in hexadecimal digits. Raises ConfigError."""
     try:
-        mode, text = path.stat().st_mode, path.read_text("ascii")
+        mode = path.stat().st_mode
+        text = path.read_text("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"kv-key-file {path}: {error}") from error
     if mode & 0o007:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.perf_model.soonest import Reach
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.tiers.jobs import Part
 from tandem.engine.tiers.tier import Tier
 

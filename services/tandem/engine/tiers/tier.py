@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.perf_model.rates import PrefillRate
-from tandem.engine.cache.block_events import BlockEvents
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block_events import BlockEvents
 from tandem.engine.cache.resumable_depths import ResumableDepths
 from tandem.engine.tiers.jobs import Target
-from tandem.engine.tiers.keep_policy import KeepPolicy
-from tandem.engine.tiers.load_rate import LoadRate
-from tandem.engine.tiers.slot_pool import SlotPool, WindowSlotPool
+from tandem.engine.tiers.slots.keep_policy import KeepPolicy
+from tandem.engine.tiers.slots.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
 from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
+
+_WEIGHT = 0.3  # of the newest load
+_FORGIVEN = 0.98
 
 
 class TierGroup:
@@ -111,6 +113,25 @@ class TierGroup:
     def _tell(self, entry: Entry) -> None:
         index = int(entry.parent_hash != b"")  # all that is known is whether it is the first
         self.events.store(StoredBlock(entry.parent_hash, entry.block_hash, index=index))
+
+
+class LoadRate:
+    """The rate of a tier, as measured: where loads are slower than the engine, blocks are computed.
+
+    A load that seems slower than computing is not made, so nothing would measure it again. Each
+    time the estimate shrinks a little, until a load is tried.
+    """
+
+    def __init__(self) -> None:
+        self.block_s = 0.0  # 0.0: not measured
+
+    def observe(self, num_blocks: float, seconds: float) -> None:
+        block_s = seconds / num_blocks
+        self.block_s += (block_s - self.block_s) * (_WEIGHT if self.block_s else 1.0)
+
+    def decline(self) -> None:
+        """A load was not made for the sake of this rate."""
+        self.block_s *= _FORGIVEN
 
 
 class Tier:

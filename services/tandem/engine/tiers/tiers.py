@@ -21,18 +21,17 @@ from queue import SimpleQueue
 
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.soonest import Reach, load_seconds
-from tandem.engine.cache.block import Copy
-from tandem.engine.cache.block_pool import BlockPool
 from tandem.engine.cache.block_table import UnfilledBlock
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.tiers.device_blocks import DeviceBlocks
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.pool.block import Copy
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.tiers.device.blocks import DeviceBlocks
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.jobs import Load, Part
-from tandem.engine.tiers.lookups import Lookups
-from tandem.engine.tiers.pool_group import PoolGroup
+from tandem.engine.tiers.object_store.lookups import Lookups
 from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.tier import Tier, is_held
-from tandem.engine.tiers.writes import Writes
+from tandem.engine.tiers.writes import PoolGroup, Writes
 from tandem.engine.types import TierBlocks, TierLoad
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
@@ -292,7 +291,8 @@ class Tiers:
     def _go_on(self, tier: int, load: Load) -> None:
         """Lets a load go on in the thread of a tier; called in the thread that it leaves."""
         load.submitted_at = self._progress_at[load.tier] = self.clock()
-        load.progress_at, load.tier = 0.0, tier
+        load.progress_at = 0.0
+        load.tier = tier
         self._readers[tier].submit(load)
 
     def _count_uses(self) -> None:

@@ -12,19 +12,74 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from tandem.engine.tiers.device_blocks import Event
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.tiers.device.blocks import Channel, DeviceBlocks, Event
 from tandem.engine.tiers.io_thread import JobThread
 from tandem.engine.tiers.jobs import Target, Write, write_all
-from tandem.engine.tiers.pool_group import PoolGroup
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, is_held
-from tandem.engine.tiers.write_progress import WriteProgress
 
 HUNG_S = 2.0  # without the end of a write: a tier hangs
 _PAUSE_S = 1.0  # of a tier, after a write that failed: the disk may be full
+_WRITES_MAX = 64  # in flight, of one group
+
+
+@dataclass(slots=True)
+class PoolGroup:
+    """The pool of one KV group, how threads reach its blocks, and the writes under way."""
+
+    number: int
+    pool: BlockPool
+    blocks: DeviceBlocks
+    channels_out: list[Channel]  # of the writers, by tier
+    channels_in: list[Channel]  # of the readers
+    writes: dict[int, Write] = field(default_factory=dict)  # in flight, by the device's block
+    writes_max: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
+
+    def wants_writes(self, hung: Set[int]) -> bool:
+        """Returns whether a further write may begin; those that only wait for tiers that hang keep
+        none from it."""
+        if not self.pool.has_unwritten:
+            return False
+        num_writes = len(self.writes)
+        if hung:
+            num_writes = sum(not write.awaits <= hung for write in self.writes.values())
+        return num_writes < self.writes_max
+
+
+class WriteProgress:
+    """Finds out whether the writes of one tier stand still, whatever other tiers do meanwhile.
+
+    The engine's thread counts the writes that begin, and the tier's own thread those that end. Each
+    counter has one writer, so none needs a lock.
+    """
+
+    def __init__(self) -> None:
+        self._num_begun = 0
+        self._num_ended = 0
+        self._at = 0.0  # a write ended, or began while no other one was under way
+
+    def begin(self, now: float) -> None:
+        """Notes that the engine hands a write to the tier's thread."""
+        if self._num_begun == self._num_ended:
+            self._at = now
+        self._num_begun += 1
+
+    def end(self, now: float) -> None:
+        """Notes that a write ended, well or not."""
+        self._at = now
+        self._num_ended += 1
+
+    def stands_still(self, now: float, limit_s: float) -> bool:
+        """Returns whether writes are under way and none of them has ended for `limit_s`."""
+        return self._num_begun > self._num_ended and now - self._at > limit_s
 
 
 class Writes:
@@ -99,7 +154,8 @@ class Writes:
     @property
     def _hung(self) -> set[int]:
         """The tiers whose writes stand still. They get no more until one of them ends."""
-        now, progress = self._clock(), enumerate(self._progress)
+        now = self._clock()
+        progress = enumerate(self._progress)
         return {number for number, each in progress if each.stands_still(now, HUNG_S)}
 
     def _start_one(
@@ -128,7 +184,8 @@ class Writes:
 
     def _settle_one(self, write: Write, target: Target) -> None:
         is_current = write.generation == self._generation
-        tier, group = self._tiers[target.tier], self._groups[write.group]
+        tier = self._tiers[target.tier]
+        group = self._groups[write.group]
         tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
             # But one that is not ready takes no writes meanwhile.

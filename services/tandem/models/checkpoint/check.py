@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.errors import UnsupportedModel
-from tandem.models.broken_files import few, naming
 from tandem.models.checkpoint.expert_names import MXFP4_BLOCK, Shapes
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader, read_header
 from tandem.models.checkpoint.kv_scales import place_of_scale
-from tandem.models.checkpoint.quantized_forms import forms_of_parts, is_quantized
+from tandem.models.checkpoint.quantized.forms import forms_of_parts, is_quantized
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT, expected_shapes
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.text_part import names_in_model
+from tandem.models.files import few, naming
 from tandem.models.gguf.names import gguf_names
-from tandem.models.text_part import names_in_model
 
 # Tables that old checkpoints carry along; they follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

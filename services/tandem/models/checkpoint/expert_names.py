@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config import ModelConfig
-from tandem.models.experts import Experts
-from tandem.models.families import ExpertForm
+from tandem.models.config.experts import Experts
+from tandem.models.config.families import ExpertForm
+from tandem.models.config.model import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 

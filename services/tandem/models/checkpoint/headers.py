@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.models.broken_files import naming
+from tandem.models.files import naming
 
 # Types of numbers with a fraction, which become those of the compute dtype.
 FLOATS = ("F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0")

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, read_header
-from tandem.models.config import ModelConfig
-from tandem.models.text_part import names_in_model
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.text_part import names_in_model
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?([kv])_scale")
 

@@ -1,4 +1,18 @@
-"""Names and shapes of the tensors that a model's config implies."""
+"""Names and shapes of the tensors that a model's config implies.
+
+Latent attention has these:
+
+self_attn.q_proj.weight                     [heads * (plain + rope), hidden]    without a q rank
+self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    else
+self_attn.q_a_layernorm.weight              [q rank]
+self_attn.q_b_proj.weight                   [heads * (plain + rope), q rank]
+self_attn.kv_a_proj_with_mqa.weight, .bias  [kv rank + rope, hidden]
+self_attn.kv_a_layernorm.weight             [kv rank]
+self_attn.kv_b_proj.weight                  [heads * (plain + value), kv rank]  or, in GGUF files
+self_attn.k_b_proj.weight                   [heads, kv rank, plain]
+self_attn.v_b_proj.weight                   [heads, value, kv rank]
+self_attn.o_proj.weight, .bias              [hidden, heads * value]
+"""
 
 from __future__ import annotations
 
@@ -6,8 +20,8 @@ from collections.abc import Collection
 
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, Shapes
-from tandem.models.checkpoint.latent_shapes import latent_shapes
-from tandem.models.config import ModelConfig
+from tandem.models.config.latent import Latent
+from tandem.models.config.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -29,6 +43,7 @@ NORMS = {
         "mlp_post_norm": "post_feedforward_layernorm",
     },
 }
+_WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "k", "v"))
 
 
 def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
@@ -61,7 +76,7 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
     hidden, head_dim = config.hidden_size, config.head_dim
     norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
     if config.latent is not None:
-        return norms | latent_shapes(config, config.latent, layer, stored)
+        return norms | _latent_shapes(config, config.latent, layer, stored)
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
     if config.is_fused:
@@ -78,6 +93,37 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
         shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
         shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
     return shapes | _linear_shapes(linears)
+
+
+def _latent_shapes(
+    config: ModelConfig, latent: Latent, layer: str, stored: Collection[str]
+) -> Shapes:
+    """Returns the shapes of latent attention of the layer with this name, in the form of the stored
+    tensors."""
+    hidden, heads, has_bias = config.hidden_size, config.num_attention_heads, config.qkv_bias
+    shapes: Shapes = {
+        "self_attn.kv_a_proj_with_mqa.weight": (latent.kv_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.kv_rank,),
+        "self_attn.o_proj.weight": (hidden, heads * latent.value_dim),
+    }
+    if f"{layer}.{_KEYS}" in stored:
+        shapes[_KEYS] = (heads, latent.kv_rank, latent.plain_dim)
+        shapes[_VALUES] = (heads, latent.value_dim, latent.kv_rank)
+    else:
+        shapes[_WHOLE] = (heads * (latent.plain_dim + latent.value_dim), latent.kv_rank)
+    if has_bias:
+        shapes["self_attn.kv_a_proj_with_mqa.bias"] = (latent.kv_dim,)
+    if config.attention_out_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if latent.q_rank is None:
+        shapes["self_attn.q_proj.weight"] = (heads * latent.q_dim, hidden)
+        return shapes
+    shapes["self_attn.q_a_proj.weight"] = (latent.q_rank, hidden)
+    if has_bias:
+        shapes["self_attn.q_a_proj.bias"] = (latent.q_rank,)
+    shapes["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
+    shapes["self_attn.q_b_proj.weight"] = (heads * latent.q_dim, latent.q_rank)
+    return shapes
 
 
 def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:

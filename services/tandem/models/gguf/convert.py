@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.models.broken_files import naming
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
+from tandem.models.files import naming
 from tandem.models.gguf.split import parts_of, whole_name
 
 if TYPE_CHECKING:

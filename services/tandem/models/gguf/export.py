@@ -5,9 +5,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CONVERSION_FILE
 from tandem.models.gguf.tensors import read_tensors
-from tandem.models.source import ModelFolder
 
 
 def export(model: ModelFolder, folder: Path) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 import gguf
 
 from tandem.errors import ConfigError
-from tandem.models.broken_files import naming
+from tandem.models.files import naming
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

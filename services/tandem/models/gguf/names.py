@@ -3,7 +3,7 @@
 import re
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 
 # These become a part of the config.
 ROPE_FREQS = "rope_freqs.weight"

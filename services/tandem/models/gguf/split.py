@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from tandem.errors import ConfigError
-from tandem.models.broken_files import few
+from tandem.models.files import few
 
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.I)
 

@@ -14,7 +14,7 @@ import gguf
 import torch
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem.models.gguf.headers import read_headers
 from tandem.models.gguf.layout import StoredTensor
 from tandem.models.gguf.names import num_permuted_heads, stored_offset

@@ -7,7 +7,7 @@ rules are llama.cpp's, by its names
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from tokenizers import (
 from tandem.errors import UnsupportedModel
 from tandem.models.gguf.end_tokens import CONTROL, UNUSED, USER_DEFINED, token_types
 from tandem.models.gguf.metadata import GgufMetadata, special_key
-from tandem.models.gguf.sentence_piece import build_sentence_piece
 
+_SPACE = "▁"
+_PIECE_MAX = 1024  # characters; the time to find a piece's merges grows with their square
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -113,7 +114,7 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
         )
     tokens = metadata.tokens()
     if model == "llama":
-        tokenizer = build_sentence_piece(metadata, tokens)
+        tokenizer = _sentence_piece(metadata, tokens)
     else:
         tokenizer = _build(metadata, pre=pre, tokens=tokens)
     _add_special(tokenizer, metadata, tokens)
@@ -211,3 +212,60 @@ def _add_boundaries(
             single=[*(tokens[i] for i in before), "$A", *(tokens[i] for i in after)],
             special_tokens=[(tokens[i], i) for i in dict.fromkeys([*before, *after])],
         )
+
+
+def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
+    """Makes a tokenizer from the pieces and scores of the file, without its special tokens.
+
+    llama.cpp joins the two neighbours that give the piece of the highest score until none are left
+    (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp). That is byte-pair
+    encoding whose merges are ordered by the score of what they give, the best first. Raises
+    UnsupportedModel without scores.
+    """
+    scores = metadata.items("tokenizer.ggml.scores", float, len(tokens))
+    if scores is None:
+        raise UnsupportedModel(
+            "the GGUF file has no score for each token (tokenizer.ggml.scores), which "
+            "tokenizer.ggml.model llama needs"
+        )
+    unknown = metadata.token_id(special_key("unknown"))
+    if (longest := max(map(len, tokens))) > _PIECE_MAX:
+        raise UnsupportedModel(
+            f"tokenizer.ggml.tokens has a token of {longest} characters; they must have at most "
+            f"{_PIECE_MAX}"
+        )
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_sentence_piece_merges(vocab, scores),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    adds_space = metadata.flag("tokenizer.ggml.add_space_prefix", True)
+    to_pieces = normalizers.Replace(" ", _SPACE)
+    from_pieces: list[Any] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if adds_space:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_pieces])
+        from_pieces.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = to_pieces
+    tokenizer.decoder = decoders.Sequence(from_pieces)
+    return tokenizer
+
+
+def _sentence_piece_merges(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Returns all pairs of pieces that give a piece, the highest score first, then the longest."""
+    found = [
+        (-scores[token_id], -len(piece), token_id, cut, piece)
+        for piece, token_id in vocab.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    return [(piece[:cut], piece[cut:]) for *_, cut, piece in sorted(found)]

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from tandem.errors import BadRequest
-from tandem.models.source import ModelFolder
+from tandem.models.folder import ModelFolder
 
 # All sequences of a grammar share its lexer: about 40 MB at most. The time of a mask grows with the
 # items that it adds, and with the square of those in a row, which an ambiguous grammar adds with

@@ -31,7 +31,7 @@ def older(path: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LogPosition:
     """A reader's place in a log: a file by its inode, and an offset in it. 0: at the start."""
 
     inode: int = 0
@@ -52,7 +52,9 @@ class Place:
         return f"{self.inode}-{self.offset}"
 
 
-def read_piece(path: Path, after: Place, bytes_max: int = PIECE_BYTES_MAX) -> tuple[bytes, Place]:
+def read_piece(
+    path: Path, after: LogPosition, bytes_max: int = PIECE_BYTES_MAX
+) -> tuple[bytes, LogPosition]:
     """Returns what a log has after a place, and where that ends. It has no bytes if there is no
     more yet, and whole lines if there is more than `bytes_max`.
 
@@ -67,18 +69,21 @@ def read_piece(path: Path, after: Place, bytes_max: int = PIECE_BYTES_MAX) -> tu
                 opened.setdefault(os.fstat(file.fileno()).st_ino, file)
         files = list(opened.items())[::-1]
         inodes = [inode for inode, _ in files]
-        first, offset = 0, 0
+        first = 0
+        offset = 0
         if after.inode in inodes:
-            first, offset = inodes.index(after.inode), after.offset
+            first = inodes.index(after.inode)
+            offset = after.offset
         for inode, file in files[first:]:
             file.seek(offset if offset <= os.fstat(file.fileno()).st_size else 0)
-            start, text = file.tell(), file.read(bytes_max)
+            start = file.tell()
+            text = file.read(bytes_max)
             if len(text) == bytes_max:
                 text = text[: text.rfind(b"\n") + 1] or text
             if text:
-                return text, Place(inode, start + len(text))
+                return text, LogPosition(inode, start + len(text))
             offset = 0
-        return b"", Place(inodes[-1], start) if files else after
+        return b"", LogPosition(inodes[-1], start) if files else after
 
 
 class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]

@@ -99,7 +99,8 @@ class Tracing:
         """A span from now on, a child of what `headers` name, if they do."""
         if self._provider is None:
             return NO_SPAN
-        parent, own = _PROPAGATOR.extract(headers), dict(attributes)
+        parent = _PROPAGATOR.extract(headers)
+        own = dict(attributes)
         span = self._tracer.start_span(name, parent, kind=SpanKind.SERVER, attributes=own)
         return RequestSpan(self._tracer, span)
 

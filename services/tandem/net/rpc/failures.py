@@ -104,7 +104,8 @@ def _calm(record: logging.LogRecord) -> bool:
     neither is a malformed message to a stream of gRPC's own services."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, grpc.aio.InternalError | DecodeError):
-        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.levelno = logging.INFO
+        record.levelname = "INFO"
         record.exc_info = None
     return True
 

@@ -85,7 +85,8 @@ class RenewedChannel:
     def _current(self) -> "_Opened":
         certificate = self._files.current()
         if certificate is not self._inner.certificate and not self._closed:
-            old, self._inner = self._inner, _Opened(self._open(certificate), certificate)
+            old = self._inner
+            self._inner = _Opened(self._open(certificate), certificate)
             old.retire()
         return self._inner
 

@@ -109,7 +109,8 @@ class KeyService:
                 self._is_behind = False
                 await self._reconcile(now)
                 # The number from before: what changed while it read is read in the next second.
-                self._changes, self._read_at = changes, now
+                self._changes = changes
+                self._read_at = now
         except UNREACHABLE as error:
             if not self._is_away:
                 log.warning("API keys cannot be read from Redis, known ones stay: %r", error)

@@ -81,7 +81,8 @@ class NewKey(msgspec.Struct, frozen=True):
 def create(
     tenant: str, role: Role, *, now: float, expires_at: float = 0.0, limits: Limits = NO_LIMITS
 ) -> NewKey:
-    key_id, secret = secrets.token_hex(_ID_BYTES), _new_secret()
+    key_id = secrets.token_hex(_ID_BYTES)
+    secret = _new_secret()
     record = KeyRecord(
         key_id=key_id,
         version=1,

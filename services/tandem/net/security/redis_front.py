@@ -45,7 +45,8 @@ class _Side(asyncio.Protocol):
         transport.pause_reading()
 
     def join(self, other: _Side) -> None:
-        self._other, other._other = other, self
+        self._other = other
+        other._other = self
         self.transport.resume_reading()
         other.transport.resume_reading()
 

@@ -8,7 +8,7 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
     {tandem:CLUSTER}:worker:ID:role       its role while it is lent to the other pool
     {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
     {tandem:CLUSTER}:contract:GENERATION  that of a named generation
-    {tandem:CLUSTER}:loading              HASH, msgpack Loading of workers without a record
+    {tandem:CLUSTER}:loading              HASH, msgpack LoadingNotice of workers without a record
     {tandem:CLUSTER}:mark                 random, set by the first `data_set`; lost with the data
 
 A worker writes its record every `record_interval_s`. The record expires after `record_ttl_s`, and
@@ -109,7 +109,7 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         return Chain(self.chain_root(cache_salt, adapter), self.block_size)
 
 
-class Load(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
+class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
     """A worker's load when it wrote its record."""
 
     num_running: int = 0
@@ -150,7 +150,7 @@ class AdapterState(msgspec.Struct, frozen=True):
     rank_max: int = 0  # largest rank that it loads; 0: it loads none
 
 
-class Loading(msgspec.Struct, frozen=True):
+class LoadingNotice(msgspec.Struct, frozen=True):
     """A loading notice of a worker. The worker is alive while `num_writes` grows."""
 
     pool: str
@@ -172,7 +172,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     model: str  # served name
     max_model_len: int
     compatibility: KvCompatibility
-    load: Load = Load()
+    load: WorkerLoad = WorkerLoad()
     counts: EngineCounts = EngineCounts()
     rates: WorkerRates = WorkerRates()
     pairs: dict[str, PairRate] = {}  # peer worker id -> rate of pulls from the peer
@@ -329,7 +329,7 @@ class Registry:
         )
         return [r for r in records if self._agrees(r, compatibilities[r.generation])]
 
-    async def tell_loading(self, worker_id: str, loading: Loading) -> None:
+    async def tell_loading(self, worker_id: str, loading: LoadingNotice) -> None:
         """Writes the loading progress of a worker without a record."""
         await self._redis.hset(self._loading_key, worker_id, msgspec.msgpack.encode(loading))
 
@@ -337,7 +337,7 @@ class Registry:
         """Deletes loading notices."""
         await self._redis.hdel(self._loading_key, *worker_ids)
 
-    async def read_loading(self) -> dict[str, Loading]:
+    async def read_loading(self) -> dict[str, LoadingNotice]:
         """Returns the loading notices by worker id, including those of dead workers.
 
         Notices that this version cannot read are skipped.
@@ -345,7 +345,7 @@ class Registry:
         found = {}
         for worker_id, value in (await self._redis.hgetall(self._loading_key)).items():
             with suppress(*UNREADABLE):
-                notice = msgspec.msgpack.decode(_bytes(value), type=Loading)
+                notice = msgspec.msgpack.decode(_bytes(value), type=LoadingNotice)
                 found[_bytes(worker_id).decode(errors="replace")] = notice
         return found
 

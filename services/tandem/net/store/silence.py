@@ -42,7 +42,8 @@ class Silences:
     def note(self, records: Iterable[WorkerRecord], now: float) -> None:
         """Takes all records that were read at this time."""
         self._now = now
-        before, self._heard = self._heard, {}
+        before = self._heard
+        self._heard = {}
         for record in records:
             heard = before.get(record.worker_id)
             if heard is None or heard.record.epoch != record.epoch:

@@ -2,7 +2,7 @@
 
 import ctypes
 
-from tandem.ops.doctor.host import Finding, Host
+from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import CLOCK_OFF_S
 
 _FAST_SOURCES = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
@@ -23,7 +23,7 @@ class _Timex(ctypes.Structure):
     )
 
 
-def clock(host: Host) -> Finding:
+def clock(host: HostFiles) -> Finding:
     source = host.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
     cost = "each reading of the clock is a system call, several in each step"
     remedy = "`clocksource=tsc` on the kernel's command line, if the machine's TSC is stable"
@@ -42,10 +42,11 @@ def kernel_clock_status() -> int | None:
     return int(timex.status) if adjtimex(ctypes.byref(timex)) >= 0 else None
 
 
-def time_sync(host: Host) -> Finding:
+def time_sync(host: HostFiles) -> Finding:
     """The kernel's flag counts first. It stays up where chrony runs without `rtcsync`, and in a
     container nothing shows the daemon that sets the host's clock."""
-    name, status = "time sync", kernel_clock_status()
+    name = "time sync"
+    status = kernel_clock_status()
     if status is not None and not status & _UNSYNCHRONIZED:
         return Finding(name, "the kernel's clock is synchronized")
     if (host.root / "run/systemd/timesync/synchronized").exists():

@@ -4,13 +4,15 @@ Each check reads files below a root, so that tests give it other hosts. A lack n
 exit status 0 in any case.
 """
 
+import time
 from collections.abc import Callable
 
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.config.cluster import REDIS_URL_VARIABLE
+from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.errors import ConfigError
 from tandem.ops.doctor.clocks import clock, time_sync
 from tandem.ops.doctor.devices import gpus, memory_reads, nixl, rdma
-from tandem.ops.doctor.host import Finding, Host
-from tandem.ops.doctor.redis import redis
+from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.ops.doctor.system import (
     huge_pages,
     kernel,
@@ -22,7 +24,27 @@ from tandem.ops.doctor.system import (
     shared_memory,
 )
 
-CHECKS: tuple[Callable[[Host], Finding], ...] = (
+_REDIS_DEADLINE_S = 2.0
+
+
+def redis(host: HostFiles) -> Finding:
+    """Asks Redis for an answer. The finding never shows the password."""
+    from tandem.net.store.client import wait_until_answers
+
+    url = host.environment.get(REDIS_URL_VARIABLE)
+    if not url:
+        return Finding("Redis", f"not asked: {REDIS_URL_VARIABLE} is not set")
+    asked_at = time.monotonic()
+    try:
+        wait_until_answers(url, _REDIS_DEADLINE_S)
+    except ConfigError as error:
+        cost = "workers and routers do not start; running ones place requests by load alone"
+        remedy = f"check the server, the network and {REDIS_URL_VARIABLE}"
+        return Finding("Redis", error.message, cost, remedy)
+    return Finding("Redis", f"answers in {(time.monotonic() - asked_at) * 1e3:.0f} ms")
+
+
+CHECKS: tuple[Callable[[HostFiles], Finding], ...] = (
     *(kernel, memory, huge_pages, shared_memory, open_files, memlock),
     *(model_disk, run_disk, clock, time_sync),
     *(gpus, nixl, memory_reads, rdma, redis),
@@ -34,8 +56,10 @@ def main() -> None:
     findings = []
     with Waiting() as waiting:
         for number, check in enumerate(CHECKS):
-            waiting.show(Step("checks", check.__name__.replace("_", " "), number, len(CHECKS)))
-            findings.append(check(Host()))
+            waiting.show(
+                ProgressRow("checks", check.__name__.replace("_", " "), number, len(CHECKS))
+            )
+            findings.append(check(HostFiles()))
     for finding in findings:
         verdict = "!" if finding.cost else "ok"
         print(f"{verdict:2}  {finding.name:<12} {finding.found}")

@@ -4,7 +4,7 @@ import re
 from importlib import metadata
 from importlib.util import find_spec
 
-from tandem.ops.doctor.host import Finding, Host
+from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
 
@@ -15,7 +15,7 @@ _DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
 _DRIVER_MIN = {"12": 525, "13": 580}
 
 
-def gpus(host: Host) -> Finding:
+def gpus(host: HostFiles) -> Finding:
     """Finds the GPUs of this process, the driver, and whether PyTorch can use them."""
     number = len(list((host.root / "dev").glob("nvidia[0-9]*")))
     driver = _DRIVER.search(host.text("proc/driver/nvidia/version"))
@@ -33,7 +33,7 @@ def gpus(host: Host) -> Finding:
     return Finding("GPU", found, cost, remedy)
 
 
-def _cards(host: Host) -> list[str]:
+def _cards(host: HostFiles) -> list[str]:
     folder = host.root / "proc/driver/nvidia/gpus"
     return [host.text(str(path.relative_to(host.root))) for path in folder.glob("*/information")]
 
@@ -72,7 +72,7 @@ def installed_version(package: str) -> str:
         return ""
 
 
-def nixl(host: Host) -> Finding:
+def nixl(host: HostFiles) -> Finding:
     packages = (name.partition(".")[0] for name in PACKAGES)
     package = next((name for name in packages if find_spec(name) is not None), None)
     if package is None:
@@ -91,7 +91,7 @@ def nixl(host: Host) -> Finding:
     return Finding("NIXL", found)
 
 
-def memory_reads(host: Host) -> Finding:
+def memory_reads(host: HostFiles) -> Finding:
     identity = host_identity(root=host.root, environment=host.environment)
     scope = host.text("proc/sys/kernel/yama/ptrace_scope") or "none"
     if identity.cma:
@@ -101,7 +101,7 @@ def memory_reads(host: Host) -> Finding:
     return Finding("CMA", f"ptrace scope {scope}", cost, remedy)
 
 
-def rdma(host: Host) -> Finding:
+def rdma(host: HostFiles) -> Finding:
     if host_identity(root=host.root, environment=host.environment).rdma:
         return Finding("RDMA", "a port is active")
     cost = "between hosts, blocks travel by gRPC"

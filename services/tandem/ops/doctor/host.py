@@ -18,7 +18,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostFiles:
     """The host as its files and this process's environment show it."""
 
     root: Path = Path("/")

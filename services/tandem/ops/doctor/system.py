@@ -5,10 +5,10 @@ import resource
 import shutil
 from pathlib import Path
 
-from tandem.cluster.launch.run_logs import runs_folder
+from tandem.cluster.logs.run_logs import runs_folder
 from tandem.models.gguf.convert import cache_root
 from tandem.models.memory import read_memory
-from tandem.ops.doctor.host import Finding, Host
+from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity
 
@@ -19,7 +19,7 @@ _KERNEL_MIN = (5, 6)  # pidfd_open and pidfd_getfd
 _CAP_IPC_LOCK = 14
 
 
-def kernel(host: Host) -> Finding:
+def kernel(host: HostFiles) -> Finding:
     release = host.text("proc/sys/kernel/osrelease")
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if not numbers or numbers >= _KERNEL_MIN:
@@ -28,7 +28,7 @@ def kernel(host: Host) -> Finding:
     return Finding("kernel", release, "`tandem up` cannot watch its processes", remedy)
 
 
-def memory(host: Host) -> Finding:
+def memory(host: HostFiles) -> Finding:
     now = read_memory()
     found = f"{now.free_bytes / 1e9:.1f} of {now.total_bytes / 1e9:.1f} GB free"
     if now.free_bytes >= now.total_bytes // 20:
@@ -37,7 +37,7 @@ def memory(host: Host) -> Finding:
     return Finding("memory", found, "Linux may end the largest process", remedy)
 
 
-def huge_pages(host: Host) -> Finding:
+def huge_pages(host: HostFiles) -> Finding:
     told = host.text("sys/kernel/mm/transparent_hugepage/enabled")
     chosen = told.partition("[")[2].partition("]")[0] or "unknown"
     if chosen not in ("never", "unknown"):
@@ -47,7 +47,7 @@ def huge_pages(host: Host) -> Finding:
     return Finding("huge pages", chosen, cost, remedy)
 
 
-def shared_memory(host: Host) -> Finding:
+def shared_memory(host: HostFiles) -> Finding:
     place = host.root / "dev/shm"
     free = shutil.disk_usage(place).free if place.is_dir() else 0
     found = f"{free / 1e6:.0f} MB free"
@@ -57,11 +57,12 @@ def shared_memory(host: Host) -> Finding:
     return Finding("/dev/shm", found, "Ray's head may not start", remedy)
 
 
-def open_files(host: Host) -> Finding:
+def open_files(host: HostFiles) -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a router raises its soft limit itself
     if hard == resource.RLIM_INFINITY:
         return Finding("open files", "unlimited")
-    needed, room = 2 * _CONNECTIONS + _OTHER_FILES, max(1, (hard - _OTHER_FILES) // 2)
+    needed = 2 * _CONNECTIONS + _OTHER_FILES
+    room = max(1, (hard - _OTHER_FILES) // 2)
     if hard >= needed:
         return Finding("open files", str(hard))
     cost = f"a router takes {room} connections, not {_CONNECTIONS}"
@@ -69,7 +70,7 @@ def open_files(host: Host) -> Finding:
     return Finding("open files", str(hard), cost, remedy)
 
 
-def memlock(host: Host) -> Finding:
+def memlock(host: HostFiles) -> Finding:
     """The limit counts for RDMA only: the kernel pins the memory that a device reads."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # nothing raises it
     if limit == resource.RLIM_INFINITY:
@@ -88,7 +89,7 @@ def memlock(host: Host) -> Finding:
     return Finding("memlock", found, cost, remedy)
 
 
-def model_disk(host: Host) -> Finding:
+def model_disk(host: HostFiles) -> Finding:
     """Looks at the folders of downloaded and converted models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -97,7 +98,7 @@ def model_disk(host: Host) -> Finding:
     return _disk("model disk", (cache_root(), Path(HF_HUB_CACHE)), cost, remedy)
 
 
-def run_disk(host: Host) -> Finding:
+def run_disk(host: HostFiles) -> Finding:
     """Looks at the folders of a run: its own and that of the logs."""
     cost = "logs are cut short, and routers name workers of this host as in trouble"
     remedy = "free space, or name another disk (TMPDIR, XDG_STATE_HOME)"

@@ -1,129 +1,26 @@
-"""The command: computes everything, and prints it as tables or as JSON."""
+"""The command: prints all sizes as tables or as JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 
 import msgspec
 from rich.console import Console
 
 from tandem.common.options import read
-from tandem.common.perf_model.rates import WorkerRates
-from tandem.common.process.progress import Step, Waiting
-from tandem.errors import BadRequest, TandemError
-from tandem.models.shape import num_parameters, read_shape
-from tandem.ops.kv_size.options import WEIGHT_BYTES, KvSizeOptions
-from tandem.ops.kv_size.sizes import DeviceFit, KvSize, device_fit, kv_dtypes, kv_size, side_by_side
+from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.errors import TandemError
+from tandem.ops.kv_size.answer import compute
+from tandem.ops.kv_size.options import KvSizeOptions
 from tandem.ops.kv_size.tables import tables
-from tandem.ops.kv_size.workers import SteadyLoad, Workers, workers_needed
-from tandem.ops.simulator.options import read_rates
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """All that the command tells."""
-
-    model: str
-    parameters: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    context: int
-    batch: int
-    dtypes: list[KvSize]  # on one rank
-    attention: list[KvSize]  # the model as it is, and with other numbers of KV heads
-    ranks: list[KvSize]  # each a rank of so many
-    device: list[DeviceFit]  # by dtype and number of ranks; empty without --memory
-    workers: Workers | None
-    rates: WorkerRates | None  # that the workers were computed from
-
-
-def compute(options: KvSizeOptions) -> Answer:
-    """Raises TandemError, OSError and MsgspecError."""
-    model = read_shape(options.model, revision=options.model_revision)
-    context = options.context or model.max_model_len
-    size = partial(
-        kv_size,
-        block_size=options.block_size,
-        context=context,
-        batch=options.batch,
-        computed_dtype=options.dtype,
-    )
-    one_rank, rank_counts = partial(size, tensor_parallel=1), options.tensor_parallel
-    fits = [
-        device_fit(
-            model,
-            size(model, dtype, tensor_parallel=count),
-            block_size=options.block_size,
-            memory_bytes=round(options.memory * GIB),
-            weight_bytes=WEIGHT_BYTES[options.weights],
-            reserve_bytes=round(options.reserve * GIB),
-        )
-        for count in rank_counts
-        for dtype in kv_dtypes(model)
-        if options.memory
-    ]
-    workers, rates = _workers(options, fits)
-    return Answer(
-        model=options.model,
-        parameters=num_parameters(model),
-        layers=model.num_layers,
-        heads=model.num_attention_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        block_size=options.block_size,
-        context=context,
-        batch=options.batch,
-        dtypes=[one_rank(model, dtype) for dtype in kv_dtypes(model)],
-        attention=[one_rank(shape, options.kv_dtype) for shape in side_by_side(model)],
-        ranks=[size(model, options.kv_dtype, tensor_parallel=count) for count in rank_counts],
-        device=fits,
-        workers=workers,
-        rates=rates,
-    )
-
-
-def _workers(
-    options: KvSizeOptions, fits: list[DeviceFit]
-) -> tuple[Workers | None, WorkerRates | None]:
-    if not options.rate:
-        return None, None
-    rates = read_rates(options.rates)
-    blocks = [
-        fit.num_blocks
-        for fit in fits
-        if (fit.dtype, fit.tensor_parallel) == (options.kv_dtype, options.tensor_parallel[0])
-    ]
-    if blocks == [0]:
-        raise BadRequest(
-            f"--memory {options.memory:g}: the weights and --reserve leave no room for a KV block"
-        )
-    load = SteadyLoad(
-        requests_per_s=options.rate,
-        prompt_tokens=options.prompt,
-        completion_tokens=options.completion,
-    )
-    needed = workers_needed(
-        load,
-        rates,
-        itl_s=options.itl_s,
-        block_size=options.block_size,
-        worker_blocks=blocks[0] if blocks else 0,
-    )
-    return needed, rates
 
 
 def main() -> None:
     options = read(KvSizeOptions, "tandem kv-size")
     try:
-        with Waiting(Step(options.model, "is read")):
+        with Waiting(ProgressRow(options.model, "is read")):
             answer = compute(options)
     except (TandemError, OSError, msgspec.MsgspecError) as error:
         print(f"tandem kv-size: {getattr(error, 'message', error)}", file=sys.stderr)

@@ -10,14 +10,14 @@ from functools import partial
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import KV_BITS
-from tandem.engine.cache.kv_groups import (
+from tandem.engine.cache.layout.kv_groups import (
     STEP_TOKENS,
     KvLayout,
     divide_pool,
     model_layout,
 )
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
+from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 from tandem.models.shape import num_parameters
 from tandem.transfer.tensor_parallel import ParallelLayout
@@ -57,7 +57,8 @@ class DeviceFit:
 
 def attention_name(model: ModelConfig) -> str:
     """Names the kind of attention by its heads (https://arxiv.org/abs/2305.13245)."""
-    num_heads, num_kv_heads = model.num_attention_heads, model.num_kv_heads
+    num_heads = model.num_attention_heads
+    num_kv_heads = model.num_kv_heads
     if model.latent is not None:
         return "MLA"
     if num_kv_heads == num_heads:

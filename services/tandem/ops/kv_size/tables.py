@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from tandem.ops.kv_size.answer import KvSizeAnswer
 from tandem.ops.kv_size.options import KvSizeOptions
 from tandem.ops.kv_size.sizes import DeviceFit, KvSize
-
-if TYPE_CHECKING:
-    from tandem.ops.kv_size.command import Answer
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def tables(answer: Answer, options: KvSizeOptions) -> Iterator[Table | str]:
+def tables(answer: KvSizeAnswer, options: KvSizeOptions) -> Iterator[Table | str]:
     """Yields the tables, and the lines around them."""
     yield (
         f"{answer.model}: {answer.parameters:,} parameters, {answer.layers} layers, "
@@ -43,7 +40,7 @@ def binary(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes"
 
 
-def _sizes(title: str, answer: Answer, rows: Iterable[tuple[str, KvSize]]) -> Table:
+def _sizes(title: str, answer: KvSizeAnswer, rows: Iterable[tuple[str, KvSize]]) -> Table:
     names = ("bytes a token", "bytes a block", f"{answer.context:,} tokens", f"x {answer.batch}")
     table = _table(title, names)
     for name, size in rows:
@@ -68,7 +65,7 @@ def _device(fits: Sequence[DeviceFit], context: int, options: KvSizeOptions) -> 
     return table
 
 
-def _workers(answer: Answer, options: KvSizeOptions) -> Iterator[str]:
+def _workers(answer: KvSizeAnswer, options: KvSizeOptions) -> Iterator[str]:
     needed = answer.workers
     assert needed is not None
     source = options.rates or "the guess for an 8B model on one large GPU"

@@ -14,7 +14,7 @@ from tandem.ops.simulator.simulation import Simulation
 from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.workers.fleet import Fleet
 from tandem.router.autoscaler.demand import Observation
-from tandem.router.autoscaler.policy import Autoscaler, Decision
+from tandem.router.autoscaler.policy import Autoscaler, ScalingDecision
 from tandem.router.placement.choose import choose
 from tandem.router.scaling.pool_observation import likely_decode, see_pool
 
@@ -26,7 +26,7 @@ class Autoscaled:
     """
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
-        self.decisions: list[tuple[float, Decision]] = []  # those that changed a pool
+        self.decisions: list[tuple[float, ScalingDecision]] = []  # those that changed a pool
         self._simulation = simulation
         self._config = config
         self._policy = Autoscaler(config, simulation.clock.now_s)
@@ -54,7 +54,8 @@ class Autoscaled:
     def _turn(self) -> None:
         simulation = self._simulation
         workers = simulation.view.roster.by_id.values()
-        prefill, decode = self.pools["prefill"], self.pools["decode"]
+        prefill = self.pools["prefill"]
+        decode = self.pools["decode"]
         seen = Observation(
             now_s=simulation.clock.now_s,
             demand=simulation.meter.demand(),
@@ -86,7 +87,8 @@ def run_autoscaled(
 
 def reversals(sizes: list[tuple[float, int]]) -> list[float]:
     """Returns when a pool's `Fleet.sizes` turned from growing to shrinking or back."""
-    turns, direction = [], 0
+    turns = []
+    direction = 0
     for (_, before), (at_s, after) in pairwise(sizes):
         now = (after > before) - (after < before)
         if direction and now and now != direction:

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.common.options import read
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.ops.simulator.autoscaled import run_autoscaled
 from tandem.ops.simulator.options import SimulateOptions, UsageError
-from tandem.ops.simulator.output.report import Report, summarize
+from tandem.ops.simulator.output.report import RunReport, summarize
 from tandem.ops.simulator.output.table import make_table, make_tier_table
 from tandem.ops.simulator.policies import make_policy
 from tandem.ops.simulator.scenario import Scenario, full_load_factor
@@ -29,9 +29,12 @@ def simulate(options: SimulateOptions) -> None:
     """Replays a trace under this router's placement and under others."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
-        with Waiting(Step(options.trace.name, "is read")):
-            names, shares, scenario = options.names(), options.shares(), options.scenario()
-            arrivals, config = options.arrivals(), options.autoscaler()
+        with Waiting(ProgressRow(options.trace.name, "is read")):
+            names = options.names()
+            shares = options.shares()
+            scenario = options.scenario()
+            arrivals = options.arrivals()
+            config = options.autoscaler()
     except OSError as error:
         _give_up(f"{error.filename} cannot be read: {error.strerror}")
     except (UsageError, TraceError, ConfigError, msgspec.MsgspecError) as error:
@@ -61,9 +64,9 @@ def run_all(
     seeds: int,
     num_requests: int,
     console: Console,
-) -> list[Report]:
+) -> list[RunReport]:
     """Runs every policy on the same arrivals and errors of a seed. Share 0: as recorded."""
-    reports: list[Report] = []
+    reports: list[RunReport] = []
     num_runs = seeds * len(shares) * len(names)
     with Waiting() as waiting:
         for seed in range(seeds):
@@ -85,17 +88,17 @@ def run_all(
     return reports
 
 
-def _step(simulation: Simulation, told: str, num_done: int, num_runs: int) -> Step:
+def _step(simulation: Simulation, told: str, num_done: int, num_runs: int) -> ProgressRow:
     """Returns how far all runs are, if this one is under way."""
     done = num_done + simulation.share_begun
-    return Step("simulation", f"run {num_done + 1} of {num_runs}: {told}", done, num_runs)
+    return ProgressRow("simulation", f"run {num_done + 1} of {num_runs}: {told}", done, num_runs)
 
 
 def tell_autoscaled(
     scenario: Scenario, arrivals: list[Arrival], config: AutoscaleConfig, console: Console
 ) -> None:
     """Prints each change of a pool with its reason, and what the day cost."""
-    with Waiting(Step("simulation", f"{len(arrivals):,} requests")):
+    with Waiting(ProgressRow("simulation", f"{len(arrivals):,} requests")):
         simulation, autoscaled = run_autoscaled(scenario, arrivals, config)
     for at_s, decision in autoscaled.decisions:
         console.print(f"{at_s / 3600:6.2f} h  {decision.line}", highlight=False, soft_wrap=True)
@@ -108,7 +111,7 @@ def tell_autoscaled(
 
 
 def _write(
-    folder: Path, reports: list[Report], scenario: Scenario, title: str, console: Console
+    folder: Path, reports: list[RunReport], scenario: Scenario, title: str, console: Console
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     result = msgspec.to_builtins({"title": title, "scenario": scenario, "reports": reports})
@@ -118,7 +121,7 @@ def _write(
     except ImportError:
         console.print("no plots: they need matplotlib (pip install 'tandem-llm[simulate]')")
         return
-    with Waiting(Step("plots", "are drawn")):
+    with Waiting(ProgressRow("plots", "are drawn")):
         write_page(reports, title, write_plots(reports, folder), folder / "simulation.html")
     console.print(f"written: {folder}/simulation.html, .json and PNGs", highlight=False)
 

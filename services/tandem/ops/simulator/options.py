@@ -209,7 +209,9 @@ def _read_load(text: str) -> float:
 def _read_fault(text: str) -> Fault:
     parts = text.split(":")
     try:
-        at_s, worker_id, state = float(parts[0]), parts[1], parts[2]
+        at_s = float(parts[0])
+        worker_id = parts[1]
+        state = parts[2]
     except (ValueError, IndexError):
         raise UsageError(f"--fault: {text!r} is not SECONDS:WORKER:down or up") from None
     if state == "down":

@@ -75,7 +75,8 @@ def _lowest(cost: Cost, temperature: float = 0.0) -> Pick:
         work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random
     ) -> WorkerSnapshot:
         costs = [cost(work, w, matches.get(w.worker_id, 0)) for w in workers]
-        low, high = min(costs), max(costs)
+        low = min(costs)
+        high = max(costs)
         if temperature == 0 or low == high:
             return rng.choice([w for w, c in zip(workers, costs, strict=True) if c == low])
         weights = [math.exp(-(c - low) / (high - low) / temperature) for c in costs]

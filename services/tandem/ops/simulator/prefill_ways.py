@@ -11,13 +11,13 @@ from tandem.common.perf_model.rates import PairRate
 from tandem.common.perf_model.soonest import Offer
 from tandem.ops.simulator.scenario import Scenario
 from tandem.ops.simulator.workers.task import Task
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.placement.choose import Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
 from tandem.worker.decode.prefill_choice import (
     Candidate,
     LocalWorker,
-    Prompt,
+    PrefillPrompt,
     plan_prefill,
     soonest_producer,
 )
@@ -25,7 +25,7 @@ from tandem.worker.decode.prefill_choice import (
 
 def worth_asking(
     scenario: Scenario,
-    worker: Worker,
+    worker: SimulatedWorker,
     task: Task,
     peers: Sequence[WorkerSnapshot],
     matches: Mapping[str, int],
@@ -34,9 +34,12 @@ def worth_asking(
     after it has loaded blocks of it."""
     if not peers:
         return []
-    rates, size = scenario.rates, scenario.block_size
-    load, cached = worker.load(), worker.cache.num_cached(task.hashes) * size
-    prompt, work = Prompt(task.num_tokens, size), Work(task.num_tokens, size)
+    rates = scenario.rates
+    size = scenario.block_size
+    load = worker.load()
+    cached = worker.cache.num_cached(task.hashes) * size
+    prompt = PrefillPrompt(task.num_tokens, size)
+    work = Work(task.num_tokens, size)
     here = LocalWorker(rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
     for peer in peers:
@@ -60,14 +63,15 @@ def worth_asking(
 
 def expect_pull(
     scenario: Scenario,
-    worker: Worker,
+    worker: SimulatedWorker,
     task: Task,
     holders: Iterable[tuple[str, int]],
     pair: PairRate,
 ) -> Expected | None:
     """Returns what to expect if the prompt's first blocks are pulled from one of the holders, which
     have so many of its tokens; None if nothing is pulled."""
-    rates, size = scenario.rates, scenario.block_size
+    rates = scenario.rates
+    size = scenario.block_size
     cached = worker.cache.num_cached(task.hashes) * size
     known = [Holder(tokens, pair) for name, tokens in holders if name != worker.worker_id]
     expected = expect(rates, task.num_tokens, cached, holders=known, block_size=size)
@@ -80,11 +84,12 @@ def expect_pull(
 
 
 def exposed_pull_s(
-    scenario: Scenario, pair: PairRate, source: Worker, task: Task, cached_tokens: int
+    scenario: Scenario, pair: PairRate, source: SimulatedWorker, task: Task, cached_tokens: int
 ) -> float:
     """Returns the seconds that a decode worker's pull takes longer than `source` computes, which
     had `cached_tokens`: those of the last chunk, or more."""
-    rates, size = scenario.rates, scenario.block_size
+    rates = scenario.rates
+    size = scenario.block_size
     missing = task.num_tokens - task.cached_tokens
     pull_s = pair.seconds(rates.moved_bytes(missing / size))
     compute_s = prefill_seconds(source.rates, task.num_tokens, cached_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tandem.ops.simulator.pace import Sent
 from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.workers.task import Task
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.admission.calibration import Promise
 
 MIGRATIONS_MAX = 2  # as services/tandem/router/request/migration_budget.py
@@ -19,9 +19,9 @@ class Request:
 
     arrival: Arrival
     hashes: Sequence[bytes]
-    decode: Worker | None = None
+    decode: SimulatedWorker | None = None
     decode_task: Task | None = None
-    prefill: Worker | None = None  # who computes the prompt; decode itself, or a peer
+    prefill: SimulatedWorker | None = None  # who computes the prompt; decode itself, or a peer
     lease: Task | None = None
     candidates: list[str] = field(default_factory=list)  # prefill workers not asked yet
     holders: list[tuple[str, int]] = field(default_factory=list)  # with the tokens that they have

@@ -21,7 +21,7 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-KNOWN_IN_STORE = 65_536  # blocks; as services/tandem/engine/tiers/object_storage.py
+KNOWN_IN_STORE = 65_536  # blocks; as services/tandem/engine/tiers/object_store/storage.py
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
 
@@ -103,7 +103,8 @@ def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
     more than that no policy can carry. A worker that prefills itself is busy with prompts, each
     chunk of which also gives a token to those who decode; what is left of decoding is added.
     """
-    rates, seen = scenario.rates, set[bytes]()
+    rates = scenario.rates
+    seen = set[bytes]()
     prefill_s = 0.0
     chunks = tokens = 0
     for arrival in arrivals:

@@ -19,10 +19,9 @@ from tandem.ops.simulator.requests import MIGRATIONS_MAX, Request
 from tandem.ops.simulator.scenario import Fault, Scenario
 from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.view import View
-from tandem.ops.simulator.workers.host import Host
 from tandem.ops.simulator.workers.make_tiers import make_tiers
 from tandem.ops.simulator.workers.task import Task
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SharedCores, SimulatedWorker
 from tandem.prefix_index.holders import holder_of, with_store
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.router.admission.admit import admit
@@ -45,11 +44,11 @@ class Simulation:
         self.clock = Clock()
         self._index = MemoryIndex()
         self._logs: dict[str, int] = {}  # next sequence number of each holder
-        host = Host(scenario.cores) if scenario.cores else None
+        host = SharedCores(scenario.cores) if scenario.cores else None
         self._has_tiers = bool(scenario.rates.tiers)
         tiers = make_tiers(scenario, arrivals) if self._has_tiers else {}
         self.workers = {
-            worker_id: Worker(
+            worker_id: SimulatedWorker(
                 worker_id, role, scenario, self.clock, self, host, tiers.get(worker_id)
             )
             for worker_id, role in scenario.roles.items()
@@ -74,10 +73,10 @@ class Simulation:
 
     # What workers tell.
 
-    def reserved(self, worker: Worker, task: Task) -> None:
+    def reserved(self, worker: SimulatedWorker, task: Task) -> None:
         self._ask_candidate(_request(task))
 
-    def prefilled(self, worker: Worker, task: Task) -> None:
+    def prefilled(self, worker: SimulatedWorker, task: Task) -> None:
         request = _request(task)
         if not request.first_token_s:
             request.first_token_s = self.clock.now_s
@@ -107,7 +106,7 @@ class Simulation:
             )
             self.clock.after(exposed_s, self._finish_pull, request, task)
 
-    def refused(self, worker: Worker, task: Task) -> None:
+    def refused(self, worker: SimulatedWorker, task: Task) -> None:
         request = _request(task)
         if task is request.lease:
             self._ask_candidate(request)
@@ -116,13 +115,17 @@ class Simulation:
         request.decode_task = None
         self._place(request)
 
-    def decoded(self, worker: Worker, task: Task) -> None:
+    def decoded(self, worker: SimulatedWorker, task: Task) -> None:
         request = _request(task)
         self._end(request)
         request.hashes = ()  # a million requests are kept to the end
 
     def blocks_changed(
-        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""
+        self,
+        worker: SimulatedWorker,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        tier: str = "",
     ) -> None:
         holder = holder_of(worker.worker_id, tier)
         number = self._logs[holder]
@@ -130,7 +133,7 @@ class Simulation:
         assert applied
         self._logs[holder] = number + 1
 
-    def load_changed(self, worker: Worker) -> None:
+    def load_changed(self, worker: SimulatedWorker) -> None:
         self.view.note_load(worker)
 
     # A request's way.
@@ -198,7 +201,8 @@ class Simulation:
             holders = [w.worker_id for w in placement.prefix_holders]
             request.holders = [(w, matches[w] * size) for w in holders]
         task = request.make_task(request.tokens_left)
-        request.decode_task, request.lease = task, None
+        request.decode_task = task
+        request.lease = None
         request.candidates = worth_asking(
             self.scenario, worker, task, placement.prefill_candidates, matches
         )
@@ -224,15 +228,17 @@ class Simulation:
         while request.candidates:
             peer = self.workers[request.candidates.pop(0)]
             lease = request.make_task(0)
-            request.lease, request.prefill = lease, peer
+            request.lease = lease
+            request.prefill = peer
             if peer.is_up and not peer.is_draining and self._prefill(request, peer, lease):
                 return
-        request.lease, request.prefill = None, request.decode
+        request.lease = None
+        request.prefill = request.decode
         request.decode.release(request.decode_task)
         if not self._prefill(request, request.decode, request.decode_task):
             request.failure = "refused"
 
-    def _prefill(self, request: Request, worker: Worker, task: Task) -> bool:
+    def _prefill(self, request: Request, worker: SimulatedWorker, task: Task) -> bool:
         """Submits a task that is computed, after its prefix was pulled if that is faster."""
         holders = [(w, tokens) for w, tokens in request.holders if self.workers[w].is_up]
         expected = None
@@ -246,7 +252,9 @@ class Simulation:
         self.clock.after(expected.pull_s, self._submit_pulled, *arrives)
         return True
 
-    def _submit_pulled(self, request: Request, worker: Worker, task: Task, epoch: int) -> None:
+    def _submit_pulled(
+        self, request: Request, worker: SimulatedWorker, task: Task, epoch: int
+    ) -> None:
         alive = worker.is_up and worker.epoch == epoch
         if task not in (request.lease, request.decode_task) or request.failure:
             return
@@ -285,7 +293,7 @@ class Simulation:
         """True while requests are still to come."""
         return len(self.requests) < len(self._arrivals)
 
-    def start_worker(self, worker: Worker) -> None:
+    def start_worker(self, worker: SimulatedWorker) -> None:
         """Starts a worker that is off, with nothing in its cache, and what its disk had."""
         worker.restart()
         self._start_log(worker)
@@ -294,12 +302,12 @@ class Simulation:
                 self.blocks_changed(worker, held, (), tier)
         self.view.note_state(worker)
 
-    def drain_worker(self, worker: Worker) -> None:
+    def drain_worker(self, worker: SimulatedWorker) -> None:
         """Drains a worker: nothing new goes there."""
         worker.is_draining = True
         self.view.note_drain(worker)
 
-    def stop_worker(self, worker: Worker) -> None:
+    def stop_worker(self, worker: SimulatedWorker) -> None:
         """Stops a worker, and forgets its blocks."""
         worker.fail()
         for holder in _holders(worker):
@@ -330,7 +338,8 @@ class Simulation:
             request.lease = None
             self._ask_candidate(request)
             return
-        lease, peer = request.lease, request.prefill
+        lease = request.lease
+        peer = request.prefill
         request.lease = request.decode_task = None
         if lease is not None and peer is not None:
             peer.cancel(lease)
@@ -348,13 +357,13 @@ class Simulation:
         else:
             self._end(request)
 
-    def _start_log(self, worker: Worker) -> None:
+    def _start_log(self, worker: SimulatedWorker) -> None:
         for holder in _holders(worker):
             self._logs[holder] = 0
             _now(self._index.reset(holder, str(worker.epoch)))
 
 
-def _holders(worker: Worker) -> list[str]:
+def _holders(worker: SimulatedWorker) -> list[str]:
     tiers = [] if worker.tiers is None else worker.tiers.names
     return [holder_of(worker.worker_id, tier) for tier in ("", *tiers)]
 

@@ -131,8 +131,10 @@ def lay_on_day(
             + (at - low) * (hours[(low + 1) % num_hours] - hours[low % num_hours])
         )
     until = list(accumulate(weights, initial=0.0))
-    minute_s, trace_s = DAY_S / len(weights), span_s(copies)
-    laid, minute = [], 0
+    minute_s = DAY_S / len(weights)
+    trace_s = span_s(copies)
+    laid = []
+    minute = 0
     for arrival in copies:
         share = arrival.at_s / trace_s * until[-1]
         while until[minute + 1] < share:
@@ -195,7 +197,8 @@ def _read_mooncake(row: dict[str, Any]) -> Arrival:
 def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
     """Reads a request of which no prefixes are known: its prompt has blocks of its own."""
     at = datetime.fromisoformat(row["TIMESTAMP"][:26]) - datetime(2000, 1, 1)
-    num_tokens, output_tokens = _positive(row["ContextTokens"]), _positive(row["GeneratedTokens"])
+    num_tokens = _positive(row["ContextTokens"])
+    output_tokens = _positive(row["GeneratedTokens"])
     block_ids = tuple(islice(next_ids, -(-num_tokens // BLOCK_SIZE)))
     return Arrival(at.total_seconds(), num_tokens, output_tokens, block_ids)
 

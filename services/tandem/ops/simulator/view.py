@@ -18,19 +18,19 @@ from tandem.common.perf_model.predict import (
     summed,
 )
 from tandem.common.perf_model.rates import PairRate, WorkerRates
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.pace import Paces, Sent, paced
 from tandem.ops.simulator.scenario import Scenario
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 
 
 @dataclass(slots=True)
 class _Known:
-    worker: Worker
-    load: Load
+    worker: SimulatedWorker
+    load: WorkerLoad
     rates: WorkerRates  # that it told, at the pace that was seen
     load_queue_s: float = 0.0  # of its tiers, when the load was taken
     sent: deque[tuple[float, Prefill]] = field(default_factory=deque)  # when, and for what
@@ -41,7 +41,7 @@ class _Known:
 class View:
     """The simulated router's view; `roster` is up to date after `tick`, which may replace it."""
 
-    def __init__(self, scenario: Scenario, clock: Clock, workers: list[Worker]) -> None:
+    def __init__(self, scenario: Scenario, clock: Clock, workers: list[SimulatedWorker]) -> None:
         self._scenario = scenario
         self._clock = clock
         self._known = {w.worker_id: _Known(w, w.load(), scenario.rates) for w in workers}
@@ -64,7 +64,8 @@ class View:
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
     ) -> Sent:
         """Notes a prompt that was sent there, with `missing` tokens to prefill."""
-        known, told = self._known[worker_id], self._scenario.rates
+        known = self._known[worker_id]
+        told = self._scenario.rates
         rates = beside_decode(told, 0, known.load.num_running)
         told_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
         sent = self._paces.sent(worker_id, told_s, self._clock.now_s, may_pull=may_pull)
@@ -85,20 +86,21 @@ class View:
         if sent.worker_id != worker_id:
             self._refresh(self._known[sent.worker_id])
 
-    def note_state(self, worker: Worker) -> None:
+    def note_state(self, worker: SimulatedWorker) -> None:
         """Notes that the worker is up or down, which its stream shows at once."""
         known = self._known[worker.worker_id]
         known.sent.clear()
-        known.load, known.rates = worker.load(), self._scenario.rates
+        known.load = worker.load()
+        known.rates = self._scenario.rates
         known.load_queue_s = 0.0
         self._join(worker.worker_id, self.roster.mean_prefill_share(worker.role))
         self._refresh(known)
 
-    def note_drain(self, worker: Worker) -> None:
+    def note_drain(self, worker: SimulatedWorker) -> None:
         """Notes that the worker takes nothing new, which its record tells at once."""
         self._refresh(self._known[worker.worker_id])
 
-    def note_load(self, worker: Worker) -> None:
+    def note_load(self, worker: SimulatedWorker) -> None:
         known = self._known[worker.worker_id]
         known.changed = True
         if not known.reporting:
@@ -109,18 +111,22 @@ class View:
         self._paces.join(worker_id)
 
     def _report(self, known: _Known) -> None:
-        known.reporting, known.changed = True, False
-        load, now_s, tiers = known.worker.load(), self._clock.now_s, known.worker.tiers
+        known.reporting = True
+        known.changed = False
+        load = known.worker.load()
+        now_s = self._clock.now_s
+        tiers = known.worker.tiers
         load_queue_s = 0.0 if tiers is None else tiers.queue_s(now_s)
         arrives = (known, load, load_queue_s, now_s, known.worker.epoch)
         self._clock.after(self._scenario.report_age_s, self._take, *arrives)
 
     def _take(
-        self, known: _Known, load: Load, load_queue_s: float, taken_s: float, epoch: int
+        self, known: _Known, load: WorkerLoad, load_queue_s: float, taken_s: float, epoch: int
     ) -> None:
         known.reporting = False
         if epoch == known.worker.epoch and known.worker.is_up:
-            known.load, known.load_queue_s = load, load_queue_s
+            known.load = load
+            known.load_queue_s = load_queue_s
             while known.sent and known.sent[0][0] < taken_s:
                 known.sent.popleft()
             self._refresh(known)
@@ -131,12 +137,15 @@ class View:
         self.roster.put(self._snapshot(known))
 
     def _snapshot(self, known: _Known) -> WorkerSnapshot:
-        worker, load, count = known.worker, known.load, len(known.sent)
+        worker = known.worker
+        load = known.load
+        count = len(known.sent)
         sent = summed(prefill for _, prefill in known.sent)
         told = self._scenario.rates
         sent_s = sent.seconds(beside_decode(told, 0, load.num_running))
         told_s = load.queue_s(told) + sent_s
-        is_decode, rates = worker.role == "decode", known.rates
+        is_decode = worker.role == "decode"
+        rates = known.rates
         if known.load_queue_s:
             rates = msgspec.structs.replace(rates, load_queue_s=known.load_queue_s)
         return WorkerSnapshot(

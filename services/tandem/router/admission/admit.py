@@ -14,7 +14,7 @@ from tandem.router.placement.choose import Placement, Work
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class AdmissionDecision:
     """The decision about one request."""
 
     late_s: float  # seconds by which the first token would be too late; 0: the request is accepted
@@ -37,7 +37,7 @@ def admit(
     ahead_s: float,
     completion_tokens: float,
     now: float,
-) -> Decision:
+) -> AdmissionDecision:
     """Decides about a placed request. Without measured rates, every request is accepted.
 
     Workers that keep deadlines decide borderline cases themselves, when a prompt is about to begin.
@@ -45,19 +45,20 @@ def admit(
     mean number of output tokens of a request (0 if unknown). `now` is the time of any clock in
     seconds.
     """
-    factor, margin = calibration.factor, calibration.margin
+    factor = calibration.factor
+    margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
     if within_s == math.inf:  # these workers have measured rates before their records contain them
         limit_s = limit.seconds(work.num_tokens)
-        return Decision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
+        return AdmissionDecision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
     # refuse only requests that are late even with a favourable error of the prediction
     if keep_deadlines(placement):
         if factor * margin * predicted_s > within_s:
-            return Decision(factor * predicted_s - within_s)
+            return AdmissionDecision(factor * predicted_s - within_s)
     else:
         most_s = allowed_s(work, placement, limit, slower=factor, margin=margin)
         if (late_s := factor * predicted_s - most_s) > 0:
-            return Decision(late_s)
+            return AdmissionDecision(late_s)
     promise = calibration.promise(predicted_s, limit.seconds(work.num_tokens), now)
-    return Decision(0.0, promise, within_s)
+    return AdmissionDecision(0.0, promise, within_s)

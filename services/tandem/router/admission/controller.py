@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 
 from tandem.common.config.router import RouterConfig
 from tandem.errors import Overloaded
-from tandem.router.admission.admit import Decision, admit
+from tandem.router.admission.admit import AdmissionDecision, admit
 from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.capacity import QUEUED_MAX_S, has_capacity, work_s
 from tandem.router.admission.predict import OWN_TIMES, TtftLimit
@@ -61,7 +61,7 @@ class AdmissionController:
         tenant: str,
         is_urgent: bool = False,
         waited_s: float = 0.0,
-    ) -> Decision:
+    ) -> AdmissionDecision:
         """Admits a request that arrived `waited_s` ago. Called once per request.
 
         Raises Overloaded if its first token would be too late, unless it is urgent.
@@ -69,7 +69,7 @@ class AdmissionController:
         demand = self._metrics.demand
         demand.new_request(placement.prefill_s(work))
         if is_urgent or not self._limit.base_s or self._view.redis_state != "ok":
-            return Decision(0.0)
+            return AdmissionDecision(0.0)
         decision = admit(
             work,
             placement,
@@ -81,7 +81,8 @@ class AdmissionController:
         )
         if decision.is_admitted:
             return decision
-        late_s, limit_s = decision.late_s, self._limit.seconds(work.num_tokens)
+        late_s = decision.late_s
+        limit_s = self._limit.seconds(work.num_tokens)
         log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
         raise Overloaded(
             f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "

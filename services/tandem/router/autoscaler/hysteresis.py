@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tandem.common.config.autoscale import AutoscaleConfig
 
 
-class Step(NamedTuple):
+class SizeStep(NamedTuple):
     size: int
     held: str  # reason why it is not the requested size; empty if it is
 
@@ -34,32 +34,36 @@ class Stabilizer:
     def rest(self, now_s: float) -> None:
         """Drops the history, because the pool is not used."""
         self._kept.clear()
-        self._direction, self._changed_s = 0, now_s
+        self._direction = 0
+        self._changed_s = now_s
 
     def step(
         self, now_s: float, size: int, wanted: int, keep: int, *, is_urgent: bool = False
-    ) -> Step:
+    ) -> SizeStep:
         """Returns the next size of a pool of `size` workers that needs `wanted` workers.
 
         It never shrinks below the largest `keep` and `wanted` of the last `down_window_s`. With
         `is_urgent` it grows even just after a change of direction.
         """
-        config, most = self._config, self._most_kept(now_s, max(wanted, keep))
+        config = self._config
+        most = self._most_kept(now_s, max(wanted, keep))
         if wanted > size:
             if self._may_turn(1, now_s) or size == 0 or is_urgent:
                 self._turn(1, now_s)
-                return Step(wanted, "")
+                return SizeStep(wanted, "")
             wait_s = self._reversed_s + config.reversal_s - now_s
-            return Step(size, f"turned {config.reversal_s - wait_s:.0f} s ago, {wait_s:.0f} s more")
+            return SizeStep(
+                size, f"turned {config.reversal_s - wait_s:.0f} s ago, {wait_s:.0f} s more"
+            )
         if most >= size:
             span = f"in the last {config.down_window_s:.0f} s"
-            return Step(size, "" if wanted == size else f"{most} was to be kept {span}")
+            return SizeStep(size, "" if wanted == size else f"{most} was to be kept {span}")
         rest_s = config.down_window_s if self._direction >= 0 else config.down_interval_s
         wait_s = self._changed_s + rest_s - now_s
         if wait_s > 0 or not self._may_turn(-1, now_s):
-            return Step(size, f"the last change was {now_s - self._changed_s:.0f} s ago")
+            return SizeStep(size, f"the last change was {now_s - self._changed_s:.0f} s ago")
         self._turn(-1, now_s)
-        return Step(max(most, size - max(1, int(size * config.step_down))), "")
+        return SizeStep(max(most, size - max(1, int(size * config.step_down))), "")
 
     def _most_kept(self, now_s: float, keep: int) -> int:
         self._kept.append((now_s, keep))
@@ -74,4 +78,5 @@ class Stabilizer:
     def _turn(self, direction: int, now_s: float) -> None:
         if self._direction == -direction:
             self._reversed_s = now_s
-        self._direction, self._changed_s = direction, now_s
+        self._direction = direction
+        self._changed_s = now_s

@@ -24,7 +24,8 @@ def step_start(samples: Sequence[tuple[float, int]]) -> int | None:
     """
     all_s = sum(seconds for seconds, _ in samples)
     all_requests = sum(requests for _, requests in samples)
-    span_s, requests = 0.0, 0
+    span_s = 0.0
+    requests = 0
     for start in range(len(samples) - 1, 0, -1):
         span_s += samples[start][0]
         requests += samples[start][1]

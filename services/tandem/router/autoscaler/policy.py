@@ -41,7 +41,7 @@ _PAUSES = 8  # multiple of the usual pause between requests; 1 in 3,000 pauses i
 _STEP_S = 60.0  # time after a step in which pools grow even if they have just shrunk
 
 
-class Decision(msgspec.Struct, frozen=True):
+class ScalingDecision(msgspec.Struct, frozen=True):
     """The decision for one pool. `line` explains it to operators."""
 
     role: Role
@@ -77,7 +77,7 @@ class Autoscaler:
         self._stepped_s = self._step_from_s = -float("inf")
         self._busy_s = now_s  # time of the last request
 
-    def decide(self, seen: Observation) -> tuple[Decision, Decision]:
+    def decide(self, seen: Observation) -> tuple[ScalingDecision, ScalingDecision]:
         """Decides the sizes of the prefill pool and of the decode pool."""
         self._remember(seen)
         if self._is_idle(seen):
@@ -106,7 +106,8 @@ class Autoscaler:
             since = [load for load in self._loads if load.at_s >= self._step_from_s]
             start = step_start([(load.span_s, load.num_requests) for load in since])
             if start is not None:
-                self._stepped_s, self._step_from_s = seen.now_s, since[start].at_s
+                self._stepped_s = seen.now_s
+                self._step_from_s = since[start].at_s
         self._seen.append(seen)
         oldest_s = seen.now_s - config.history_s
         while len(self._seen) > 1 and self._seen[0].now_s < oldest_s:
@@ -121,20 +122,22 @@ class Autoscaler:
         """
         if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
             self._busy_s = seen.now_s
-        first, idle_s = self._seen[0], self._config.idle_s
+        first = self._seen[0]
+        idle_s = self._config.idle_s
         num_requests = seen.demand.since(first.demand).num_requests
         usual_s = (self._busy_s - first.now_s) / num_requests if num_requests else 0.0
         return idle_s > 0 and seen.now_s - self._busy_s >= max(idle_s, _PAUSES * usual_s)
 
-    def _rest(self, role: Role, seen: Observation) -> Decision:
+    def _rest(self, role: Role, seen: Observation) -> ScalingDecision:
         """Gives an idle pool its smallest size and drops its history."""
-        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+        config = self._config
+        pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
         self._loads.clear()
         self._stabilizers[role].rest(seen.now_s)
         idle_s = seen.now_s - self._busy_s
         line = f"{role} {pool.wanted} -> {least}: no request for {idle_s:.0f} s"
-        return Decision(role, pool.wanted, least, least, "idle", line)
+        return ScalingDecision(role, pool.wanted, least, least, "idle", line)
 
     def _output_tokens(self, seen: Observation) -> float:
         """Returns the mean output tokens of recent requests; an assumed number before one has
@@ -162,7 +165,8 @@ class Autoscaler:
         return Forecast(*(max(each) for each in zip(*made, strict=True)))
 
     def _prefill(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
-        config, pool = self._config, seen.prefill
+        config = self._config
+        pool = seen.prefill
         if config.prefill_max == 0:
             return []
         wishes = [
@@ -174,7 +178,8 @@ class Autoscaler:
         return wishes
 
     def _decode(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
-        config, pool = self._config, seen.decode
+        config = self._config
+        pool = seen.decode
         wishes = [
             _Wish(load.bound / config.utilization, self._load_name(seen)),
             _Wish(pool.num_ready * pool.kv_use / config.kv_use_max, "kv"),
@@ -210,15 +215,18 @@ class Autoscaler:
         load: Forecast,
         recent: Demand,
         wishes: list[_Wish],
-    ) -> Decision:
-        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+    ) -> ScalingDecision:
+        config = self._config
+        pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
         most = config.prefill_max if role == "prefill" else config.decode_max
         most_wanted = max(wishes, key=lambda wish: wish.workers, default=_Wish(0, "load"))
-        wanted, why = math.ceil(most_wanted.workers - 1e-9), most_wanted.why
+        wanted = math.ceil(most_wanted.workers - 1e-9)
+        why = most_wanted.why
         keep = math.ceil(most_wanted.workers / config.down_margin - 1e-9)
         if not self._loads and pool.wanted:
-            wanted, why = pool.wanted, "start"  # no load was observed yet
+            wanted = pool.wanted
+            why = "start"  # no load was observed yet
         bounded = min(most, max(least, wanted))
         why = why if bounded == wanted else "bounds"
         to, held = self._stabilizers[role].step(
@@ -238,7 +246,7 @@ class Autoscaler:
             f"{quantile(recent.itl, config.slo_quantile):g} of the limit; {pool.num_ready} ready, "
             f"{pool.queued_s:.1f} s queued, {pool.num_waiting} wait, kv {pool.kv_use:.0%}"
         )
-        return Decision(role, pool.wanted, bounded, to, why, line)
+        return ScalingDecision(role, pool.wanted, bounded, to, why, line)
 
 
 def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:

@@ -4,19 +4,21 @@
                             `--its publisher's next heartbeat detects that, and publishes all
                                blocks again under a new epoch--> trusted
 So no list of distrusted workers must be kept or shared: the tree has no entries of a worker that
-does not publish. Alarms: `hits` (predicted tokens were not cached, see `hit_watch`), `audit` (its
+does not publish. Alarms: `hits` (predicted tokens were not cached, see `HitWatch`), `audit` (its
 entries differ from its blocks), `silent` (its log does not change although the worker is alive).
 """
 
 import asyncio
 import logging
 import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.net.store.client import REPLY_TIMEOUT_S, UNREACHABLE
 from tandem.prefix_index.holders import worker_of
 from tandem.prefix_index.redis import RedisIndex
-from tandem.router.index.hit_watch import HitWatch
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.request.job import Job
 from tandem.router.workers.cluster_view import ClusterView
@@ -26,6 +28,10 @@ log = logging.getLogger(__name__)
 Alarm = Literal["hits", "audit", "silent"]
 # After an alarm a worker has this much time to publish all blocks before the next alarm.
 RENEWAL_S = 20.0
+WINDOW_TOKENS = 8192  # predicted tokens in the window
+EVIDENCE_TOKENS = 1024  # predicted tokens that are needed for a result
+REQUESTS_MIN = 4
+HIT_RATIO_MIN = 0.5  # lower ratios mean wrong entries; eviction under pressure costs far less
 
 
 class IndexTrust:
@@ -39,7 +45,8 @@ class IndexTrust:
 
     def observe(self, job: Job) -> None:
         """Compares the cached tokens predicted for a request that ended with the actual ones."""
-        compatibility, routed = self._view.compatibility(), job.routing.routed
+        compatibility = self._view.compatibility()
+        routed = job.routing.routed
         cached_tokens = job.progress.cached_tokens
         if compatibility is None or routed is None or job.routing.num_submissions != 1:
             return
@@ -87,3 +94,54 @@ class IndexTrust:
         except UNREACHABLE as error:
             self._alarmed_at.pop(holder, None)  # a worker that left may already be forgotten
             log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)
+
+
+@dataclass(slots=True)
+class _Window:
+    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: (predicted, cached)
+    predicted: int = 0
+    cached: int = 0
+
+
+class HitWatch:
+    """Checks whether the blocks that the prefix tree predicts are really cached on a worker. Pure.
+
+    For each worker it keeps a window of recent requests with the tokens that were predicted to be
+    cached when the request was placed, and those that were. Reuse on another worker counts as a
+    hit, so a low ratio shows that the predictions are wrong.
+    """
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _Window] = {}
+
+    def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
+        """Adds a request; returns the hit ratio if it is too low to trust the worker's entries.
+
+        `cached` is a lower bound of the reused tokens. After a result the window starts again.
+        """
+        if predicted <= 0:
+            return None
+        cached = min(cached, predicted)
+        window = self._windows.setdefault(worker_id, _Window())
+        requests = window.requests
+        requests.append((predicted, cached))
+        window.predicted += predicted
+        window.cached += cached
+        while len(requests) > REQUESTS_MIN and window.predicted - requests[0][0] >= WINDOW_TOKENS:
+            oldest_predicted, oldest_cached = requests.popleft()
+            window.predicted -= oldest_predicted
+            window.cached -= oldest_cached
+        ratio = window.cached / window.predicted
+        enough = len(requests) >= REQUESTS_MIN and window.predicted >= EVIDENCE_TOKENS
+        if not enough or ratio >= HIT_RATIO_MIN:
+            return None
+        del self._windows[worker_id]
+        return ratio
+
+    def forget(self, worker_id: str) -> None:
+        self._windows.pop(worker_id, None)
+
+    def keep(self, worker_ids: Collection[str]) -> None:
+        """Drops all other workers."""
+        for worker_id in self._windows.keys() - set(worker_ids):
+            del self._windows[worker_id]

@@ -95,7 +95,7 @@ class Reply(NamedTuple):
     refused_by: list[Kind | None]  # exceeded limit of each new request; None: admitted
 
 
-class Asked(NamedTuple):
+class ReservationRequest(NamedTuple):
     """A request to be admitted: its key's limits and the largest number of its tokens."""
 
     limits: Limits
@@ -113,7 +113,7 @@ class TenantCounts:
         self._count = Script(_COUNT)
 
     async def count(
-        self, tenant: str, running: int, window: Window, asked: Sequence[Asked]
+        self, tenant: str, running: int, window: Window, asked: Sequence[ReservationRequest]
     ) -> Reply:
         """Writes this router's counts and decides about new requests, in one round trip."""
         numbers = [

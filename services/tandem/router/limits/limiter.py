@@ -23,7 +23,7 @@ import msgspec
 from tandem.errors import RateLimited
 from tandem.net.security.limits import Limits
 from tandem.net.store.client import UNREACHABLE
-from tandem.router.limits.counts import Asked, Reply, TenantCounts
+from tandem.router.limits.counts import Reply, ReservationRequest, TenantCounts
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.limits.status import Standing, limit_headers, refusal
 from tandem.router.limits.window import (
@@ -47,7 +47,7 @@ _CALLS_AT_ONCE_MAX = 8  # each call needs its own connection
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class LimitReservation:
     """The share of its tenant's limits that one request occupies until it is settled."""
 
     tenant: "_Tenant | None"  # None: nothing is counted
@@ -59,8 +59,8 @@ class Reservation:
 
 @dataclass(slots=True, eq=False)
 class _Ask:
-    asked: Asked
-    answer: asyncio.Future[Reservation]
+    asked: ReservationRequest
+    answer: asyncio.Future[LimitReservation]
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class Limiter:
     @asynccontextmanager
     async def reserved(
         self, tenant: str, limits: Limits, tokens: int, *, is_counted: bool
-    ) -> AsyncIterator[Reservation]:
+    ) -> AsyncIterator[LimitReservation]:
         """Reserves `tokens` for the request of the body. Raises RateLimited.
 
         What the body does not settle is returned. With `is_counted`, another key of the tenant has
@@ -130,7 +130,7 @@ class Limiter:
         finally:
             self.settle(reservation, None)
 
-    def settle(self, reservation: Reservation, tokens: int | None) -> None:
+    def settle(self, reservation: LimitReservation, tokens: int | None) -> None:
         """Ends a reservation, once. `tokens` is the number used; None if the request was not
         served.
         """
@@ -177,10 +177,10 @@ class Limiter:
 
     async def _reserve(
         self, name: str, limits: Limits, tokens: int, *, is_counted: bool
-    ) -> Reservation:
-        asked = Asked(limits, tokens)
+    ) -> LimitReservation:
+        asked = ReservationRequest(limits, tokens)
         if not limits.are_counted and not is_counted:
-            return Reservation(None, 0, tokens)
+            return LimitReservation(None, 0, tokens)
         tenant = self._tenants.setdefault(name, _Tenant(name))
         if not limits.are_counted:
             reservation = self._take(tenant, asked)
@@ -221,14 +221,15 @@ class Limiter:
                 reply = await self._ask_redis(tenant, [ask.asked for ask in asks])
                 if reply is None:
                     tenant.is_dirty = True
-                    asks, tenant.asks = asks + tenant.asks, []
+                    asks = asks + tenant.asks
+                    tenant.asks = []
                     self._answer_alone(tenant, asks)
                     return
                 self._answer(tenant, asks, reply)
         finally:
             tenant.calls = None
 
-    async def _ask_redis(self, tenant: _Tenant, asked: list[Asked]) -> Reply | None:
+    async def _ask_redis(self, tenant: _Tenant, asked: list[ReservationRequest]) -> Reply | None:
         """Sends the counts and new requests to Redis; returns None if Redis is lost."""
         try:
             async with self._turns, asyncio.timeout(DEADLINE_S):
@@ -244,8 +245,10 @@ class Limiter:
         was_emptied = tenant.was_written and not reply.was_known
         if self._is_away or (was_emptied and not self._is_alone):
             log.warning("Redis is back or was emptied: limits are shared again in %g s", RETURN_S)
-            self._is_away, self._returning_until = False, now + RETURN_S
-        tenant.was_written, tenant.written_at = True, now
+            self._is_away = False
+            self._returning_until = now + RETURN_S
+        tenant.was_written = True
+        tenant.written_at = now
         return reply
 
     def _answer(self, tenant: _Tenant, asks: list[_Ask], reply: Reply) -> None:
@@ -254,7 +257,8 @@ class Limiter:
             tenant.is_dirty |= bool(asks)
             self._answer_alone(tenant, asks)
             return
-        tenant.others, tenant.others_running = reply.others, reply.others_running
+        tenant.others = reply.others
+        tenant.others_running = reply.others_running
         for ask, kind in zip(asks, reply.refused_by, strict=True):
             if kind is None:
                 self._give(ask, self._take(tenant, ask.asked))
@@ -271,13 +275,13 @@ class Limiter:
             except RateLimited as error:
                 ask.answer.set_exception(error)
 
-    def _give(self, ask: _Ask, reservation: Reservation) -> None:
+    def _give(self, ask: _Ask, reservation: LimitReservation) -> None:
         if ask.answer.done():  # its client left while Redis decided
             self.settle(reservation, None)
         else:
             ask.answer.set_result(reservation)
 
-    def _decide_alone(self, tenant: _Tenant, asked: Asked) -> Reservation:
+    def _decide_alone(self, tenant: _Tenant, asked: ReservationRequest) -> LimitReservation:
         """Decides by this router's own counts. Raises RateLimited."""
         tenant.forget_old(self._now_ms())
         share = self._share(tenant)
@@ -288,21 +292,22 @@ class Limiter:
         self._write_soon(tenant)
         return reservation
 
-    def _take(self, tenant: _Tenant, asked: Asked) -> Reservation:
+    def _take(self, tenant: _Tenant, asked: ReservationRequest) -> LimitReservation:
         """Counts an admitted request."""
         now_ms = self._now_ms()
-        reservation = Reservation(tenant, bucket_of(now_ms), asked.tokens)
+        reservation = LimitReservation(tenant, bucket_of(now_ms), asked.tokens)
         tenant.window.add(reservation.bucket, 1, asked.tokens)
         tenant.running += 1
         reservation.headers = limit_headers(self._standing(tenant, asked.limits))
         return reservation
 
-    def _refusal(self, tenant: _Tenant, kind: Kind, asked: Asked) -> RateLimited:
+    def _refusal(self, tenant: _Tenant, kind: Kind, asked: ReservationRequest) -> RateLimited:
         return refusal(kind, self._standing(tenant, asked.limits), asked.tokens)
 
     def _standing(self, tenant: _Tenant, limits: Limits) -> Standing:
         if self._is_alone:
-            share, now_ms = self._share(tenant), self._now_ms()
+            share = self._share(tenant)
+            now_ms = self._now_ms()
             return Standing(limits, tenant.window, tenant.running, now_ms, share)
         return tenant.standing(limits, self._now_ms())
 

@@ -7,7 +7,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.net.security.limits import Limits
 from tandem.net.store.client import Client
 from tandem.router.limits.counts import TenantCounts
-from tandem.router.limits.limiter import Limiter, Reservation
+from tandem.router.limits.limiter import Limiter, LimitReservation
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.limits.usage import UsageMeter
 from tandem.router.limits.usage_store import UsageStore
@@ -26,7 +26,7 @@ class TenantMeter:
 
     def reserved(
         self, tenant: str, limits: Limits, tokens: int
-    ) -> AbstractAsyncContextManager[Reservation]:
+    ) -> AbstractAsyncContextManager[LimitReservation]:
         """Reserves a request and its largest number of tokens for the body. Raises RateLimited.
 
         What the body does not settle is returned, because the request was not served.
@@ -35,7 +35,13 @@ class TenantMeter:
         return self.limiter.reserved(tenant, limits, tokens, is_counted=is_counted)
 
     def settle(
-        self, reservation: Reservation, tenant: str, *, prompt: int, cached: int, completion: int
+        self,
+        reservation: LimitReservation,
+        tenant: str,
+        *,
+        prompt: int,
+        cached: int,
+        completion: int,
     ) -> None:
         """Counts what a request used, once; the rest of its reservation is returned."""
         if reservation.is_settled:

@@ -90,7 +90,8 @@ class UsageMeter:
         async with self._flushing:
             while self._batch or self._pending:
                 if not self._batch:
-                    self._batch, self._pending = self._pending, {}
+                    self._batch = self._pending
+                    self._pending = {}
                 try:
                     await self._store.add(self._number, self._batch)
                 except UNREACHABLE as error:
@@ -99,7 +100,9 @@ class UsageMeter:
                     self._is_away = True
                     self._drop_old_minutes()
                     return False
-                self._batch, self._number, self._is_away = {}, self._number + 1, False
+                self._batch = {}
+                self._number += 1
+                self._is_away = False
         return True
 
     async def read(self, query: UsageQuery, *, now: float) -> list[UsageRow]:

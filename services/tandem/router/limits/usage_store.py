@@ -19,16 +19,16 @@ Window = Literal["minute", "day"]
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
-class Kept(NamedTuple):
+class WindowRetention(NamedTuple):
     """The length of a window, and how long Redis keeps it, in seconds."""
 
     seconds: int
     kept_s: int
 
 
-WINDOWS: Mapping[Window, Kept] = {
-    "minute": Kept(60, 6 * 3600),
-    "day": Kept(86400, 400 * 86400),
+WINDOWS: Mapping[Window, WindowRetention] = {
+    "minute": WindowRetention(60, 6 * 3600),
+    "day": WindowRetention(86400, 400 * 86400),
 }
 _BATCH_KEPT_S = 7 * 86400  # longer than a batch with a lost answer may wait
 
@@ -91,7 +91,8 @@ class UsageStore:
         self._redis = redis
         self._prefix = f"{{tandem:{cluster_id}}}:usage"
         self._batch = f"{self._prefix}:batch:{router_id}/{secrets.token_hex(4)}"
-        self._add, self._read = Script(_ADD), Script(_READ)
+        self._add = Script(_ADD)
+        self._read = Script(_READ)
 
     async def add(self, number: int, rows: Mapping[Row, Sequence[int]]) -> bool:
         """Adds a batch; returns False if a batch with this or a later number was added before."""

@@ -40,7 +40,8 @@ class Flows:
 
     def take(self) -> list[Flow]:
         """Returns the new flows and drops them."""
-        pulled, self._pulled = self._pulled, Counter()
+        pulled = self._pulled
+        self._pulled = Counter()
         flows = [Flow("pull", *pair, number) for pair, number in pulled.items()]
         moved: Counter[tuple[str, str]] = Counter()
         for _ in range(len(self._moves)):

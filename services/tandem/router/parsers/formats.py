@@ -8,14 +8,28 @@ Each format follows the public description of its family: model cards and chat t
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from tandem.router.parsers.ids import call_id, kimi_call_id, mistral_call_id
 from tandem.router.parsers.machine import State, Text
 
 _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def call_id(_written: str) -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_call_id(_written: str) -> str:
+    """Returns nine letters and digits, because Mistral's templates refuse other ids."""
+    return secrets.token_hex(5)[:9]
+
+
+def kimi_call_id(written: str) -> str:
+    """Returns the id that the model wrote before the arguments, such as `functions.find:0`."""
+    return written if written.startswith("functions.") else call_id(written)
 
 
 def _as_written(name: str) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 
 from tandem.router.parsers.json_text import SPACE, CallText, JsonText, in_json
 from tandem.router.parsers.pair_arguments import PairArguments
-from tandem.router.parsers.terminals import split
 
 _WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
 
@@ -173,7 +172,7 @@ class AnswerParser:
         if self._arguments is not None and not self._is_raw:
             self._read_arguments(self._arguments)
             return True
-        text, terminal = split(self._state.terminals, self._pending, final=final)
+        text, terminal = split_at_terminal(self._state.terminals, self._pending, final=final)
         if not text and not terminal:
             return False
         self._pending = self._pending[len(text) + len(terminal) :]
@@ -416,3 +415,19 @@ class AnswerParser:
             self._parts.reasoning += space
         else:
             self._parts.content += space
+
+
+def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
+    """Returns the text before the first terminal, and that terminal if it is complete.
+
+    Text that may be the beginning of a terminal is in neither, unless the text is `final`.
+    """
+    if not any(t[0] in text for t in terminals):  # true for most pieces of an answer
+        return text, ""
+    end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
+    if not final:
+        longest = max(map(len, terminals), default=1)
+        for at in range(max(0, len(text) - longest + 1), end):
+            if any(t.startswith(text[at:]) for t in terminals):
+                return text[:at], ""
+    return text[:end], next((t for t in terminals if text.startswith(t, end)), "")

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.common.config.answers import AnswerConfig
 from tandem.errors import BadRequest
 from tandem.models.grammars.text import StructuredOutput
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.forced_calls import write_grammar
 from tandem.router.parsers.formats import (
     REASONING_TAGS,

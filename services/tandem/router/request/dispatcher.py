@@ -29,7 +29,7 @@ from tandem.router.admission.predict import computing_worker
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, choose
 from tandem.router.placement.reasons import reason_of
-from tandem.router.request.job import Job, JobState, Routed, Step, submission, work_of
+from tandem.router.request.job import Job, JobState, JobStep, Routed, submission, work_of
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.migrations import (
     REFUSALS,
@@ -38,7 +38,6 @@ from tandem.router.request.migrations import (
     lost_for_good,
     raise_if_refused,
 )
-from tandem.router.request.pending_queue import PendingQueue
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.returns import Returns
@@ -50,6 +49,7 @@ _Take = Callable[[Job, Work, Placement, dict[str, int]], T]
 # A request with fewer remaining tokens does not migrate; it ends sooner where it is.
 FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
+_RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
@@ -98,7 +98,7 @@ class Dispatcher:
             lookup.cancel()
             raise
 
-    async def run(self, job: Job) -> AsyncGenerator[Step, None]:
+    async def run(self, job: Job) -> AsyncGenerator[JobStep, None]:
         """Yields steps until the end. Closing the iterator cancels the job on its worker.
 
         Raises Overloaded, QueueFull, NoWorkers, WorkerLost or the worker's error.
@@ -197,7 +197,8 @@ class Dispatcher:
         timeline = job.progress.timeline
         with timeline.stage("route"):
             block_hashes = job.hashes(compatibility)
-            lookup, job.routing.lookup = job.routing.lookup, None
+            lookup = job.routing.lookup
+            job.routing.lookup = None
             matches = await (lookup or self._match(block_hashes))
             waits = not job.routing.has_turn and self.admission.must_wait()
             turn = self._turn(job, work, matches)
@@ -298,7 +299,8 @@ class Dispatcher:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
             # A pool of the same size or smaller cannot hold it either.
-            size, workers = longest_sequence(routed.placement.decode), self._view.snapshots()
+            size = longest_sequence(routed.placement.decode)
+            workers = self._view.snapshots()
             job.routing.refused |= {w.epoch for w in workers if 0 < longest_sequence(w) <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
@@ -308,8 +310,9 @@ class Dispatcher:
             job.routing.requested_prefill = None
             self._view.note_prefilled(worker_id, prefill, sent_at, by_it=by == worker_id)
 
-    async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
-        progress, routing = job.progress, job.routing
+    async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[JobStep, None]:
+        progress = job.progress
+        routing = job.routing
         while True:
             token_ids: list[int] = []
             logprobs: list[LogprobEntry] = []
@@ -356,7 +359,7 @@ class Dispatcher:
                     if job.parent is None:
                         self._on_end(job)
                     job.to(JobState.ENDED)
-                yield Step(token_ids, finish_reason, logprobs)
+                yield JobStep(token_ids, finish_reason, logprobs)
             if finish_reason:
                 return
             if attempt.is_draining and not attempt.is_over and self._may_migrate(job):
@@ -451,3 +454,38 @@ def _prefill_of(work: Work, placement: Placement) -> Prefill:
 
 class _Migrate(Exception):
     """Signals that the worker is draining and the request may continue on another one."""
+
+
+class PendingQueue:
+    """The pending queue of a router."""
+
+    def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
+        self._config = config
+        self._view = view
+        self._metrics = metrics
+        self.num_pending = 0
+
+    async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
+        """Waits for a usable decode worker. Raises NoWorkers at the deadline or if the queue is
+        full.
+
+        A request that has begun (`is_begun`) is always queued. `refused` are epochs of workers that
+        do not count.
+        """
+        if not is_begun and self.num_pending >= self._config.hold_requests_max:
+            raise NoWorkers(
+                f"no decode worker is ready and {self.num_pending} requests wait for one already",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        deadline_s = self._config.hold_deadline_s
+        self.num_pending += 1
+        try:
+            with self._metrics.requests_pending.track_inprogress():
+                async with asyncio.timeout(deadline_s):
+                    while not self._view.has_decode_worker(refused):
+                        await self._view.wait_change()
+        except TimeoutError:
+            message = f"no decode worker was ready within {deadline_s:g} s"
+            raise NoWorkers(message, retry_after_s=_RETRY_AFTER_S) from None
+        finally:
+            self.num_pending -= 1

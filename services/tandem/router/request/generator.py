@@ -6,6 +6,8 @@ Every request ends in exactly one outcome, counted in one place: stop, length, c
 code of an error. The HTTP and gRPC APIs use this module; they know no workers.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import secrets
@@ -21,9 +23,9 @@ from dataclasses import dataclass, field, replace
 
 from tandem.common.adapter import Adapter, digest_of
 from tandem.common.config.router import RouterConfig
-from tandem.errors import InternalError, NoWorkers, QueueFull, TandemError
-from tandem.models.source import ModelFolder
-from tandem.models.tokenizer import Tokenizer
+from tandem.errors import BadRequest, InternalError, NoWorkers, QueueFull, TandemError
+from tandem.models.folder import ModelFolder
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.net.security.limits import Limits
 from tandem.router.admission.tenants import cache_salt
@@ -43,7 +45,6 @@ from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
 from tandem.router.request.job import Job, PreparedRequest, Progress
 from tandem.router.request.keeper import Keeper
-from tandem.router.request.kv_budgets import pool_tokens_of
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
 from tandem.router.request.prompt.formats import answer_parser, wanted_form, with_template_options
 from tandem.router.request.prompt.prompts import PromptPreparer
@@ -54,7 +55,6 @@ from tandem.router.request.request import (
     check_token_ids,
 )
 from tandem.router.request.text import TextStream
-from tandem.router.request.together import BodyRequests
 from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
@@ -274,7 +274,8 @@ class Generator:
         return BodyRequests(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
-        operation, model = operation_of(request.kind), self.name_of(request.model)
+        operation = operation_of(request.kind)
+        model = self.name_of(request.model)
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": model,
@@ -284,7 +285,8 @@ class Generator:
         }
         span = self._tracing.begin(f"{operation} {model}", trace, attributes)
         record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
-        record.model, record.client_id = model, request.client_id
+        record.model = model
+        record.client_id = request.client_id
         self.requests.open(record)
         return record
 
@@ -337,7 +339,8 @@ class Generator:
         together: BodyRequests,
     ) -> Job:
         """Returns the job of a request, with its prompt as tokens. Raises BadRequest."""
-        max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
+        max_model_len = self.max_model_len
+        vocab_size = model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
         request = with_template_options(model.model_format, request)
@@ -355,7 +358,8 @@ class Generator:
         grammar = await model.preparer.grammar(
             wanted_form(model.model_format, request, token_ids), request.tenant
         )
-        seed, logprobs = request.sampling.seed, request.logprobs
+        seed = request.sampling.seed
+        logprobs = request.logprobs
         if logprobs is None and request.num_sequences > request.n:
             logprobs = 0
         if request.use_beam_search:
@@ -383,7 +387,8 @@ class Generator:
 
 
 def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
-    client, tokenizer = request.client, model.tokenizer
+    client = request.client
+    tokenizer = model.tokenizer
     skips = client.skip_special_tokens
     prompt_text = _echoed(tokenizer, request) if client.echo else ""
     return TextStream(
@@ -400,7 +405,8 @@ def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
 
 def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
     """Returns the text before the completion; a text prompt is returned exactly as it was sent."""
-    prompt, is_cut = request.client.prompt, request.client.truncate_prompt_tokens is not None
+    prompt = request.client.prompt
+    is_cut = request.client.truncate_prompt_tokens is not None
     if isinstance(prompt, Conversation):
         final = prompt.messages[-1]
         return final.content or "" if final.role == "assistant" else ""
@@ -439,3 +445,68 @@ async def _beams(
     for choice, beam in zip(choices, beams, strict=True):
         finish_reason = "stop" if beam.is_ended else "length"
         yield generation.whole(choice, list(beam.token_ids), finish_reason)
+
+
+def pool_tokens_of(
+    request: ClientRequest, pool_tokens: int | None, config: RouterConfig
+) -> int | None:
+    """Returns the largest number of tokens of the request in pools of `pool_tokens`; None: no
+    limit.
+
+    A sequence with a budget holds at most the budget rounded up to blocks. This is at most twice
+    the budget in a pool of several blocks. Raises BadRequest if the operator allows no budgets.
+    """
+    budget = request.kv_budget
+    if budget is not None and config.kv_budgets == "refuse":
+        raise BadRequest(
+            "kv_budget must be left out: this cluster allows none (--kv-budgets refuse)",
+            param="kv_budget",
+        )
+    if budget is None or pool_tokens is None:
+        return pool_tokens
+    return None if 2 * budget.tokens <= pool_tokens else pool_tokens
+
+
+class BodyRequests:
+    """The requests of one body. `logprobs_max` bounds the log probabilities of their answer.
+
+    None is placed before all are prepared, and they share one answer. An answer that is not
+    streamed is built in memory. Log probabilities cost a worker little, because a prompt is
+    computed once for `n` choices, but each choice contains all of them. So their number is bounded
+    before anything is computed.
+    """
+
+    def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
+        self._all_prepared = asyncio.Barrier(num_requests)
+        self._logprobs_max = logprobs_max
+        self._num_logprobs = 0
+
+    async def begin(self) -> None:
+        """Waits until all requests of the body are prepared."""
+        await self._all_prepared.wait()
+
+    def limit_logprobs(self, request: ClientRequest, num_prompt_tokens: int, limit: int) -> int:
+        """Counts the log probabilities of a request with at most `limit` completion tokens.
+
+        Returns `limit`, or a smaller one if the client did not set max_tokens. Raises BadRequest.
+        """
+        of_token = request.num_logprobs_kept
+        needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens
+        least = limit
+        if of_token and request.max_tokens is None:
+            limit = min(limit, (self._logprobs_max - needed) // of_token)
+            least = max(1, request.sampling.min_tokens)
+        needed += of_token * max(limit, least)
+        if needed > self._logprobs_max:
+            name = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
+            if request.echoes_prompt and request.logprobs is not None:
+                name = "logprobs"
+            raise BadRequest(
+                f"{name} is too much for one answer: it would have {needed} log probabilities or "
+                f"more, and may have at most {self._logprobs_max} (those of each token and of its "
+                "most likely ones, in all prompts and choices); ask for fewer of them, or for "
+                "fewer tokens, choices or prompts",
+                param=name,
+            )
+        self._num_logprobs = needed
+        return limit

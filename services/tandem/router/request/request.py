@@ -211,7 +211,8 @@ class ClientRequest:
         """Returns the name of a field that is set and not supported for beams; "" if there is
         none.
         """
-        sampling, chat = self.sampling, self.prompt
+        sampling = self.sampling
+        chat = self.prompt
         form = self.structured_output
         is_set = {
             "tools": isinstance(chat, Conversation) and bool(chat.tools),
@@ -382,7 +383,8 @@ class ClientRequest:
         A prompt is likely to be sent again if it is to be kept, has a session or tools, or contains
         an earlier answer.
         """
-        asked, chat = self.retention, self.prompt
+        asked = self.retention
+        chat = self.prompt
         returns = asked.returns or asked.pin_s > 0 or self.is_of_session
         if isinstance(chat, Conversation) and not returns:
             has_answer = any(message.role == "assistant" for message in chat.messages)

@@ -7,9 +7,9 @@ text ends; the caller cancels the sequence.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.models.detokenizer import IncrementalDetokenizer
-from tandem.models.stop import StopStrings
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.detokenizer import IncrementalDetokenizer
+from tandem.models.tokenizer.stop import StopStrings
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.machine import AnswerParser, CallDelta
 
 

@@ -25,7 +25,7 @@ from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.net.store.client import UNREACHABLE, UNREADABLE
 from tandem.net.store.script import Script
 from tandem.router.autoscaler.demand import Demand, DemandMeter, Observation
-from tandem.router.autoscaler.policy import Autoscaler, Decision
+from tandem.router.autoscaler.policy import Autoscaler, ScalingDecision
 from tandem.router.scaling.pool_observation import likely_decode, see_pool
 from tandem.router.scaling.size_owner import SizeOwner
 from tandem.router.workers.cluster_view import ClusterView
@@ -69,8 +69,10 @@ class AutoscaleLoop:
         self._num_held = num_held
         self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # unique for this process
         prefix = f"{{tandem:{config.cluster.cluster_id}}}"
-        self._demand_key, self._decisions_key = f"{prefix}:demand", f"{prefix}:autoscale"
-        self._leader_key, self._lead = f"{prefix}:autoscaler", Script(_LEAD)
+        self._demand_key = f"{prefix}:demand"
+        self._decisions_key = f"{prefix}:autoscale"
+        self._leader_key = f"{prefix}:autoscaler"
+        self._lead = Script(_LEAD)
         self._policy: Autoscaler | None = None  # set while this router decides
         self._last: dict[str, Demand] = {}  # router -> its last demand
         self._total = Demand()
@@ -113,7 +115,8 @@ class AutoscaleLoop:
         return self._policy is not None and await self._sum_demand() > 0
 
     async def _turn(self) -> None:
-        redis, config = self._view.redis, self._config.autoscale
+        redis = self._view.redis
+        config = self._config.autoscale
         if self._view.redis_state != "ok":
             return  # the workers are not known
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
@@ -125,7 +128,7 @@ class AutoscaleLoop:
         if not lead:
             self._policy = None
             encoded = await redis.get(self._decisions_key)
-            self._view.decisions = msgspec.json.decode(encoded or b"[]", type=list[Decision])
+            self._view.decisions = msgspec.json.decode(encoded or b"[]", type=list[ScalingDecision])
             return
         num_held = await self._sum_demand()
         owned: dict[str, int] = {}  # without sizes that cannot be set or read
@@ -148,8 +151,11 @@ class AutoscaleLoop:
         """Adds each router's demand since the last turn; returns the number of requests held by
         all.
         """
-        redis, now, is_first = self._view.redis, time.time(), self._policy is None
-        num_held, seen = 0, dict[str, Demand]()
+        redis = self._view.redis
+        now = time.time()
+        is_first = self._policy is None
+        num_held = 0
+        seen = dict[str, Demand]()
         for field, value in (await redis.hgetall(self._demand_key)).items():
             assert isinstance(value, bytes)
             try:
@@ -169,7 +175,7 @@ class AutoscaleLoop:
         self._last = seen
         return num_held
 
-    def _decide(self, num_held: int, owned: dict[str, int]) -> list[Decision]:
+    def _decide(self, num_held: int, owned: dict[str, int]) -> list[ScalingDecision]:
         now_s = time.monotonic()
         if self._policy is None:
             log.info("autoscaling is %s, and decided here", self._config.autoscale.mode)

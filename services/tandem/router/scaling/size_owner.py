@@ -80,7 +80,8 @@ class SizeOwner:
     async def _read_kubernetes(self) -> None:
         if self._kubernetes is None:
             return
-        self._read_at, owned = asyncio.get_running_loop().time(), dict[str, dict[str, int]]()
+        self._read_at = asyncio.get_running_loop().time()
+        owned = dict[str, dict[str, int]]()
         with suppress(TandemError, TimeoutError):
             async with asyncio.timeout(_BEFORE_DEADLINE_S):
                 owned = await self._kubernetes.pools()

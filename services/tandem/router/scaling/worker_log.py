@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from tandem.errors import NotNow, WorkerLost, WorkerNotFound
-from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, LogPosition, read_piece
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.registry import WorkerRecord
 from tandem.router.scaling.control import ClusterControl
@@ -13,8 +13,8 @@ from tandem.router.workers.rows import host_of
 
 
 async def read_worker_log(
-    control: ClusterControl, worker_id: str, after: Place
-) -> tuple[bytes, Place]:
+    control: ClusterControl, worker_id: str, after: LogPosition
+) -> tuple[bytes, LogPosition]:
     """Returns the part of a worker's log after a place, and the place where it ends.
 
     Raises WorkerNotFound, NotNow if its log is no file, and WorkerLost if it does not answer. The
@@ -31,10 +31,10 @@ async def read_worker_log(
         reply = await control.call(record, "ReadLog", pb.ReadLogRequest(after=str(after)))
     except WorkerLost as error:
         raise WorkerLost(f"{error.message}; {_place_of(record)}") from error
-    return reply.text, Place.parse(reply.after)
+    return reply.text, LogPosition.parse(reply.after)
 
 
-async def read_own_log(after: Place) -> tuple[bytes, Place]:
+async def read_own_log(after: LogPosition) -> tuple[bytes, LogPosition]:
     """Returns the part of this process's log after a place, and the place where it ends.
 
     Raises NotNow if its log is no file.

@@ -24,7 +24,7 @@ from tandem.errors import WorkerLeft, WorkerLost
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.router.workers.attempt import Attempt
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 2.0
 CLOSE_DEADLINE_S = 2.0
 KEEP_DEADLINE_S = 10.0
-_LOAD_FIELDS = tuple(n for n in Load.__struct_fields__ if n not in ("groups", "queued_s"))
+_LOAD_FIELDS = tuple(n for n in WorkerLoad.__struct_fields__ if n not in ("groups", "queued_s"))
 _GROUP_FIELDS = GroupLoad.__struct_fields__
 
 
@@ -58,7 +58,7 @@ class WorkerClient:
         self.is_up = False
         self.is_draining = False
         self.why_down = ""  # reason for the end of the stream or of the last attempt to open one
-        self.load: Load | None = None
+        self.load: WorkerLoad | None = None
         # Prefill of each submission that the worker's load does not include yet. A load contains
         # the number of submissions that it includes.
         self.unreported: deque[Prefill] = deque()
@@ -167,7 +167,9 @@ class WorkerClient:
         call = stub.Decode(metadata=self._calls.metadata)
         self._commands.clear()
         writer = asyncio.create_task(self._write(call))
-        self.is_up, self._stub, self._heard_at = True, stub, time.monotonic()
+        self.is_up = True
+        self._stub = stub
+        self._heard_at = time.monotonic()
         log.info("worker %s at %s is connected", self.worker_id, self.address)
         self._on_change()
         try:
@@ -213,7 +215,9 @@ class WorkerClient:
                 attempt.note_draining(update.draining)
 
     def _go_down(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
-        was_up, self.is_up, self.is_draining = self.is_up, False, False
+        was_up = self.is_up
+        self.is_up = False
+        self.is_draining = False
         self._stub = None
         self.unreported.clear()
         self._num_reported = 0
@@ -224,11 +228,11 @@ class WorkerClient:
             self._on_change()
 
 
-def load_of(message: pb.WorkerLoad) -> Load:
+def load_of(message: pb.WorkerLoad) -> WorkerLoad:
     """Converts a worker's load message."""
     groups = tuple(
         GroupLoad(*(getattr(group, name) for name in _GROUP_FIELDS)) for group in message.groups
     )
     queued_s = message.queued_s if message.HasField("queued_s") else None
     same = {name: getattr(message, name) for name in _LOAD_FIELDS}
-    return Load(**same, groups=groups, queued_s=queued_s)
+    return WorkerLoad(**same, groups=groups, queued_s=queued_s)

@@ -25,7 +25,7 @@ from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.store.client import UNREACHABLE, Client
 from tandem.net.store.registry import KvCompatibility, Registry, WorkerRecord
 from tandem.net.store.silence import Silences
-from tandem.router.autoscaler.policy import Decision
+from tandem.router.autoscaler.policy import ScalingDecision
 from tandem.router.placement.choose import Roster, WorkerSnapshot
 from tandem.router.placement.shares import Shares
 from tandem.router.workers.client import WorkerClient
@@ -59,7 +59,9 @@ class ClusterView:
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # as written by the pool controller
     pool_watch: PoolWatch = field(default_factory=PoolWatch)
-    decisions: list[Decision] = field(default_factory=list)  # latest decisions of the autoscaler
+    decisions: list[ScalingDecision] = field(
+        default_factory=list
+    )  # latest decisions of the autoscaler
     calls: PeerCalls = field(init=False)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
@@ -114,7 +116,8 @@ class ClusterView:
             self._stale.update(self._workers)
         for worker_id in self._stale:
             worker = self._workers[worker_id]
-            compatible, share = self.is_compatible(worker.record), self._shares.share(worker_id)
+            compatible = self.is_compatible(worker.record)
+            share = self._shares.share(worker_id)
             self._roster.put(worker.snapshot(compatible=compatible, prefill_share=share))
         self._stale.clear()
         self._roster.second_weight = self._shares.second_weight(now_s)
@@ -286,7 +289,8 @@ class ClusterView:
                 log.warning("Redis was started anew or emptied: workers publish again")
                 text = "Redis was started anew or emptied: workers publish again"
                 self.events.add("redis", "", text, once=data_set.decode(errors="replace"))
-            self.redis_state, self._data_set = "ok", data_set
+            self.redis_state = "ok"
+            self._data_set = data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
             # A suspended laptop or a paused host: the workers may have been paused, too.
@@ -324,7 +328,8 @@ class ClusterView:
         The worker removed it, it expired after a silence, or the next process with the same name
         replaced it.
         """
-        now, silent_s = time.time(), self._silences.silent_s(record.worker_id)
+        now = time.time()
+        silent_s = self._silences.silent_s(record.worker_id)
         is_removed = bool(record.num_writes) and not silent_s and not is_replaced
         has_left = record.state == "draining" or is_removed
         self.gone[record.worker_id] = Gone(record, now, has_left, silent_s)
@@ -336,7 +341,8 @@ class ClusterView:
         """Updates the adapters; returns whether they changed."""
         named = [each for w in self._compatible() for each in w.record.adapters.named]
         named.sort(key=lambda adapter: (adapter.added_at, adapter.digest))
-        before, self._adapters = self._adapters, {each.name: each for each in named}
+        before = self._adapters
+        self._adapters = {each.name: each for each in named}
         return before != self._adapters
 
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:

@@ -23,7 +23,7 @@ _TELL_EVERY_S = 1.0
 _COUNTED_MAX = 100  # different events counted within one interval
 
 
-class Event(msgspec.Struct, frozen=True):
+class ClusterEvent(msgspec.Struct, frozen=True):
     """Something that happened. `about` is a worker's id, an error's code, or empty."""
 
     at: float  # seconds since the epoch
@@ -42,7 +42,7 @@ class EventLog:
 
     def add(self, kind: str, about: str, text: str, once: str = "") -> None:
         """Adds an event. With `once`, it is skipped if another router has written the same."""
-        event = Event(time.time(), kind, about, text)
+        event = ClusterEvent(time.time(), kind, about, text)
         self._journal.add(_STREAM, event, f"{kind}:{once}" if once else "")
 
     def count(self, kind: str, about: str, text: str) -> None:
@@ -61,14 +61,15 @@ class EventLog:
             self._tell_counted()
             await cancel(writing)
 
-    async def read(self, num_max: int, trail: AuditTrail) -> list[Event]:
+    async def read(self, num_max: int, trail: AuditTrail) -> list[ClusterEvent]:
         """Returns the latest events and changes of all routers, newest first. Raises NotNow."""
         events = await self._journal.read(_STREAM, num_max, _decode)
         events += [_of_change(entry) for entry in await trail.read_kind("changes", num_max)]
         return sorted(events, key=lambda event: event.at, reverse=True)[:num_max]
 
     def _tell_counted(self) -> None:
-        counted, self._counted = self._counted, Counter()
+        counted = self._counted
+        self._counted = Counter()
         for (kind, about, text), number in counted.items():
             self.add(kind, about, f"{number} request{'' if number == 1 else 's'} {text}")
 
@@ -79,14 +80,16 @@ class EventLog:
 
     def changed(self, before: WorkerRecord, now: WorkerRecord) -> None:
         """Adds events for the differences between two records of a process."""
-        name, epoch = now.worker_id, now.epoch
+        name = now.worker_id
+        epoch = now.epoch
         if before.state != "draining" and now.state == "draining":
             self.add("draining", name, "it leaves placement", once=epoch)
         if before.role != now.role:
             text = f"it is in the {now.role} pool now, before in the {before.role} pool"
             self.add("role", name, text, once=f"{epoch}:{now.num_writes}")
         for peer, pair in now.pairs.items():
-            was, why = before.pairs.get(peer), f": {pair.reason}" if pair.reason else ""
+            was = before.pairs.get(peer)
+            why = f": {pair.reason}" if pair.reason else ""
             text = f"blocks of {peer} come over {pair.transport}"
             if was is not None and was.transport != pair.transport:
                 text += f" now, before over {was.transport}{why}"
@@ -104,11 +107,11 @@ class EventLog:
         self.add("left" if in_order else "lost", record.worker_id, text, once=record.epoch)
 
 
-def _of_change(entry: AuditEntry) -> Event:
+def _of_change(entry: AuditEntry) -> ClusterEvent:
     text = f"{entry.what}: {entry.before} -> {entry.after}, by {entry.caller}"
     kind = "refused" if entry.why else "changed"
-    return Event(entry.at, kind, "", f"{text}: {entry.why}" if entry.why else text)
+    return ClusterEvent(entry.at, kind, "", f"{text}: {entry.why}" if entry.why else text)
 
 
-def _decode(text: bytes) -> Event:
-    return msgspec.json.decode(text, type=Event)
+def _decode(text: bytes) -> ClusterEvent:
+    return msgspec.json.decode(text, type=ClusterEvent)

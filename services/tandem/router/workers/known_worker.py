@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tandem.common.perf_model.predict import NO_PREFILL, Prefill, beside_decode, summed
-from tandem.net.store.registry import Load, WorkerRecord
+from tandem.net.store.registry import WorkerLoad, WorkerRecord
 from tandem.router.placement.choose import WorkerSnapshot
 from tandem.router.workers.client import WorkerClient
 
@@ -29,7 +29,7 @@ class KnownWorker:
     _done: Prefill = NO_PREFILL  # prefill in its record that it has finished since
 
     @property
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         """The newer of the loads from its stream and its record."""
         reported = self.client.load if self.client is not None else None
         return (
@@ -88,7 +88,8 @@ class KnownWorker:
             self._sent.popleft()
 
     def snapshot(self, *, compatible: bool, prefill_share: float = 0.0) -> WorkerSnapshot:
-        load, client = self.load, self.client
+        load = self.load
+        client = self.client
         waiting = len(client.unreported) if client else 0
         sent = summed(client.unreported if client else [prefill for _, prefill in self._sent])
         queued_s = load.queued_s

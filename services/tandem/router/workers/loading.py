@@ -7,7 +7,7 @@ differ, so a notice is dated by this router's clock at its last change.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tandem.net.store.registry import Loading
+from tandem.net.store.registry import LoadingNotice
 
 _FORGOTTEN_AFTER_S = 60.0
 
@@ -16,14 +16,14 @@ _FORGOTTEN_AFTER_S = 60.0
 class LoadingNow:
     """The current state of a notice. `silent_s` is 0 while it changes every second."""
 
-    notice: Loading
+    notice: LoadingNotice
     stalled_s: float = 0.0  # seconds since more bytes of weights were loaded
     silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _DatedNotice:
-    notice: Loading
+    notice: LoadingNotice
     changed_at: float  # monotonic seconds
     moved_at: float  # monotonic seconds when more bytes were loaded
 
@@ -34,9 +34,10 @@ class LoadingWorkers:
     def __init__(self) -> None:
         self._notices: dict[str, _DatedNotice] = {}
 
-    def note(self, notices: Mapping[str, Loading], now: float) -> list[str]:
+    def note(self, notices: Mapping[str, LoadingNotice], now: float) -> list[str]:
         """Takes all notices; returns the workers whose notice has not changed for long."""
-        before, self._notices = self._notices, {}
+        before = self._notices
+        self._notices = {}
         for worker_id, notice in notices.items():
             last = before.get(worker_id, _DatedNotice(notice, now, now))
             if last.notice.num_bytes != notice.num_bytes:

@@ -70,7 +70,9 @@ def pool_states(
     counts the workers in that role.
     """
     written = decode_pools(pools_json)
-    registered, ready, serving = Counter[str](), Counter[str](), Counter[str]()
+    registered = Counter[str]()
+    ready = Counter[str]()
+    serving = Counter[str]()
     for record in records:
         is_ready = record.state == "ready"
         registered[record.pool or record.role] += 1

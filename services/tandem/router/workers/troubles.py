@@ -27,7 +27,8 @@ def trouble_of(
     if abs(clock_ahead_s) > CLOCK_OFF_S:
         way = "ahead" if clock_ahead_s > 0 else "behind"
         return "clock", f"its clock is {abs(clock_ahead_s):.0f} s {way} of this router's"
-    free, total = record.disk_free_bytes, record.disk_total_bytes
+    free = record.disk_free_bytes
+    total = record.disk_total_bytes
     if is_disk_full(free, total):
         room = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
         return "disk", f"the disk of logs or of copies of blocks is full: {room}"

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.common.backoff import Backoff, doubling
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import (
     BadRequest,
     DeadlineExceeded,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.engine.cache.block_spans import BlockSpans
-from tandem.engine.cache.kv_groups import KvLayout
+from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.kv_groups import KvLayout
 
 
 class RemotePool(msgspec.Struct, frozen=True):

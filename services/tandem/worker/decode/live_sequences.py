@@ -22,16 +22,18 @@ from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process.messages import Remove
 from tandem.worker.kv_pulls.lease import PullStats
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
 
-class LiveSequences:
+class DecodeSequences:
     """All sequences of this worker. `max_model_len` bounds the tokens of a sequence."""
 
-    def __init__(self, parts: Parts, max_model_len: int) -> None:
-        self._link, self._rates, self._metrics = parts.link, parts.rates, parts.metrics
+    def __init__(self, parts: WorkerParts, max_model_len: int) -> None:
+        self._link = parts.link
+        self._rates = parts.rates
+        self._metrics = parts.metrics
         self._max_model_len = max_model_len
         self._has_tiers = parts.config.engine.has_tiers
         self._by_id: dict[str, DecodeSequence] = {}

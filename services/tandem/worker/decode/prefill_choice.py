@@ -27,7 +27,7 @@ _UNMEASURED = default_pair("nixl")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PrefillPrompt:
     num_tokens: int
     block_size: int
 
@@ -73,7 +73,7 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    prompt: Prompt, local: LocalWorker, candidates: Sequence[Candidate]
+    prompt: PrefillPrompt, local: LocalWorker, candidates: Sequence[Candidate]
 ) -> PrefillPlan:
     """Returns the plan for a prompt. `candidates` are in the router's order."""
     local_s = local_seconds(prompt, local)
@@ -96,13 +96,13 @@ def plan_prefill(
     return PrefillPlan(tuple(worthwhile), costs[worthwhile[0]], reason)
 
 
-def local_seconds(prompt: Prompt, local: LocalWorker) -> float:
+def local_seconds(prompt: PrefillPrompt, local: LocalWorker) -> float:
     """Returns the predicted seconds to prefill locally, plus the delay of the running sequences."""
     expected = _expect(prompt, local)
     return expected.total_s + expected.compute_s * local.num_running
 
 
-def candidate_seconds(prompt: Prompt, candidate: Candidate, num_missing: int) -> float:
+def candidate_seconds(prompt: PrefillPrompt, candidate: Candidate, num_missing: int) -> float:
     """Returns the predicted seconds until a candidate's KV has arrived.
 
     The pull overlaps with the candidate's computation. `num_missing` is the number of tokens to
@@ -116,7 +116,7 @@ def candidate_seconds(prompt: Prompt, candidate: Candidate, num_missing: int) ->
     return expected.queue_s + latency_s + max(made_s, pull_s)
 
 
-def soonest_producer(prompt: Prompt, candidates: Sequence[Candidate]) -> Producer | None:
+def soonest_producer(prompt: PrefillPrompt, candidates: Sequence[Candidate]) -> Producer | None:
     """Returns the candidate that would deliver all of the prompt's KV soonest, or None.
 
     The engine compares it with loading blocks from a tier.
@@ -124,7 +124,8 @@ def soonest_producer(prompt: Prompt, candidates: Sequence[Candidate]) -> Produce
     if not candidates:
         return None
     best = min(candidates, key=lambda c: candidate_seconds(prompt, c, prompt.num_tokens))
-    expected, rates = _expect(prompt, best, after_s=best.wait_s), best.rates
+    expected = _expect(prompt, best, after_s=best.wait_s)
+    rates = best.rates
     block_bytes = rates.moved_bytes(1)
     return Producer(
         rates.prefill,
@@ -137,7 +138,7 @@ def soonest_producer(prompt: Prompt, candidates: Sequence[Candidate]) -> Produce
     )
 
 
-def _expect(prompt: Prompt, option: PrefillOption, *, after_s: float = 0.0) -> Expected:
+def _expect(prompt: PrefillPrompt, option: PrefillOption, *, after_s: float = 0.0) -> Expected:
     return expect(
         option.rates,
         prompt.num_tokens,

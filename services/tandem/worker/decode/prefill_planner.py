@@ -30,7 +30,7 @@ from tandem.worker.decode.prefill_choice import (
     Candidate,
     LocalWorker,
     PrefillPlan,
-    Prompt,
+    PrefillPrompt,
     plan_prefill,
     soonest_producer,
 )
@@ -137,7 +137,7 @@ class PrefillPlanner:
         """
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
-        prompt = Prompt(num_tokens, self._block_size)
+        prompt = PrefillPrompt(num_tokens, self._block_size)
         local = self._local_worker(holders, cached_tokens)
         own_holder = pb.PrefixHolder(
             worker_id=self._config.worker_id, num_blocks=cached_tokens // self._block_size
@@ -168,7 +168,8 @@ class PrefillPlanner:
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:
-        rates, load = self._local_rates(), self.load
+        rates = self._local_rates()
+        load = self.load
         reported_s = load.queued_s if load.HasField("queued_s") else None
         queue_s = queue_seconds(rates, load.queued_tokens) if reported_s is None else reported_s
         return LocalWorker(
@@ -192,13 +193,14 @@ class PrefillPlanner:
         if self._config.transfer.prefill_at == "remote":
             return None
         options = [self._candidate(c, holders, 0.0) for c in candidates]
-        return soonest_producer(Prompt(num_tokens, self._block_size), options)
+        return soonest_producer(PrefillPrompt(num_tokens, self._block_size), options)
 
     def _candidate(
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float
     ) -> Candidate:
         name = candidate.worker_id
-        record, rates = self._records.get(name), self._rates_of(name)
+        record = self._records.get(name)
+        rates = self._rates_of(name)
         queue_s = 0.0
         if record is not None:
             queue_s = record.load.queue_s(rates)

@@ -22,14 +22,14 @@ from tandem.engine.types import Mode, Reserved, SequenceSpec
 from tandem.errors import LeaseLost, Overloaded, ProducerSilent, TandemError
 from tandem.net.observability.logs import about
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.decode.live_sequences import LiveSequences
+from tandem.worker.decode.live_sequences import DecodeSequences
 from tandem.worker.decode.prefill_choice import PrefillPlan
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.lease import ConsumerLease, LeaseMaker, PullStats
 from tandem.worker.kv_pulls.lease_stream import is_producer_gone
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.peers import Peers
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -55,10 +55,10 @@ class PromptPrefill:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: WorkerParts,
         producers: Producers,
         planner: PrefillPlanner,
-        sequences: LiveSequences,
+        sequences: DecodeSequences,
         identity: pb.PrefixHolder,
     ) -> None:
         """`identity` is this worker's, for peers that may pull the prompt's first blocks from
@@ -83,7 +83,8 @@ class PromptPrefill:
 
         The engine compares the offers with loading blocks from its tiers.
         """
-        producer, offer = None, None
+        producer = None
+        offer = None
         if self._has_tiers and candidates:
             producer = self._planner.producer(candidates, holders, len(spec.token_ids))
         if producer is not None:
@@ -232,7 +233,8 @@ class PromptPrefill:
         first_missing = reserved.num_cached_tokens // self._block_size
         try:
             async with asyncio.timeout(None) as sequence.remote_prefill:
-                num_tokens, num_cached = len(sequence.spec.token_ids), reserved.num_cached_tokens
+                num_tokens = len(sequence.spec.token_ids)
+                num_cached = reserved.num_cached_tokens
                 with self._planner.sent(lease.peer.worker_id, num_tokens, num_cached):
                     return await lease.run(
                         sequence.spec,
@@ -290,7 +292,8 @@ class PromptPrefill:
         self._link.send(messages.Restart(spec))
 
     def _record(self, sequence: DecodeSequence, lease: ConsumerLease) -> None:
-        stats, timings = lease.stats, sequence.timings
+        stats = lease.stats
+        timings = sequence.timings
         timings.transfer_exposed_ms = stats.exposed_s * 1000
         timings.transfer_ms = stats.pull_s * 1000
         timings.blocks_pulled = stats.num_blocks

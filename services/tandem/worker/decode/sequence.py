@@ -10,10 +10,10 @@
               --the lease failed later: `Restart` drops its blocks--> QUEUED
     any       --finished, failed, cancelled-------------------------> ENDED
 
-`LiveSequences` adds and ends a sequence. `DecodeService` changes its state by the engine's reports,
-and `PromptPrefill` from RESERVED until it is RUNNING or QUEUED again. The engine holds its blocks
-from RESERVED on, and frees them by itself at its finish, else at `Remove`; a lease ends when the
-task that runs it leaves it, which ENDED cancels.
+`DecodeSequences` adds and ends a sequence. `DecodeService` changes its state by the engine's
+reports, and `PromptPrefill` from RESERVED until it is RUNNING or QUEUED again. The engine holds its
+blocks from RESERVED on, and frees them by itself at its finish, else at `Remove`; a lease ends when
+the task that runs it leaves it, which ENDED cancels.
 
 Its timings, for the router, metrics and its trace:
 

@@ -15,13 +15,13 @@ from tandem.net.observability.logs import about
 from tandem.net.observability.traces import NO_SPAN, Attributes
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.convert import sequence_spec, trace_headers
-from tandem.worker.decode.live_sequences import LiveSequences
+from tandem.worker.decode.live_sequences import DecodeSequences
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.prompt_prefill import Producers, PromptPrefill
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState, Submission
 from tandem.worker.engine_process.messages import Add, Report, ReturnWaiting
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,11 @@ class DecodeService:
     """All requests of this worker as a decode worker, from all routers."""
 
     def __init__(
-        self, parts: Parts, producers: Producers, identity: pb.PrefixHolder, max_model_len: int
+        self,
+        parts: WorkerParts,
+        producers: Producers,
+        identity: pb.PrefixHolder,
+        max_model_len: int,
     ) -> None:
         """`identity` is this worker's id, epoch and address."""
         self._config = parts.config
@@ -40,7 +44,7 @@ class DecodeService:
         self._tracing = parts.tracing
         self._prefixes = producers.prefixes
         self.planner = PrefillPlanner(parts.config, parts.rates)
-        self._sequences = LiveSequences(parts, max_model_len)
+        self._sequences = DecodeSequences(parts, max_model_len)
         self._prompts = PromptPrefill(parts, producers, self.planner, self._sequences, identity)
         self._streams: set[RouterStream] = set()
         self._draining = False
@@ -196,7 +200,8 @@ class DecodeService:
         if candidates:
             sequence.spec = self._prompts.compared(spec, candidates, holders)
         elif (prefix := self._prefixes.plan(spec, holders)) is not None:
-            sequence.prefix, sequence.spec = prefix, prefix.spec
+            sequence.prefix = prefix
+            sequence.spec = prefix.spec
         self._sequences.add(sequence)
         if self._draining:
             self._sequences.fail(sequence, "no_workers", "this worker is draining")

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +21,16 @@ import zmq.asyncio
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.endings import describe_exit, oom_kills
 from tandem.common.retention import Kept, Retention
-from tandem.engine.cache.pool_memory import create_shared, map_shared
+from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.net.observability.logs import STACKS_SIGNAL
 from tandem.net.socket_folder import make_socket_folder
-from tandem.transfer.grpc.reservations import PoolView, Reservations
+from tandem.transfer.grpc.reservations import Blocks, PoolView, Reservation, Reservations
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
-from tandem.worker.engine_process.pool_view import MappedPool, PoolThroughEngine
+from tandem.worker.engine_process.pool_view import MappedPool, targets
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,8 @@ class EngineLink:
         future: asyncio.Future[transfer.PullResult] = asyncio.get_running_loop().create_future()
         pull_id = uuid.uuid4().hex
         self._pulls[pull_id] = future
-        producer_ids, local_ids = list(pull.producer_block_ids), list(pull.local_block_ids)
+        producer_ids = list(pull.producer_block_ids)
+        local_ids = list(pull.local_block_ids)
         read = transfer.Pull(pull_id, peer_id, producer_ids, local_ids, pull.deadline_s)
         self.send(messages.StartPull(pull.sequence_id, read))
         return future
@@ -348,3 +350,25 @@ class EngineLink:
                 future.set_exception(error or WorkerLost(reason))
         self._answers.clear()
         self._pulls.clear()
+
+
+class PoolThroughEngine:
+    """Sends bytes to and from the engine process as messages, in order with its commands."""
+
+    def __init__(self, link: EngineLink, spans: BlockSpans) -> None:
+        self._link = link
+        self.spans = spans
+
+    async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
+        data = await self._link.load_bytes(sequence_id, list(block_ids))
+        blocks = []
+        at = 0
+        for span in map(self.spans.span, block_ids):
+            size = span.stop - span.start
+            blocks.append(data[at : at + size])
+            at += size
+        return blocks
+
+    def write(self, into: Reservation, first: int, data: memoryview) -> None:
+        block_ids = list(targets(into, first, data, self.spans))
+        self._link.send(messages.StoreBytes(into.sequence_id, block_ids), data)

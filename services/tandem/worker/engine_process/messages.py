@@ -12,7 +12,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.retention import Kept, Retention
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
 from tandem.transfer.nixl import messages as transfer
 

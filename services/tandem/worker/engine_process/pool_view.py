@@ -2,22 +2,17 @@
 
 On a CPU both processes of a worker map the pool's memory (`MappedPool`), and gRPC reads and writes
 it directly. On CUDA and on systems without memfd, the bytes pass through the engine process as
-messages (`PoolThroughEngine`).
+messages (`PoolThroughEngine` in link.py).
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import InternalError, LeaseLost
 from tandem.transfer.grpc.reservations import Blocks, Reservation
-from tandem.worker.engine_process.messages import StoreBytes
-
-if TYPE_CHECKING:
-    from tandem.worker.engine_process.link import EngineLink
 
 
 class MappedPool:
@@ -32,7 +27,7 @@ class MappedPool:
 
     def write(self, into: Reservation, first: int, data: memoryview) -> None:
         at = 0
-        for block_id in _targets(into, first, data, self.spans):
+        for block_id in targets(into, first, data, self.spans):
             block = self._block(block_id)
             block[:] = data[at : at + len(block)]
             at += len(block)
@@ -44,28 +39,7 @@ class MappedPool:
             raise InternalError(str(error)) from error
 
 
-class PoolThroughEngine:
-    """Sends bytes to and from the engine process as messages, in order with its commands."""
-
-    def __init__(self, link: EngineLink, spans: BlockSpans) -> None:
-        self._link = link
-        self.spans = spans
-
-    async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
-        data = await self._link.load_bytes(sequence_id, list(block_ids))
-        blocks, at = [], 0
-        for span in map(self.spans.span, block_ids):
-            size = span.stop - span.start
-            blocks.append(data[at : at + size])
-            at += size
-        return blocks
-
-    def write(self, into: Reservation, first: int, data: memoryview) -> None:
-        block_ids = list(_targets(into, first, data, self.spans))
-        self._link.send(StoreBytes(into.sequence_id, block_ids), data)
-
-
-def _targets(into: Reservation, first: int, data: memoryview, spans: BlockSpans) -> Sequence[int]:
+def targets(into: Reservation, first: int, data: memoryview, spans: BlockSpans) -> Sequence[int]:
     """Returns the blocks that `data` fills. Raises LeaseLost if it may not be written."""
     block_ids = into.block_ids[first:]
     num_blocks = spans.count(block_ids, len(data))

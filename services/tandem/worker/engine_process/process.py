@@ -29,8 +29,8 @@ import torch
 import zmq
 
 from tandem.common.process.garbage import exempt_loaded
-from tandem.engine.cache.pool_bytes import pool_bytes
-from tandem.engine.cache.pool_memory import populate
+from tandem.engine.cache.layout.pool_bytes import pool_bytes
+from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.io_thread import IoThread
@@ -232,7 +232,8 @@ class EngineProcess:
 
     def _refuse(self, command: messages.Command, error: TandemError) -> None:
         """Fails the request that caused the error and answers its caller; other requests go on."""
-        name, sequence_id = type(command).__name__, messages.sequence_id(command)
+        name = type(command).__name__
+        sequence_id = messages.sequence_id(command)
         log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
         match command:
             case messages.StartPull(_, pull):

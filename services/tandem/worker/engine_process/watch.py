@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from tandem.common.config.worker import WorkerConfig
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.worker.engine_process.link import EngineLink
 
 TURN_S = 1.0
@@ -25,7 +25,7 @@ class EngineWatch:
         self,
         config: WorkerConfig,
         link: EngineLink,
-        load: Callable[[], Load],
+        load: Callable[[], WorkerLoad],
         *,
         is_used: Callable[[], bool],
         give_up: Callable[[str], None],
@@ -52,7 +52,8 @@ class EngineWatch:
         self._stuck_s = self._stuck_s + TURN_S if stuck else 0.0
         if self._stuck_s > self._timeout_s:
             self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
-        num_reports, self._num_reports = self._num_reports, self._link.num_reports
+        num_reports = self._num_reports
+        self._num_reports = self._link.num_reports
         # A consumer gives up before this watch does; its `Remove` command then still waits.
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:

@@ -110,7 +110,8 @@ class LeaseStream:
 
     def _check_engine(self, heartbeat: pb.Heartbeat) -> None:
         if heartbeat.step != self._step or not self.engine_waited_for:
-            self._step, self._moved_at = heartbeat.step, self._now()
+            self._step = heartbeat.step
+            self._moved_at = self._now()
             return
         limit_s = hang_timeout_s(heartbeat.turn_s_max, self._config.heartbeat_timeout_s)
         if self._now() - self._moved_at > limit_s:
@@ -147,7 +148,8 @@ def is_producer_gone(error: BaseException | None) -> bool:
     network is cut or the process is stopped; a failed connect means that the process had ended
     before. Neither is caused by the request.
     """
-    causes, seen = [error], set[int]()
+    causes = [error]
+    seen = set[int]()
     while causes:
         cause = causes.pop()
         if cause is None or id(cause) in seen:

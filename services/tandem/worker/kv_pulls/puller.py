@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.engine.cache.block_spans import BlockSpans
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import BlockMismatch
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.protocol import BlockPull
@@ -67,7 +67,8 @@ class Puller:
         assert len(targets) == len(run.block_ids)
         num_bytes = self._spans.num_bytes(targets)
         async with self._bounds.taken(peer.peer_id, num_bytes):
-            transport, loop = peer.in_use, asyncio.get_running_loop()
+            transport = peer.in_use
+            loop = asyncio.get_running_loop()
             began_at = loop.time()
             reservation = self._link.reservations.open(sequence_id, targets)
             try:

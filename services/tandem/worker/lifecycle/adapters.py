@@ -15,12 +15,12 @@ from prometheus_client.metrics_core import Metric
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
-from tandem.common.hang_limit import hang_limit
+from tandem.common.process.hang_limit import hang_limit
 from tandem.engine.adapter_slots import READ_DEADLINE_S
 from tandem.engine.types import AdapterLoad
 from tandem.errors import ConfigError
-from tandem.models.config import ModelConfig
-from tandem.models.lora import WEIGHTS_FILE, open_lora
+from tandem.models.config.model import ModelConfig
+from tandem.models.lora.adapter import WEIGHTS_FILE, open_lora
 from tandem.models.source import resolve
 from tandem.net.store.registry import AdapterState, WorkerRecord
 from tandem.worker.metrics.adapters import adapter_metrics

@@ -29,7 +29,8 @@ class HostState:
 
     def told(self) -> dict[str, Any]:
         """Returns the host's fields of the worker's record."""
-        memory, (disk_free_bytes, disk_total_bytes) = read_memory(), self._disk
+        memory = read_memory()
+        disk_free_bytes, disk_total_bytes = self._disk
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),

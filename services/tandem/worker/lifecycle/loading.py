@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.cancellation import cancel
 from tandem.net.store.client import UNREACHABLE, connect
-from tandem.net.store.registry import Loading, Registry
+from tandem.net.store.registry import LoadingNotice, Registry
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Ready
 
@@ -34,7 +34,7 @@ async def tell_failed(config: WorkerConfig, why: str) -> None:
     available.
     """
     redis = connect(config.cluster.redis_url)
-    told = Loading(config.role, failed=why[:_FAILED_MAX])
+    told = LoadingNotice(config.role, failed=why[:_FAILED_MAX])
     try:
         async with asyncio.timeout(_END_DEADLINE_S):
             await Registry(redis, config.cluster).tell_loading(config.worker_id, told)
@@ -51,7 +51,7 @@ async def tell_loading(config: WorkerConfig, progress: Callable[[], tuple[int, i
     """
     redis = connect(config.cluster.redis_url)
     registry = Registry(redis, config.cluster)
-    told = Loading(config.role)
+    told = LoadingNotice(config.role)
     try:
         while True:
             num_bytes, num_bytes_all = progress()

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import grpc
 import msgspec
@@ -16,16 +16,14 @@ from msgspec.structs import asdict
 from tandem.common.adapter import Adapter
 from tandem.common.config.cluster import Role
 from tandem.errors import ConfigError
-from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, Place, read_piece
+from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, LogPosition, read_piece
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.transfer.nixl.reach import host_identity
 from tandem.worker.convert import load_message, plain_of, rate_message, retention_of
-
-if TYPE_CHECKING:
-    from tandem.worker.lifecycle.worker import Worker
+from tandem.worker.lifecycle.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +66,8 @@ class Servicer(WorkerServicer):
     async def ListBlocks(
         self, request: pb.ListBlocksRequest, context: Any
     ) -> pb.ListBlocksResponse:
-        first, end = max(0, request.first_bucket), request.end_bucket
+        first = max(0, request.first_bucket)
+        end = request.end_bucket
         if not first < end <= NUM_BUCKETS:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -93,11 +92,14 @@ class Servicer(WorkerServicer):
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> pb.ReadLogResponse:
         if not (path := os.environ.get(FILE_VARIABLE, "")):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_FILE)
-        text, after = await asyncio.to_thread(read_piece, Path(path), Place.parse(request.after))
+        text, after = await asyncio.to_thread(
+            read_piece, Path(path), LogPosition.parse(request.after)
+        )
         return pb.ReadLogResponse(text=text, after=str(after))
 
     async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:
-        hashes, retention = list(request.block_hashes), retention_of(request)
+        hashes = list(request.block_hashes)
+        retention = retention_of(request)
         kept = await self._worker.link.keep_chain(request.cache_salt, retention, hashes)
         return pb.KeepResponse(**asdict(kept))
 

@@ -5,12 +5,14 @@ starting --> ready --> draining --> gone
                                               KV compatibility was refused)
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import math
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -28,8 +30,8 @@ from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.net.rpc.tandem.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from tandem.net.store.registry import KvCompatibility, Load, State, WorkerRecord
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.net.store.registry import KvCompatibility, State, WorkerLoad, WorkerRecord
 from tandem.transfer.nixl.messages import Broken
 from tandem.worker.convert import load_message, plain_of
 from tandem.worker.decode.prompt_prefill import Producers
@@ -46,11 +48,10 @@ from tandem.worker.lifecycle.kv_events import KvEvents
 from tandem.worker.lifecycle.loading import start_and_tell
 from tandem.worker.lifecycle.membership import Membership
 from tandem.worker.lifecycle.role import RoleChange
-from tandem.worker.lifecycle.servicer import Servicer
 from tandem.worker.lifecycle.warm import Warmer
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.pairing import Pairing
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
@@ -74,18 +75,23 @@ class Worker:
     role: RoleChange
     compatibility: KvCompatibility
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(
+        self, config: WorkerConfig, make_servicer: Callable[[Worker], WorkerServicer]
+    ) -> None:
+        """`make_servicer` makes the gRPC service that calls this worker."""
         self.config = config
+        self._make_servicer = make_servicer
         self.epoch = uuid.uuid4().hex[:16]
         self.state: State = "starting"
         self._drain_until = math.inf  # time.monotonic() time, set by `stop`
         self._stopping = asyncio.Event()
         self._broken = ""  # reason why this process must end and be restarted
-        self._load = Load()
+        self._load = WorkerLoad()
         self.adapters = NamedAdapters(config.engine)
         self._address = ""
         self._metrics_address = ""
-        self._model, self._max_model_len = "", 0
+        self._model = ""
+        self._max_model_len = 0
         self._started_at = time.time()
         self._host = HostState(config)
         self._events: KvEvents | None = None
@@ -105,7 +111,7 @@ class Worker:
         self._metrics.role = self.role.role
         await self._membership.refresh()
 
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         return self._load
 
     async def run(self) -> None:
@@ -195,7 +201,8 @@ class Worker:
             await self.peers.aclose()
             await membership.leave()
             self.decode.end_streams()
-            events, self._events = self._events, None
+            events = self._events
+            self._events = None
             if events is not None:
                 await events.aclose()
             await server.stop(_CLOSE_S)
@@ -209,8 +216,9 @@ class Worker:
             ready.rates.block_bytes >> 10,
             {name: round(ms) for name, ms in ready.load_ms.items()},
         )
-        self._load = Load(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
-        self._model, self._max_model_len = config.engine.model, ready.max_model_len
+        self._load = WorkerLoad(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
+        self._model = config.engine.model
+        self._max_model_len = ready.max_model_len
         self.compatibility = KvCompatibility(
             model_fingerprint=ready.model_fingerprint,
             compute_dtype=ready.compute_dtype,
@@ -224,7 +232,7 @@ class Worker:
         self.rates = Rates(config, ready.rates)
         pairing = Pairing(config, self.epoch, self.link, self.rates, self.compatibility)
         self.peers = Peers(config, self.rates, pairing)
-        parts = Parts(config, self.link, self.rates, self._metrics, self._tracing)
+        parts = WorkerParts(config, self.link, self.rates, self._metrics, self._tracing)
         producers = self._producers(ready)
         self._probes = Probes(lambda: self.state, lambda: self.link.send(messages.ListChains(0, 0)))
         self._warmer = Warmer(config, self.link, producers.prefixes, self._metrics)
@@ -258,7 +266,8 @@ class Worker:
     def _listen(self) -> grpc.aio.Server:
         """Returns a server that is bound to its port; it serves once it is started."""
         log_lost_peers_calmly()
-        cluster, tls_dir = self.config.cluster, self.config.tls_dir
+        cluster = self.config.cluster
+        tls_dir = self.config.tls_dir
         server = grpc.aio.server(
             interceptors=[
                 TokenInterceptor(cluster.token),
@@ -268,7 +277,7 @@ class Worker:
             ],
             options=SERVER_OPTIONS,
         )
-        add_WorkerServicer_to_server(Servicer(self), server)  # type: ignore[no-untyped-call]
+        add_WorkerServicer_to_server(self._make_servicer(self), server)  # type: ignore[no-untyped-call]
         wanted = f"{self.config.host}:{self.config.port}"
         try:
             port = add_port(
@@ -299,7 +308,7 @@ class Worker:
         self.prefill.on_report(report)
         self._warmer.on_step(step)
         self._load = plain_of(
-            Load,
+            WorkerLoad,
             step.load,
             queue_max=self.config.engine.queue_max,
             num_leases=self.prefill.num_leases,
@@ -368,7 +377,8 @@ class Worker:
 
         Raises the error of either of them, or WorkerLost if the engine ends first.
         """
-        working, until = asyncio.create_task(work), asyncio.create_task(ending)
+        working = asyncio.create_task(work)
+        until = asyncio.create_task(ending)
         ended = asyncio.create_task(self.link.ended())
         try:
             await asyncio.wait([working, until, ended], return_when=asyncio.FIRST_COMPLETED)

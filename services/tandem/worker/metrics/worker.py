@@ -5,31 +5,30 @@ Gauges are read from the newest load at each scrape; nothing is computed between
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.common.engine_counts import EngineTally
 from tandem.common.perf_model.kv_load import TierUse, kv_use
 from tandem.common.perf_model.rates import PairRate
-from tandem.engine.types import EngineLoad, StepReport
+from tandem.engine.types import EngineLoad, StepReport, TierLoad
 from tandem.models.memory import read_memory
 from tandem.net.bounded_server import BoundedServer
 from tandem.net.observability.metrics import MetricSet, counter, gauge, gauges, histogram
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.prefix_index.publisher import Publisher
 from tandem.transfer.nixl.messages import PullResult, Renewed
 from tandem.worker.engine_process.messages import PullsSettled, TransferReply
 from tandem.worker.kv_pulls.lease import ConsumerLease, PullStats
-from tandem.worker.metrics.index import index_metrics
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.requests import RequestMetrics
-from tandem.worker.metrics.tiers import TierDamage, tier_metrics
 from tandem.worker.peers.peer import Peer
 
 _HELP = {
@@ -54,6 +53,17 @@ _PAIRS: tuple[tuple[str, str, Callable[[PairRate], float]], ...] = (
     ("latency_seconds", "Of the smallest pull from `peer`, as measured", lambda r: r.latency_s),
 )
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
+    ("blocks", "Blocks that the tier can hold", lambda tier: tier.blocks_total),
+    ("blocks_held", "Blocks that the tier holds", lambda tier: tier.blocks_held),
+)
+_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
+    ("blocks_written", "Blocks written to the tier", lambda tier: tier.blocks_written),
+    ("blocks_loaded", "Blocks loaded from the tier", lambda tier: tier.blocks_loaded),
+    ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
+    ("write_failures", "Writes to the tier that failed", lambda tier: tier.write_failures),
+)
+DAMAGE_S = 600.0  # How long a damage stays visible to operators
 
 
 class WorkerMetrics(MetricSet):
@@ -225,7 +235,7 @@ class WorkerMetrics(MetricSet):
         self,
         host: str,
         port: int,
-        load: Callable[[], Load],
+        load: Callable[[], WorkerLoad],
         pairs: Callable[[], Mapping[str, PairRate]],
         probes: Probes,
     ) -> int:
@@ -235,8 +245,11 @@ class WorkerMetrics(MetricSet):
         app = probes.around(make_wsgi_app(scraped))
         return BoundedServer(app, host, port, name="metrics").port
 
-    def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
-        names, values = list(self._labels), list(self._labels.values())
+    def _gauges(
+        self, load: WorkerLoad, pairs: Mapping[str, PairRate]
+    ) -> Iterable[GaugeMetricFamily]:
+        names = list(self._labels)
+        values = list(self._labels.values())
         for name, text in _HELP.items():
             yield gauges(f"tandem_{name}", text, names, [(values, getattr(load, name))])
         text = "Share of the KV pool that live sequences hold, 0 to 1"
@@ -274,3 +287,72 @@ class _AtScrape(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._read()
+
+
+def index_metrics(labels: Mapping[str, str], publisher: Publisher) -> Iterator[Metric]:
+    names = list(labels)
+    values = list(labels.values())
+    for name, text, number in (
+        ("blocks", "Blocks that it holds, as the tree should have them", publisher.num_held),
+        ("lag_blocks", "Changes that the prefix tree does not have yet", publisher.lag),
+    ):
+        yield gauges(f"tandem_index_{name}", text, names, [(values, number)])
+    for name, text, number in (
+        ("published_blocks", "Changes that the prefix tree took", publisher.num_published),
+        ("logs", "How often everything was published anew, the first time too", publisher.num_logs),
+    ):
+        family = CounterMetricFamily(f"tandem_index_{name}", text, labels=names)
+        family.add_metric(values, number)
+        yield family
+
+
+class TierDamage:
+    """Counts the blocks of each tier that could not be read lately.
+
+    The object store is not counted, because the bucket's own rules delete blocks there. Blocks that
+    a restart left out are not counted either.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_bad: dict[str, int] = {}  # tier -> bad blocks since the start
+        # tier -> (recent bad blocks, time of the last one)
+        self._lately: dict[str, tuple[int, float]] = {}
+
+    def take(self, tiers: Iterable[TierLoad]) -> None:
+        """Takes the tiers' state from a step report."""
+        for tier in tiers:
+            num_new = tier.blocks_bad - self._num_bad.get(tier.name, tier.blocks_bad)
+            self._num_bad[tier.name] = tier.blocks_bad
+            if num_new and tier.name != "store":
+                self._lately[tier.name] = self.num_blocks(tier.name) + num_new, self._clock()
+
+    def num_blocks(self, tier: str) -> int:
+        """Returns the number of a tier's blocks that could not be read lately."""
+        number, found_at = self._lately.get(tier, (0, 0.0))
+        return number if self._clock() - found_at < DAMAGE_S else 0
+
+
+def tier_metrics(labels: Mapping[str, str], load: EngineLoad) -> Iterator[Metric]:
+    names = [*labels, "tier"]
+    for name, text, value in _TIER_GAUGES:
+        rows = [([*labels.values(), tier.name], value(tier)) for tier in load.tiers]
+        yield gauges(f"tandem_kv_tier_{name}", text, names, rows)
+    for name, text, value in _TIER_COUNTERS:
+        family = CounterMetricFamily(f"tandem_kv_tier_{name}", text, labels=names)
+        for tier in load.tiers:
+            family.add_metric([*labels.values(), tier.name], value(tier))
+        yield family
+    text = "Cached blocks evicted without a copy in a tier, also if its policy does not copy them"
+    dropped = CounterMetricFamily("tandem_kv_blocks_dropped", text, labels=list(labels))
+    dropped.add_metric(list(labels.values()), load.blocks_dropped)
+    yield dropped
+    names = [*labels, "place"]
+    rows = [([*labels.values(), pin.place], pin.blocks) for pin in load.pins]
+    yield gauges("tandem_kv_pinned_blocks", "Blocks that are evicted last", names, rows)
+    text = "Blocks by what became of their pins, and of the wishes for one"
+    fates = CounterMetricFamily("tandem_kv_pins", text, labels=[*names, "fate"])
+    for pin in load.pins:
+        for fate, num_blocks in pin.fates.items():
+            fates.add_metric([*labels.values(), pin.place, fate], num_blocks)
+    yield fates

@@ -26,7 +26,13 @@ from tandem.worker.convert import plain_of
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
-from tandem.worker.peers.transport_choice import Choice, Way, choose_transport, figures, is_slower
+from tandem.worker.peers.transport_choice import (
+    TransportChoice,
+    Way,
+    choose_transport,
+    figures,
+    is_slower,
+)
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +100,11 @@ class Pairing:
             raise WorkerLost(by_nixl.error)
         self.use(peer, choose_transport(wanted, by_nixl, by_grpc, how))
 
-    def use(self, peer: Peer, choice: Choice) -> None:
+    def use(self, peer: Peer, choice: TransportChoice) -> None:
         """Sets the pair's transport and logs a change. `again` may set another one later."""
         previous = (peer.transport, peer.reason)
-        peer.transport, peer.reason = choice.transport, choice.reason
+        peer.transport = choice.transport
+        peer.reason = choice.reason
         self._rates.use(peer.worker_id, choice.transport, choice.warning[:_REASON_MAX])
         if previous == (choice.transport, choice.reason):
             return
@@ -117,7 +124,7 @@ class Pairing:
         may = self._config.transfer.transport == "auto" and peer.offers_grpc
         if peer.transport == "nixl" and failures >= FAILURES_MAX and may:
             why = f"{failures} NIXL reads failed in a row; it is tried again now and then"
-            self.use(peer, Choice("grpc", "broken", why))
+            self.use(peer, TransportChoice("grpc", "broken", why))
 
     def is_doubtful(self, peer: Peer) -> bool:
         """Returns whether another measurement may change the pair's transport."""

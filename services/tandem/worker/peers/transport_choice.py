@@ -34,31 +34,33 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     transport: str
     reason: str = ""  # one word for why it is not the best one
     warning: str = ""  # sentence with figures and the remedy
 
 
-def choose_transport(wanted: Transport, nixl: Way, grpc: Way, reach: Reach | None) -> Choice:
+def choose_transport(
+    wanted: Transport, nixl: Way, grpc: Way, reach: Reach | None
+) -> TransportChoice:
     """Returns the transport of a pair. `reach` is None if the peer did not describe its host.
 
     gRPC always works, because the two workers introduced themselves over it.
     """
     if wanted == "grpc":
-        return Choice("grpc")
+        return TransportChoice("grpc")
     if reach is Reach.NOTHING:
         why = f"NIXL has {reach.value}. gRPC: {figures(grpc)}. {_LIFT_NOTHING}"
-        return Choice("grpc", "unreachable", why)
+        return TransportChoice("grpc", "unreachable", why)
     if wanted != "nixl" and nixl.error:
         why = f"NIXL does not work: {nixl.error}. gRPC: {figures(grpc)}"
-        return Choice("grpc", "broken", why)
+        return TransportChoice("grpc", "broken", why)
     if wanted != "nixl" and is_slower(nixl.rate, grpc.rate):
         why = f"NIXL is slower: {figures(nixl)}. gRPC: {figures(grpc)}. {_LIFT_SLOW}"
-        return Choice("grpc", "slow", why)
+        return TransportChoice("grpc", "slow", why)
     if reach is Reach.TCP:
-        return Choice("nixl", "tcp", f"NIXL uses {reach.value}")
-    return Choice("nixl")
+        return TransportChoice("nixl", "tcp", f"NIXL uses {reach.value}")
+    return TransportChoice("nixl")
 
 
 def is_slower(one: PairRate | None, other: PairRate | None) -> bool:

@@ -87,7 +87,8 @@ class PrefixPuller:
         if self._compatibility.has_windows:  # a window that ends at another depth would be useless
             prefix_tokens = prefix_blocks * self._block_size
             chosen = [holder for holder in chosen if holder.num_tokens == prefix_tokens]
-        rates, pair = self._rates.worker, chosen[0].rate
+        rates = self._rates.worker
+        pair = chosen[0].rate
         offer = Offer(
             chosen[0].num_tokens // self._block_size,
             ASK_S + pair.latency_s,

@@ -29,7 +29,7 @@ from tandem.transfer.grpc.producer import BlockServer
 from tandem.worker.convert import cached_message, logprobs_message, sequence_spec, trace_headers
 from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.checksums import checksums
-from tandem.worker.parts import Parts
+from tandem.worker.parts import WorkerParts
 from tandem.worker.prefill.leases import Lease, Leases
 from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
@@ -46,7 +46,7 @@ class PrefillService:
     """All leases of this worker as a producer."""
 
     def __init__(
-        self, parts: Parts, prefixes: PrefixPuller | None, *, epoch: str, num_blocks: int
+        self, parts: WorkerParts, prefixes: PrefixPuller | None, *, epoch: str, num_blocks: int
     ) -> None:
         """`num_blocks` is the size of the KV pool. Without `prefixes`, whole prompts are
         computed.
@@ -87,7 +87,8 @@ class PrefillService:
         True, so that a worker that takes over a sequence can pull its blocks from here. Without
         that limit, prefixes that many requests share would prolong a drain.
         """
-        self._draining, self._serves_holds = True, serves_holds
+        self._draining = True
+        self._serves_holds = serves_holds
         for lease in self._leases:
             if lease.stage == "queued" and not lease.is_hold:
                 lease.events.put_nowait(Failed(lease.lease_id, NoWorkers.code, _DRAINS))

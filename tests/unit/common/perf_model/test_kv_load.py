@@ -10,18 +10,18 @@ from tandem.common.perf_model.kv_load import (
     lacking_blocks,
     longest_sequence,
 )
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 
-ONE = Load(blocks_total=100, blocks_used=90)
+ONE = WorkerLoad(blocks_total=100, blocks_used=90)
 FULL, WINDOW = GroupLoad(100, 90), GroupLoad(40, 30, sequence_blocks_max=8)
-TWO = Load(blocks_total=140, blocks_used=120, groups=(FULL, WINDOW))
+TWO = WorkerLoad(blocks_total=140, blocks_used=120, groups=(FULL, WINDOW))
 
 
 def test_one_pool_is_told_by_the_totals() -> None:
     assert kv_use(ONE) == 0.9
     assert [lacking_blocks(ONE, blocks) for blocks in (9.5, 10, 12.5)] == [-0.5, 0, 2.5]
     assert longest_sequence(ONE) == 100
-    unknown = Load()
+    unknown = WorkerLoad()
     assert (kv_use(unknown), lacking_blocks(unknown, 50), longest_sequence(unknown)) == (0, 0, 0)
 
 
@@ -34,8 +34,8 @@ def test_a_tiers_share_is_that_of_all_workers_together() -> None:
 def test_of_several_pools_the_one_that_sees_furthest_is_in_use() -> None:
     assert kv_use(TWO) == 0.9
     nearly_free = GroupLoad(100, 10)
-    assert kv_use(Load(groups=(nearly_free, WINDOW))) == 0.1
-    assert kv_use(Load(groups=(WINDOW, GroupLoad(40, 20, sequence_blocks_max=16)))) == 0.5
+    assert kv_use(WorkerLoad(groups=(nearly_free, WINDOW))) == 0.1
+    assert kv_use(WorkerLoad(groups=(WINDOW, GroupLoad(40, 20, sequence_blocks_max=16)))) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_of_several_pools_the_one_that_sees_furthest_is_in_use() -> None:
 def test_each_pool_must_have_what_is_taken_of_it(
     groups: tuple[GroupLoad, ...], num_blocks: int, num_sequences: int, lacking: int
 ) -> None:
-    load = Load(blocks_total=140, blocks_used=0, groups=groups)
+    load = WorkerLoad(blocks_total=140, blocks_used=0, groups=groups)
     assert lacking_blocks(load, num_blocks, num_sequences) == lacking
 
 
 def test_a_pool_bounds_a_sequence_unless_it_has_a_whole_window() -> None:
     assert longest_sequence(TWO) == 100
-    assert longest_sequence(Load(groups=(FULL, GroupLoad(7, 0, 8)))) == 7
-    assert longest_sequence(Load(groups=(WINDOW,))) == 0
+    assert longest_sequence(WorkerLoad(groups=(FULL, GroupLoad(7, 0, 8)))) == 7
+    assert longest_sequence(WorkerLoad(groups=(WINDOW,))) == 0

@@ -34,7 +34,8 @@ def feed(
     meter: LinearMeter, true: PrefillRate, rng: Random, count: int, noise: float, outlier: float
 ) -> None:
     for _ in range(count):
-        num_tokens, context = rng.choice([16, 64, 200, 512, 512]), rng.randint(0, 4000)
+        num_tokens = rng.choice([16, 64, 200, 512, 512])
+        context = rng.randint(0, 4000)
         took = true.seconds(num_tokens, context) * max(0.5, rng.gauss(1, noise))
         if rng.random() < outlier:
             took *= rng.uniform(2, 10)
@@ -60,7 +61,8 @@ def test_prefill_is_learned_from_noisy_steps(
 def test_a_change_is_followed_within_a_hundred_steps(
     scale: float, factor: float, seed: int, noise: float
 ) -> None:
-    meter, rng = prefill_meter(), Random(seed)
+    meter = prefill_meter()
+    rng = Random(seed)
     feed(meter, a_rate(scale), rng, 300, noise, 0.0)
     feed(meter, a_rate(scale * factor), rng, 100, noise, 0.0)
     assert worst_error(meter, a_rate(scale * factor)) < 0.25
@@ -95,7 +97,8 @@ def test_one_step_that_was_put_aside_changes_little() -> None:
 def test_whatever_comes_no_coefficient_is_negative_or_without_end(
     observations: list[tuple[int, int, float]],
 ) -> None:
-    prefill, pair = prefill_meter(), PairMeter("nixl")
+    prefill = prefill_meter()
+    pair = PairMeter("nixl")
     for num_tokens, more, took in observations:
         prefill.observe((1.0, num_tokens, more), took)
         pair.observe(more, took)
@@ -109,7 +112,9 @@ def test_whatever_comes_no_coefficient_is_negative_or_without_end(
 def test_a_pair_learns_latency_and_bandwidth(
     latency_s: float, bytes_per_s: float, seed: int, noise: float
 ) -> None:
-    meter, rng, true = PairMeter("grpc"), Random(seed), PairRate("grpc", latency_s, bytes_per_s)
+    meter = PairMeter("grpc")
+    rng = Random(seed)
+    true = PairRate("grpc", latency_s, bytes_per_s)
     for _ in range(60):
         num_bytes = rng.choice([360 << 10, 4 << 20, 64 << 20])
         meter.observe(num_bytes, true.seconds(num_bytes) * max(0.5, rng.gauss(1, noise)))

@@ -87,7 +87,8 @@ LAN, WAN = PairRate("nixl", 1e-3, 1e9), PairRate("grpc", 40e-3, 2e6)
 
 
 def test_a_prefix_is_pulled_from_a_holder_when_that_is_faster() -> None:
-    near, far = Holder(4000, LAN), Holder(4000, WAN)
+    near = Holder(4000, LAN)
+    far = Holder(4000, WAN)
     alone_s = prefill_seconds(CORE, 4100, 0)
     expected = expect(CORE, 4100, 0, holders=[far])
     assert expected == Expected(0.0, 0.0, alone_s, 0)
@@ -128,7 +129,8 @@ def test_more_cached_or_one_more_holder_never_makes_a_prompt_slower(
 
 
 def test_a_prompt_begins_when_the_queue_is_done_and_whatever_else_it_waits_for() -> None:
-    queue_s, own_s = queue_seconds(CORE, 1000), prefill_seconds(CORE, 300, 0)
+    queue_s = queue_seconds(CORE, 1000)
+    own_s = prefill_seconds(CORE, 300, 0)
     assert queue_s == CORE.prefill.seconds(1000, 0, 512)
     assert expect(CORE, 300, 0, queue_s=queue_s).total_s == queue_s + own_s
     assert expect(CORE, 300, 0, queue_s=queue_s, after_s=0.5).total_s == queue_s + own_s

@@ -44,7 +44,8 @@ def test_what_decode_takes_of_a_mixed_step_is_not_counted_as_prefill() -> None:
 
 def test_a_token_costs_what_it_has_cost_of_late_in_steps_of_either_kind() -> None:
     """Beside decode it takes 2 ms, and 1 ms in steps that only prefill."""
-    step_time, sizes = StepTimeModel(0.0), (50, 100, 200)
+    step_time = StepTimeModel(0.0)
+    sizes = (50, 100, 200)
     for num_decode in (1, 10, 20, 30) * 10:
         step_time.observe(StepWork(decode_tokens=num_decode), 20e-3 + 5e-3 * num_decode)
 
@@ -85,7 +86,9 @@ def test_whatever_comes_no_rate_is_negative_or_without_end(
 
 @given(st.floats(1e-4, 0.1), st.floats(1e-5, 0.01), st.integers(0, 10_000))
 def test_decode_learns_the_price_of_a_sequence(step_s: float, sequence_s: float, seed: int) -> None:
-    step_time, rng, true = StepTimeModel(0.0), Random(seed), DecodeRate(step_s, sequence_s)
+    step_time = StepTimeModel(0.0)
+    rng = Random(seed)
+    true = DecodeRate(step_s, sequence_s)
     for _ in range(100):
         count = rng.randint(1, 32)
         step_time.observe(StepWork(decode_tokens=count), true.seconds(count) * rng.gauss(1, 0.02))
@@ -94,9 +97,11 @@ def test_decode_learns_the_price_of_a_sequence(step_s: float, sequence_s: float,
 
 
 def test_prefill_alone_is_told_as_fitted() -> None:
-    step_time, true = StepTimeModel(0.0), PrefillRate(4e-3, 2e-3, 3e-7)
+    step_time = StepTimeModel(0.0)
+    true = PrefillRate(4e-3, 2e-3, 3e-7)
     for n in range(60):
-        size, context = (64, 200, 512)[n % 3], 500 * (n % 5)
+        size = (64, 200, 512)[n % 3]
+        context = 500 * (n % 5)
         step_time.observe(
             StepWork(size, token_contexts(size, context)), true.seconds(size, context, size)
         )

@@ -16,7 +16,7 @@ import pytest
 from tandem.cluster import operate
 from tandem.cluster.operate import drain_step, scale_steps
 from tandem.common.process import progress
-from tandem.common.process.progress import Step, Waiting
+from tandem.common.process.progress import ProgressRow, Waiting
 from tests.harness.terminal import Terminal
 
 SEEN_S = 10.0
@@ -32,9 +32,9 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 def test_a_terminal_shows_the_rows_as_they_are_and_keeps_none() -> None:
     with Terminal() as terminal:
-        with Waiting(Step("prefill", "1 of [2] ready", 1, 2)) as waiting:
+        with Waiting(ProgressRow("prefill", "1 of [2] ready", 1, 2)) as waiting:
             wait_until(lambda: "1 of [2] ready" in terminal.text)
-            waiting.show(Step("decode-0", "loading: 41% of 5 GB"))
+            waiting.show(ProgressRow("decode-0", "loading: 41% of 5 GB"))
             wait_until(lambda: "loading: 41% of 5 GB" in terminal.text)
             with waiting.hidden():
                 hidden_at = len(terminal.text)
@@ -43,7 +43,7 @@ def test_a_terminal_shows_the_rows_as_they_are_and_keeps_none() -> None:
 
 
 def test_bars_stay_away_until_the_outermost_context_ends() -> None:
-    with Terminal() as terminal, Waiting(Step("redis")) as waiting:
+    with Terminal() as terminal, Waiting(ProgressRow("redis")) as waiting:
         wait_until(lambda: "redis" in terminal.text)
         with waiting.hidden():
             wait_until(lambda: terminal.text.endswith(ERASE_LINE))
@@ -59,7 +59,7 @@ def test_bars_stay_away_until_the_outermost_context_ends() -> None:
 def test_a_short_wait_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with Terminal() as terminal:
         monkeypatch.setattr(progress, "SHOWN_AFTER_S", 60.0)
-        with Waiting(Step("prefill")) as waiting, waiting.hidden():
+        with Waiting(ProgressRow("prefill")) as waiting, waiting.hidden():
             pass
     assert terminal.text == ""
 
@@ -68,23 +68,23 @@ def test_a_file_gets_no_bars(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
-    with Waiting(Step("prefill")) as waiting:
-        waiting.show(Step("prefill", "1 of 2", 1, 2))
+    with Waiting(ProgressRow("prefill")) as waiting:
+        waiting.show(ProgressRow("prefill", "1 of 2", 1, 2))
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
 
 
 def test_without_redraws_a_bar_is_drawn_when_it_is_shown_and_not_between() -> None:
     with Terminal() as terminal:
-        with Waiting(Step("samples", "of 512", 0, 2), redraws_per_s=0) as waiting:
+        with Waiting(ProgressRow("samples", "of 512", 0, 2), redraws_per_s=0) as waiting:
             wait_until(lambda: "of 512" in terminal.text)
             time.sleep(0.3)  # three redraws, if there were any
             assert terminal.text.count("of 512") == 1
-            waiting.show(Step("samples", "of 2048", 1, 2))
+            waiting.show(ProgressRow("samples", "of 2048", 1, 2))
             wait_until(lambda: "of 2048" in terminal.text)
             with waiting.hidden():
                 hidden_at = len(terminal.text)
-                waiting.show(Step("samples", "of 8192", 2, 2))
+                waiting.show(ProgressRow("samples", "of 8192", 2, 2))
                 assert "of 8192" not in terminal.text[hidden_at:]
             wait_until(lambda: "of 8192" in terminal.text)
         wait_until(lambda: terminal.text.endswith(ERASE_LINE))
@@ -94,9 +94,9 @@ def test_a_row_that_is_polled_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_POLL_S", 0.01)
     looks: list[int] = []
 
-    def look() -> Step:
+    def look() -> ProgressRow:
         looks.append(len(looks))
-        return Step("simulation", f"look {len(looks)}.", len(looks), 1e9)
+        return ProgressRow("simulation", f"look {len(looks)}.", len(looks), 1e9)
 
     with Terminal() as terminal, Waiting() as waiting, waiting.polling(look):
         wait_until(lambda: any(f"look {n}." in terminal.text for n in range(10, len(looks))))
@@ -131,18 +131,20 @@ def test_a_pool_that_grows_and_one_that_shrinks_have_a_bar() -> None:
     well = [row("prefill-0", "ready"), row("decode-9", "stopped"), row("other-0", "loading")]
     now = state({"prefill": pool(4, 4, 2), "decode": pool(1, 2, 2)}, [*rows, *well])
     assert scale_steps(at_first, now, {"prefill": 4, "decode": 1}) == [
-        Step("prefill", "4 running, 2 ready, 4 wanted", 1, 3),
-        Step("decode", "2 running, 2 ready, 1 wanted", 1, 2),
-        Step("prefill-1", "loading: 41% of 5 GB of weights"),
-        Step("decode-2", "draining"),
+        ProgressRow("prefill", "4 running, 2 ready, 4 wanted", 1, 3),
+        ProgressRow("decode", "2 running, 2 ready, 1 wanted", 1, 2),
+        ProgressRow("prefill-1", "loading: 41% of 5 GB of weights"),
+        ProgressRow("decode-2", "draining"),
     ]
 
 
 def test_a_drain_tells_what_is_left() -> None:
     drains = [row("decode-0", "draining", "2 sequences and 0 leases are left")]
     step = drain_step(state({}, held=5), state({}, drains, held=2), "decode-0")
-    assert step == Step("decode-0", "draining: 2 sequences and 0 leases are left", 3, 5)
-    assert drain_step(state({}, held=0), state({}), "decode-0") == Step("decode-0", "draining")
+    assert step == ProgressRow("decode-0", "draining: 2 sequences and 0 leases are left", 3, 5)
+    assert drain_step(state({}, held=0), state({}), "decode-0") == ProgressRow(
+        "decode-0", "draining"
+    )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem_kernels.kv_cache import KvPool
 from tests.kv_pools import empty_pool
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from tandem.engine.cache.layout import BlockLayout
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem_kernels import norm, rope
 from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_fp8 import FixedScales

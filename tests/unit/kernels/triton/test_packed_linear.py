@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.models.quantized.packed_groups import PackedGroups
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 

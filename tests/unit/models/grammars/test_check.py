@@ -17,7 +17,7 @@ import pytest
 from tandem.errors import BadRequest, CompilerBusy
 from tandem.models.grammars.text import Kind, StructuredOutput
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.request.prompt import prompts
 from tandem.router.request.prompt.grammar_checker import GrammarChecker
 from tandem.router.request.prompt.prompts import PromptPreparer
@@ -177,7 +177,8 @@ DEEP = references(1500, base=ABROAD)
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
     """A checker of its own."""
-    file, config = FOLDER / "tokenizer.json", MODEL.config
+    file = FOLDER / "tokenizer.json"
+    config = MODEL.config
     checker = GrammarChecker(file, config.vocab_size, config.eos_token_ids)
     yield checker
     checker.close()

@@ -18,7 +18,7 @@ from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import GrammarMasks, GrammarMatcher
 from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 
 FOLDER = resolve("smollm2")
 ENDS = set(FOLDER.config.eos_token_ids)
@@ -88,7 +88,8 @@ def allowed(matcher: GrammarMatcher) -> list[int]:
 def test_a_matcher_is_rebuilt_from_any_split_of_the_tokens(
     compiler: GrammarCompiler, text: str, seed: int, share: float
 ) -> None:
-    grammars, draw = GrammarMasks(compiler, FOLDER.config.vocab_size), random.Random(seed)
+    grammars = GrammarMasks(compiler, FOLDER.config.vocab_size)
+    draw = random.Random(seed)
     whole = grammars.matcher(text, [])
     assert whole is not None
     made: list[int] = []
@@ -125,7 +126,8 @@ def test_what_is_complete_may_only_end(grammars: GrammarMasks) -> None:
 
 def test_a_token_that_is_not_allowed_fails_its_matcher_alone(grammars: GrammarMasks) -> None:
     token_ids = Tokenizer(FOLDER.path).encode("maybe")
-    wrong, right = grammars.matcher(TEXTS[2], token_ids), grammars.matcher(TEXTS[2], [])
+    wrong = grammars.matcher(TEXTS[2], token_ids)
+    right = grammars.matcher(TEXTS[2], [])
     broken = grammars.matcher('{"grammars": [{"lark_grammar": "start: ("}]}', [])
     updated(grammars, wrong, broken, right)
     assert wrong is not None
@@ -154,7 +156,8 @@ def test_compiled_grammars_are_bounded(
 def test_a_long_grammar_is_compiled_beside_short_ones(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, compile_now = threading.Event(), GrammarCompiler.compile
+    go_on = threading.Event()
+    compile_now = GrammarCompiler.compile
     long_text = grammar_text(StructuredOutput("x", "regex", "a" * (masks.LONG_TEXT_BYTES + 1)))
 
     def compile_later(compiler: GrammarCompiler, text: str) -> LLMatcher:
@@ -163,7 +166,8 @@ def test_a_long_grammar_is_compiled_beside_short_ones(
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_later)
     grammars = GrammarMasks(compiler, FOLDER.config.vocab_size)
-    long, short = grammars.matcher(long_text, []), grammars.matcher(TEXTS[1], [])
+    long = grammars.matcher(long_text, [])
+    short = grammars.matcher(TEXTS[1], [])
     assert long is not None
     assert short is not None
     assert short._compiled.matcher.result(60)
@@ -188,8 +192,10 @@ def test_a_grammar_whose_matcher_failed_is_compiled_anew(grammars: GrammarMasks)
 def test_masks_go_on_behind_one_that_is_held_up(
     grammars: GrammarMasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, update = threading.Event(), GrammarMatcher.update
-    held, other = grammars.matcher(TEXTS[0], []), grammars.matcher(TEXTS[1], [])
+    go_on = threading.Event()
+    update = GrammarMatcher.update
+    held = grammars.matcher(TEXTS[0], [])
+    other = grammars.matcher(TEXTS[1], [])
     assert held is not None
     assert other is not None
 

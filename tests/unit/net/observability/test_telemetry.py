@@ -18,11 +18,13 @@ from tandem.net.observability.logs import about, configure_logging
 def root_logger() -> Iterator[None]:
     """Restores the root logger as pytest set it."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     for handler in handlers:
         root.removeHandler(handler)  # else `force` would close pytest's own
     yield
-    root.handlers, root.level = handlers, level
+    root.handlers = handlers
+    root.level = level
 
 
 def test_a_process_that_hangs_writes_its_stacks_when_asked() -> None:

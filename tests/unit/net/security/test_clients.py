@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from tandem.common.config.addresses import AddressConfig
+from tandem.common.config.router import AddressConfig
 from tandem.errors import ConfigError, TooManyRequests
 from tandem.net.security.clients import Clients
 

@@ -43,7 +43,8 @@ def test_what_is_no_key_is_refused(text):
 
 
 def test_a_wrong_secret_is_refused_without_a_word_about_the_key():
-    key, other = create("acme", "user", now=NOW), create("acme", "user", now=NOW)
+    key = create("acme", "user", now=NOW)
+    other = create("acme", "user", now=NOW)
     mixed = f"tandem-{key.record.key_id}-{other.text.split('-', 2)[2]}"
     for record in (key.record, revoke(key.record, now=NOW)):
         with pytest.raises(Unauthenticated, match=UNKNOWN):
@@ -95,7 +96,8 @@ def test_an_old_record_brings_no_key_back_and_is_answered_with_the_newer_one():
 
 def test_a_revocation_beats_a_rotation_made_at_the_same_moment():
     key = create("acme", "user", now=NOW)
-    rotated, tombstone = rotate(key.record, now=NOW, grace_s=60), revoke(key.record, now=NOW)
+    rotated = rotate(key.record, now=NOW, grace_s=60)
+    tombstone = revoke(key.record, now=NOW)
     for order in ([rotated.record, tombstone], [tombstone, rotated.record]):
         assert ring_of(*order).records[key.record.key_id] == tombstone
 

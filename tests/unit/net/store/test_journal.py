@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from tandem.net.store.journal import Journal
-from tandem.router.workers.events import Event
+from tandem.router.workers.events import ClusterEvent
 
 pytestmark = pytest.mark.asyncio
 
 
 async def test_entries_that_cannot_be_read_are_left_out() -> None:
-    event = Event(1.0, "started", "decode-0", "a text")
+    event = ClusterEvent(1.0, "started", "decode-0", "a text")
     texts = [b'{"at": "noon"}', msgspec.json.encode(event), b"\xff"]
 
     async def xrevrange(key: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
@@ -23,5 +23,5 @@ async def test_entries_that_cannot_be_read_are_left_out() -> None:
 
     redis: Any = SimpleNamespace(xrevrange=xrevrange)
     journal = Journal(redis, "p", ("all",), "the log of events")
-    found = await journal.read("all", 10, lambda text: msgspec.json.decode(text, type=Event))
+    found = await journal.read("all", 10, lambda text: msgspec.json.decode(text, type=ClusterEvent))
     assert found == [event]

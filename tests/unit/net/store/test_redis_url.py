@@ -67,7 +67,8 @@ def test_what_is_wrong_is_said(url: str, message: str) -> None:
 def test_clients_of_each_kind(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("")
     tls = f"?ssl_ca_certs={tmp_path}/ca.pem"
-    one, watched = connect(f"rediss://a{tls}"), connect(f"rediss+sentinel://a/main{tls}")
+    one = connect(f"rediss://a{tls}")
+    watched = connect(f"rediss+sentinel://a/main{tls}")
     assert isinstance(one, Redis)
     assert isinstance(watched, Redis)
     assert issubclass(one.connection_pool.connection_class, SSLConnection)

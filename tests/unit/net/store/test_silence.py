@@ -7,7 +7,7 @@ import pytest
 
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import PrefillRate, WorkerRates
-from tandem.net.store.registry import KvCompatibility, Load, WorkerRecord
+from tandem.net.store.registry import KvCompatibility, WorkerLoad, WorkerRecord
 from tandem.net.store.silence import Silences
 
 CONFIG = ClusterConfig("test", "redis://unused", "token")
@@ -29,7 +29,7 @@ def record(
         model="",
         max_model_len=100,
         compatibility=COMPATIBILITY,
-        load=Load(step=step, num_leases=num_leases),
+        load=WorkerLoad(step=step, num_leases=num_leases),
         num_writes=num_writes,
     )
 

@@ -16,7 +16,7 @@ from tandem.ops.simulator.requests import Request
 from tandem.ops.simulator.scenario import Slo
 from tandem.ops.simulator.simulation import Simulation
 from tandem.ops.simulator.traces import Arrival
-from tandem.ops.simulator.workers.worker import Task, Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker, Task
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.controller import AdmissionController
 from tandem.router.admission.predict import OWN_TIMES, TtftLimit
@@ -56,7 +56,7 @@ class Asked(Simulation):
                 self.by_gate.append(error)
         return placement
 
-    def prefilled(self, worker: Worker, task: Task) -> None:
+    def prefilled(self, worker: SimulatedWorker, task: Task) -> None:
         request = task.owner
         assert isinstance(request, Request)
         promise = self.by_gate[self.requests.index(request)]
@@ -80,7 +80,8 @@ def test_router_and_simulator_admit_the_same_requests(
     )
     view = ClusterView(ClusterConfig("test", "redis://127.0.0.1", "token"), Redis())
     view.redis_state = "ok"
-    simulation.metrics, simulation.by_gate = Metrics(), []
+    simulation.metrics = Metrics()
+    simulation.by_gate = []
     config = RouterConfig(
         cluster=view.cluster,
         model="",

@@ -15,7 +15,7 @@ from tandem.ops.simulator.scenario import Scenario, Slo
 from tandem.ops.simulator.simulation import Simulation
 from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.workers.fleet import Fleet
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.admission.predict import TtftLimit
 from tandem.router.placement.choose import choose
 
@@ -35,7 +35,9 @@ CONFIG = AutoscaleConfig(
 def arrivals(*phases: tuple[float, float]) -> list[Arrival]:
     """Returns arrivals of 2,000 tokens, two seconds of prefill each; phases are (seconds, requests
     a second)."""
-    rng, now_s, made = Random(3), 0.0, []
+    rng = Random(3)
+    now_s = 0.0
+    made = []
     for length_s, rate in phases:
         end_s = now_s + length_s
         while (now_s := now_s + rng.expovariate(rate)) < end_s:
@@ -89,10 +91,11 @@ def test_it_costs_less_than_the_pools_at_their_largest(
 
 
 def test_a_worker_comes_a_cold_start_later_and_goes_when_it_is_empty() -> None:
-    clock, log = Clock(), []
+    clock = Clock()
+    log = []
     scenario = Scenario(block_size=16, kv_tokens=160, sequences_max=4, queue_max=4)
     workers = [
-        Worker(f"w{n}", "prefill", scenario, clock, None)  # type: ignore[arg-type]
+        SimulatedWorker(f"w{n}", "prefill", scenario, clock, None)  # type: ignore[arg-type]
         for n in range(3)
     ]
     fleet = Fleet(

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
-from tandem.ops.simulator.workers.engine import Engine
+from tandem.ops.simulator.workers.engine import SimulatedEngine
 
 RATES = WorkerRates(PrefillRate(0.1, 0.001, 0.0), DecodeRate(0.01, 0.002), step_tokens=100)
 
 
 def test_a_prompt_takes_what_the_cost_model_says() -> None:
-    engine: Engine[str] = Engine(RATES)
+    engine: SimulatedEngine[str] = SimulatedEngine(RATES)
     engine.prefill("p", 250, 30)
     assert engine.next_at() == pytest.approx(RATES.prefill.seconds(250, 30, 100))
     engine.advance(0.275)
@@ -21,7 +21,7 @@ def test_a_prompt_takes_what_the_cost_model_says() -> None:
 
 
 def test_sequences_share_the_steps() -> None:
-    engine: Engine[str] = Engine(RATES)
+    engine: SimulatedEngine[str] = SimulatedEngine(RATES)
     engine.decode("short", 10)
     engine.decode("long", 20)
     assert engine.next_at() == pytest.approx(10 * 0.014)
@@ -31,7 +31,7 @@ def test_sequences_share_the_steps() -> None:
 
 
 def test_a_prompt_beside_the_batch_slows_both() -> None:
-    engine: Engine[str] = Engine(RATES)
+    engine: SimulatedEngine[str] = SimulatedEngine(RATES)
     engine.decode("d", 10)
     engine.prefill("p", 300, 0)
     step_s = 0.6 / 3 + 0.002
@@ -44,7 +44,7 @@ def test_a_prompt_beside_the_batch_slows_both() -> None:
 
 
 def test_what_is_dropped_is_told() -> None:
-    engine: Engine[str] = Engine(RATES)
+    engine: SimulatedEngine[str] = SimulatedEngine(RATES)
     engine.decode("d", 10)
     engine.prefill("p", 300, 0)
     assert sorted(engine.drop_all()) == ["d", "p"]

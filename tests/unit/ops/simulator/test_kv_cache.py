@@ -3,14 +3,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.ops.simulator.workers.kv_cache import KvCache
+from tandem.ops.simulator.workers.kv_cache import SimulatedKvCache
 
 
 def chain(name: str, length: int) -> list[bytes]:
     return [f"{name}{i}".encode() for i in range(length)]
 
 
-def run_through(cache: KvCache, hashes: list[bytes], num_more: int = 0) -> list[bytes] | None:
+def run_through(
+    cache: SimulatedKvCache, hashes: list[bytes], num_more: int = 0
+) -> list[bytes] | None:
     """A sequence of the chain that ends at once; who was evicted for it."""
     cached = cache.num_cached(hashes)
     evicted = cache.reserve(hashes[:cached], len(hashes) - cached + num_more)
@@ -21,8 +23,9 @@ def run_through(cache: KvCache, hashes: list[bytes], num_more: int = 0) -> list[
 
 
 def test_the_leaf_goes_before_its_parents_and_old_chains_before_new_ones() -> None:
-    cache = KvCache(6)
-    old, new = chain("old", 3), chain("new", 3)
+    cache = SimulatedKvCache(6)
+    old = chain("old", 3)
+    new = chain("new", 3)
     assert run_through(cache, old) == []
     assert run_through(cache, new) == []
     assert run_through(cache, chain("x", 2)) == [old[2], old[1]]
@@ -31,8 +34,9 @@ def test_the_leaf_goes_before_its_parents_and_old_chains_before_new_ones() -> No
 
 
 def test_what_is_used_again_stays() -> None:
-    cache = KvCache(6)
-    one, two = chain("one", 3), chain("two", 3)
+    cache = SimulatedKvCache(6)
+    one = chain("one", 3)
+    two = chain("two", 3)
     run_through(cache, one)
     run_through(cache, two)
     run_through(cache, one)
@@ -41,7 +45,7 @@ def test_what_is_used_again_stays() -> None:
 
 
 def test_held_blocks_are_not_evicted_and_too_much_is_refused_whole() -> None:
-    cache = KvCache(5)
+    cache = SimulatedKvCache(5)
     held = chain("held", 3)
     assert cache.reserve([], 3) == []
     assert cache.store(held) == held
@@ -55,7 +59,7 @@ def test_held_blocks_are_not_evicted_and_too_much_is_refused_whole() -> None:
 
 
 def test_a_twin_is_stored_once() -> None:
-    cache = KvCache(8)
+    cache = SimulatedKvCache(8)
     hashes = chain("a", 3)
     assert cache.reserve([], 3) == []
     assert cache.reserve([], 3) == []
@@ -79,7 +83,7 @@ steps = st.lists(
 def test_counts_add_up_and_parents_outlive_children(
     moves: list[tuple[str, int, int, bool]], num_blocks: int
 ) -> None:
-    cache = KvCache(num_blocks)
+    cache = SimulatedKvCache(num_blocks)
     there: set[bytes] = set()
     live: list[tuple[list[bytes], int]] = []
     for name, length, more, ends in moves:

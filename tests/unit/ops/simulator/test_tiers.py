@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tandem.common.perf_model.rates import TierRate
-from tandem.engine.tiers.object_storage import REMEMBERED
+from tandem.engine.tiers.object_store.storage import REMEMBERED
 from tandem.ops.simulator.output.report import summarize
 from tandem.ops.simulator.output.table import tier_columns, tier_rows
 from tandem.ops.simulator.policies import make_policy
@@ -114,7 +114,8 @@ def test_loads_begin_while_another_prompt_is_computed() -> None:
 
 
 def test_value_takes_what_was_used_twice_or_is_of_a_session() -> None:
-    once, session = ask(0.0, 0), ask(0.0, 0, session=True)
+    once = ask(0.0, 0)
+    session = ask(0.0, 0, session=True)
     for first, is_kept in ((once, False), (session, True)):
         turns = [first, ask(5.0, 100), ask(10.0, 0)]
         again = run(with_tiers(ONE, policy="value", host=FAST_S), turns).requests[2]

@@ -43,7 +43,8 @@ def test_two_samples_draw_no_slope() -> None:
 @settings(max_examples=100, deadline=None)
 @given(LOADS, st.floats(0.1, 10))
 def test_it_grows_with_the_load(loads: list[float], factor: float) -> None:
-    once, scaled = of(loads), of([load * factor for load in loads])
+    once = of(loads)
+    scaled = of([load * factor for load in loads])
 
     assert scaled.bound == pytest.approx(once.bound * factor, rel=1e-6, abs=1e-6)
 

@@ -23,7 +23,8 @@ def follow(wishes: list[int], config: AutoscaleConfig = CONFIG, size: int = 2) -
 
 
 def turns(sizes: list[int], interval_s: float) -> list[float]:
-    found, direction = [], 0
+    found = []
+    direction = 0
     for number, (before, after) in enumerate(pairwise(sizes)):
         now = (after > before) - (after < before)
         if now and direction and now != direction:

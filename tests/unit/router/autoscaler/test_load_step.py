@@ -36,7 +36,8 @@ def test_a_step_needs_a_time_before_it() -> None:
 def test_chance_makes_no_step_in_hours_of_each_load() -> None:
     rng = Random(0)
     for rate in (0.2, 1.0, 4.0):
-        counts, next_s = [0] * 1440, rng.expovariate(rate)
+        counts = [0] * 1440
+        next_s = rng.expovariate(rate)
         while next_s < 14_400:
             counts[int(next_s // 10)] += 1
             next_s += rng.expovariate(rate)

@@ -17,7 +17,7 @@ from tandem.router.autoscaler.demand import (
     PoolSeen,
     quantile,
 )
-from tandem.router.autoscaler.policy import Autoscaler, Decision, decode_tokens_per_s
+from tandem.router.autoscaler.policy import Autoscaler, ScalingDecision, decode_tokens_per_s
 
 CONFIG = AutoscaleConfig(load_quantile=0.9, utilization=0.8, cold_start_s=90, interval_s=10)
 RATE = DecodeRate(step_s=0.01, sequence_s=0.002)
@@ -44,7 +44,7 @@ class Day:
         prefill: PoolSeen | None = None,
         decode: PoolSeen | None = None,
         num_held: int = 0,
-    ) -> tuple[Decision, Decision]:
+    ) -> tuple[ScalingDecision, ScalingDecision]:
         for _ in range(requests):
             self.meter.new_request(prefill_s)
             self.meter.first_token(ttft)
@@ -247,13 +247,14 @@ TURN = st.tuples(st.integers(0, 60), st.floats(0, 3), st.floats(0, 9), st.floats
 @given(st.lists(TURN, min_size=5, max_size=200))
 def test_whatever_comes_sizes_keep_bounds_and_turn_once_in_ten_minutes(turns: list) -> None:  # type: ignore[type-arg]
     day = Day()
-    decisions: dict[str, list[Decision]] = {"prefill": [], "decode": []}
+    decisions: dict[str, list[ScalingDecision]] = {"prefill": [], "decode": []}
     for requests, prefill_s, ttft, itl in turns:
         for decision in day.turn(requests=requests, prefill_s=prefill_s, ttft=ttft, itl=itl):
             assert 1 <= decision.to <= 8
             decisions[decision.role].append(decision)
     for made in decisions.values():
-        turned_s, direction = -CONFIG.reversal_s, 0
+        turned_s = -CONFIG.reversal_s
+        direction = 0
         for number, decision in enumerate(made):
             now = (decision.to > decision.size) - (decision.to < decision.size)
             if decision.why == "idle":
@@ -270,7 +271,8 @@ def test_whatever_comes_sizes_keep_bounds_and_turn_once_in_ten_minutes(turns: li
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 3)), min_size=2, max_size=60))
 def test_more_load_never_wants_fewer_workers(turns: list[tuple[int, float]]) -> None:
-    light, heavy = Day(), Day()
+    light = Day()
+    heavy = Day()
     # A step, which only one of them might make, changes the forecast.
     with patch("tandem.router.autoscaler.policy.step_start", return_value=None):
         for requests, prefill_s in turns:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 
 EOS = 2
@@ -61,7 +61,8 @@ def drawn(
 ) -> list[int] | None:
     """Draws an answer that goes on from `begun`; None for one without an end. It ends when it may,
     half of the times."""
-    draw, ids = random.Random(seed), list(begun)
+    draw = random.Random(seed)
+    ids = list(begun)
     matcher.consume_tokens(begun)
     while len(ids) < TOKENS_MAX:
         next_ids = allowed(matcher, tokenizer.vocab_size)

@@ -98,7 +98,9 @@ def is_valid(calls: list[Any]) -> Iterator[bool]:
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_each_format_calls_by_its_schemas(name: str, folder: Path) -> None:
-    setup, num_ended, num_calls = Setup(folder, name), 0, 0
+    setup = Setup(folder, name)
+    num_ended = 0
+    num_calls = 0
     matcher = setup.matcher(TOOLS, [1], one=False)
     for seed in range(SEEDS):
         ids = drawn(setup.tokenizer, matcher.deep_copy(), seed, [])
@@ -107,7 +109,8 @@ def test_each_format_calls_by_its_schemas(name: str, folder: Path) -> None:
         content, calls = setup.read(ids, [1], TOOLS, one=False)
         assert content == ""
         assert all(is_valid(calls))
-        num_ended, num_calls = num_ended + 1, num_calls + len(calls)
+        num_ended = num_ended + 1
+        num_calls = num_calls + len(calls)
     assert num_ended >= SEEDS // 3  # what thinks may think without end
     assert num_calls > num_ended or name == "harmony"  # its answers have one call
 
@@ -130,7 +133,8 @@ def test_one_call_of_a_named_function(name: str, folder: Path) -> None:
 def test_reasoning_comes_before_the_calls(
     reasoning: str, tools: str, folder: Path, *, is_open: bool
 ) -> None:
-    setup, tags = Setup(folder, tools, reasoning), REASONING_TAGS[reasoning]
+    setup = Setup(folder, tools, reasoning)
+    tags = REASONING_TAGS[reasoning]
     assert tags is not None
     encode = setup.tokenizer._tokenizer.encode
     prompt = encode(tags.opens).ids if is_open else [1]

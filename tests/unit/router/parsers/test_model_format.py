@@ -13,7 +13,7 @@ import pytest
 from tandem.common.config.answers import AnswerConfig, ReasoningParser, ToolParser
 from tandem.errors import BadRequest
 from tandem.models.source import resolve
-from tandem.models.tokenizer import Tokenizer
+from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.model_format import ModelFormat, make_answer_parser
 from tandem.router.request.text import TextStream

@@ -10,10 +10,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from tandem.ops.simulator.output.report import Report
+from tandem.ops.simulator.output.report import RunReport
 from tandem.ops.simulator.output.table import COLUMNS, mean, rows
 
-_PLOTS: dict[str, tuple[str, Callable[[Report], float]]] = {
+_PLOTS: dict[str, tuple[str, Callable[[RunReport], float]]] = {
     "goodput": ("goodput under SLO, %", lambda r: r.goodput * 100),
     "hits": ("prompt tokens cached or pulled, %", lambda r: (r.hit_rate + r.pulled_rate) * 100),
     "balance": ("prompt tokens of the most loaded worker / mean", lambda r: r.load_tokens),
@@ -25,7 +25,7 @@ td, th { padding: .15em .6em; text-align: right; border-bottom: 1px solid #ddd }
 table { border-collapse: collapse } img { width: 49% }"""
 
 
-def write_plots(reports: Sequence[Report], folder: Path) -> list[Path]:
+def write_plots(reports: Sequence[RunReport], folder: Path) -> list[Path]:
     """Writes one PNG for each of `_PLOTS`: a line for each policy, over the load."""
     paths = []
     for name, (label, value) in _PLOTS.items():
@@ -48,7 +48,9 @@ def write_plots(reports: Sequence[Report], folder: Path) -> list[Path]:
     return paths
 
 
-def write_page(reports: Sequence[Report], title: str, images: Sequence[Path], path: Path) -> None:
+def write_page(
+    reports: Sequence[RunReport], title: str, images: Sequence[Path], path: Path
+) -> None:
     """Writes a page of the table and the plots, with the images inside."""
     pictures = "".join(
         f'<img alt="{image.stem}" src="data:image/png;base64,'

@@ -11,7 +11,7 @@ from tandem.ops.simulator.scenario import Slo
 from tandem.ops.simulator.simulation import Simulation
 
 
-class Report(msgspec.Struct, frozen=True):
+class RunReport(msgspec.Struct, frozen=True):
     """Figures of a run. `load_*` are the largest share over the mean, of workers that prefill."""
 
     policy: str
@@ -35,11 +35,12 @@ class Report(msgspec.Struct, frozen=True):
     tpot_s: dict[str, float]
 
 
-def summarize(simulation: Simulation, policy: str, load: float) -> Report:
+def summarize(simulation: Simulation, policy: str, load: float) -> RunReport:
     requests = simulation.requests
     served = [r for r in requests if r.ended_s]
     good = [r for r in served if is_good(r, simulation.scenario.slo)]
-    tokens, counts = Counter[str](), Counter[str]()
+    tokens = Counter[str]()
+    counts = Counter[str]()
     for request in served:
         if request.prefill is not None:
             tokens[request.prefill.worker_id] += request.arrival.num_tokens
@@ -47,7 +48,7 @@ def summarize(simulation: Simulation, policy: str, load: float) -> Report:
     has_pool = simulation.scenario.num_prefill > 0
     pool = [w for w in simulation.workers.values() if w.role == "prefill" or not has_pool]
     prompt_tokens = sum(r.arrival.num_tokens for r in served) or 1
-    return Report(
+    return RunReport(
         policy=policy,
         load=load,
         seed=simulation.scenario.seed,

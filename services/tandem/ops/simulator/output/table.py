@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from tandem.ops.simulator.output.report import Report
+from tandem.ops.simulator.output.report import RunReport
 
 COLUMNS = (
     "load",
@@ -23,27 +23,27 @@ COLUMNS = (
 )
 
 
-def rows(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+def rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
     """Returns a row for each load and policy, averaged over their seeds."""
     return [_row(*key, group) for key, group in _groups(reports).items()]
 
 
-def make_table(reports: Sequence[Report], title: str) -> Table:
+def make_table(reports: Sequence[RunReport], title: str) -> Table:
     return _table(COLUMNS, rows(reports), title, "load and goodput in %; TTFT in s, TPOT in ms")
 
 
-def tier_columns(reports: Sequence[Report]) -> tuple[str, ...]:
+def tier_columns(reports: Sequence[RunReport]) -> tuple[str, ...]:
     """Returns the columns of `tier_rows`: hits in the pool and in each tier, what was loaded."""
     tiers = reports[0].tier_hit_rates
     return ("load", "policy", "device", *tiers, *(f"{name} GB" for name in tiers))
 
 
-def tier_rows(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+def tier_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
     """Returns a row for each load and policy, averaged over their seeds."""
     return [_tier_row(*key, group) for key, group in _groups(reports).items()]
 
 
-def make_tier_table(reports: Sequence[Report]) -> Table:
+def make_tier_table(reports: Sequence[RunReport]) -> Table:
     """Returns a table of reports whose workers have tiers."""
     caption = "prompt tokens in % by where their KV was; GB that all workers loaded"
     return _table(tier_columns(reports), tier_rows(reports), "tiers", caption)
@@ -68,14 +68,14 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _groups(reports: Sequence[Report]) -> dict[tuple[float, str], list[Report]]:
-    groups: dict[tuple[float, str], list[Report]] = {}
+def _groups(reports: Sequence[RunReport]) -> dict[tuple[float, str], list[RunReport]]:
+    groups: dict[tuple[float, str], list[RunReport]] = {}
     for report in reports:
         groups.setdefault((report.load, report.policy), []).append(report)
     return groups
 
 
-def _tier_row(load: float, policy: str, group: Sequence[Report]) -> tuple[str, ...]:
+def _tier_row(load: float, policy: str, group: Sequence[RunReport]) -> tuple[str, ...]:
     hits = {name: mean([r.tier_hit_rates[name] for r in group]) for name in group[0].tier_hit_rates}
     device = mean([r.hit_rate for r in group]) - sum(hits.values())
     loaded = [mean([r.loaded_bytes[name] for r in group]) / 1e9 for name in hits]
@@ -87,7 +87,7 @@ def _tier_row(load: float, policy: str, group: Sequence[Report]) -> tuple[str, .
     )
 
 
-def _row(load: float, policy: str, group: Sequence[Report]) -> tuple[str, ...]:
+def _row(load: float, policy: str, group: Sequence[RunReport]) -> tuple[str, ...]:
     return (
         f"{load * 100:.0f}",
         policy,

@@ -21,7 +21,7 @@ Job = TypeVar("Job")
 _EPSILON = 1e-9  # steps
 
 
-class Engine(Generic[Job]):
+class SimulatedEngine(Generic[Job]):
     """The engine of a worker. It knows rates and counts, not requests."""
 
     def __init__(self, rates: WorkerRates) -> None:
@@ -52,7 +52,8 @@ class Engine(Generic[Job]):
         seconds = rates.prefill.seconds(num_tokens, context, rates.step_tokens)
         self._chunk_s = seconds / self._prefill_steps
         self._prefill_end = self._steps + self._prefill_steps
-        self._prefill_tokens, self._prefill_context = num_tokens, context
+        self._prefill_tokens = num_tokens
+        self._prefill_context = context
         self.prefilling = job
         self._set_step()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from tandem.ops.simulator.clock import Clock
-from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.worker import SimulatedWorker
 
 _State = Literal["off", "starting", "ready", "draining"]
 
@@ -21,17 +21,19 @@ class Fleet:
     def __init__(
         self,
         clock: Clock,
-        workers: Iterable[Worker],
+        workers: Iterable[SimulatedWorker],
         *,
         cold_start_s: float,
-        on_start: Callable[[Worker], None],
-        on_drain: Callable[[Worker], None],
-        on_stop: Callable[[Worker], None],
+        on_start: Callable[[SimulatedWorker], None],
+        on_drain: Callable[[SimulatedWorker], None],
+        on_stop: Callable[[SimulatedWorker], None],
     ) -> None:
         self._clock = clock
         self._workers = list(workers)
         self._cold_start_s = cold_start_s
-        self._on_start, self._on_drain, self._on_stop = on_start, on_drain, on_stop
+        self._on_start = on_start
+        self._on_drain = on_drain
+        self._on_stop = on_stop
         self._states: list[_State] = ["ready"] * len(self._workers)
         self._starts = [0] * len(self._workers)
         self._paid_s = 0.0

@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 
-class KvCache:
+class SimulatedKvCache:
     """Blocks by hash. The last block of a prompt, when it is not full, is never cached."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,7 +27,8 @@ class KvCache:
 
     def num_cached(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many leading blocks of the chain are here."""
-        held, idle = self._held, self._idle
+        held = self._held
+        idle = self._idle
         for depth, block_hash in enumerate(block_hashes):
             if block_hash not in held and block_hash not in idle:
                 return depth
@@ -38,7 +39,8 @@ class KvCache:
 
         None when there is no room: nothing changed.
         """
-        held, idle = self._held, self._idle
+        held = self._held
+        idle = self._idle
         revived = [h for h in cached if h not in held]
         room = self.num_blocks - self.num_used - len(revived) - num_private
         if room < 0:

@@ -1,16 +1,12 @@
-"""A task is the part of a request on one simulated worker. A listener follows tasks."""
+"""A task is the part of a request on one simulated worker."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
-from tandem.ops.simulator.workers.tiers import Load
-
-if TYPE_CHECKING:
-    from tandem.ops.simulator.workers.worker import Worker
+from tandem.ops.simulator.workers.tiers import TierRead
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +26,7 @@ class Task:
     tokens_left: int | None = None  # to make, when its worker died under it in the batch
     returns: bool = False  # its prompt is likely to: it is of a session
     is_weighed: bool = False  # it is the next one, and loading was not the soonest a moment ago
-    load: Load | None = None  # from tiers, under way or done
+    load: TierRead | None = None  # from tiers, under way or done
     new_hashes: list[bytes] = field(default_factory=list)  # of blocks that are new in the pool
     loaded_blocks: dict[str, int] = field(default_factory=dict)  # by the tier's name
     first_token_by: float = math.inf  # seconds of the clock: a later first token is of no use
@@ -49,16 +45,3 @@ class Task:
     def reusable_hashes(self, block_size: int) -> Sequence[bytes]:
         """Returns the hashes of the blocks before the last token, which is always computed."""
         return self.hashes[: (self.num_tokens - 1) // block_size]
-
-
-class Listener(Protocol):
-    """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
-
-    def reserved(self, worker: Worker, task: Task) -> None: ...
-    def prefilled(self, worker: Worker, task: Task) -> None: ...
-    def refused(self, worker: Worker, task: Task) -> None: ...
-    def decoded(self, worker: Worker, task: Task) -> None: ...
-    def blocks_changed(
-        self, worker: Worker, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = ""
-    ) -> None: ...
-    def load_changed(self, worker: Worker) -> None: ...

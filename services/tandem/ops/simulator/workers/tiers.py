@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from tandem.common.perf_model.rates import PrefillRate, TierRate
 from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt, choose_soonest
 from tandem.engine.cache.block_table import UnfilledBlock
-from tandem.engine.cache.kv_groups import KvLayout
-from tandem.engine.cache.layout import BlockLayout
-from tandem.engine.tiers.keep_policy import keep_policy
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.tiers.slots.keep_policy import keep_policy
 from tandem.engine.tiers.sources import Sources, Tables
 from tandem.engine.tiers.storage import Bytes, Entry, Storage
 from tandem.engine.tiers.tier import Tier
@@ -26,7 +26,7 @@ from tandem.prefix_index.holders import STORE
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class TierRead:
     """Blocks of one chain that come from tiers."""
 
     first: int
@@ -103,7 +103,7 @@ class WorkerTiers:
         for tier in self._tiers:
             tier.rate.decline()
 
-    def begin_load(self, block_hashes: Sequence[bytes], choice: Choice, now_s: float) -> Load:
+    def begin_load(self, block_hashes: Sequence[bytes], choice: Choice, now_s: float) -> TierRead:
         """Begins to load what was chosen."""
         wanted = [UnfilledBlock(0, index, 0) for index in range(choice.first, choice.end)]
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._tiers)
@@ -112,9 +112,9 @@ class WorkerTiers:
         ends_s = now_s
         for tier in reversed(seconds):
             self._free_s[tier] = ends_s = max(ends_s, self._free_s[tier]) + seconds[tier]
-        return Load(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
+        return TierRead(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
 
-    def end_load(self, load: Load) -> dict[str, int]:
+    def end_load(self, load: TierRead) -> dict[str, int]:
         """Ends a load; returns its blocks by the tier's name."""
         self.give_up(load)
         for number, count in load.num_blocks.items():
@@ -123,7 +123,7 @@ class WorkerTiers:
             tier.rate.observe(count, load.seconds[number])
         return {self._tiers[number].storage.name: n for number, n in load.num_blocks.items()}
 
-    def give_up(self, load: Load) -> None:
+    def give_up(self, load: TierRead) -> None:
         """Lets go of the slots of a load, which nobody may wait for any more."""
         for (tier, group), table in load.tables.items():
             self._tiers[tier].groups[group].pool.release(table)
@@ -139,7 +139,8 @@ class WorkerTiers:
 
     def write(self, block_hashes: Sequence[bytes], new: Iterable[bytes]) -> None:
         """Copies blocks of a chain: those that are new in the pool, and others without a copy."""
-        fresh, parent_hash = set(new), b""
+        fresh = set(new)
+        parent_hash = b""
         for block_hash in block_hashes:
             if block_hash in fresh or not self._has(block_hash):
                 self._write(Entry(block_hash, parent_hash))

@@ -16,22 +16,38 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from tandem.common.perf_model.predict import OWN_SPARE, RATES_OFF, prefill_seconds, queued_seconds
 from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt
-from tandem.net.store.registry import Load
+from tandem.net.store.registry import WorkerLoad
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.scenario import Scenario
-from tandem.ops.simulator.workers.engine import Engine
-from tandem.ops.simulator.workers.host import Host
-from tandem.ops.simulator.workers.kv_cache import KvCache
-from tandem.ops.simulator.workers.task import Listener, Task
-from tandem.ops.simulator.workers.tiers import Load as TierLoad
-from tandem.ops.simulator.workers.tiers import WorkerTiers
+from tandem.ops.simulator.workers.engine import SimulatedEngine
+from tandem.ops.simulator.workers.kv_cache import SimulatedKvCache
+from tandem.ops.simulator.workers.task import Task
+from tandem.ops.simulator.workers.tiers import TierRead, WorkerTiers
 
 
-class Worker:
+class Listener(Protocol):
+    """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
+
+    def reserved(self, worker: SimulatedWorker, task: Task) -> None: ...
+    def prefilled(self, worker: SimulatedWorker, task: Task) -> None: ...
+    def refused(self, worker: SimulatedWorker, task: Task) -> None: ...
+    def decoded(self, worker: SimulatedWorker, task: Task) -> None: ...
+    def blocks_changed(
+        self,
+        worker: SimulatedWorker,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        tier: str = "",
+    ) -> None: ...
+    def load_changed(self, worker: SimulatedWorker) -> None: ...
+
+
+class SimulatedWorker:
     def __init__(
         self,
         worker_id: str,
@@ -39,7 +55,7 @@ class Worker:
         scenario: Scenario,
         clock: Clock,
         listener: Listener,
-        host: Host | None = None,
+        host: SharedCores | None = None,
         tiers: WorkerTiers | None = None,
     ) -> None:
         """Without a `host` it has cores of its own."""
@@ -50,8 +66,8 @@ class Worker:
         self.is_draining = False
         self.epoch = 0  # counts its starts
         self.num_leases = 0
-        self.engine: Engine[Task] = Engine(rates)
-        self.cache = KvCache(scenario.kv_tokens // scenario.block_size)
+        self.engine: SimulatedEngine[Task] = SimulatedEngine(rates)
+        self.cache = SimulatedKvCache(scenario.kv_tokens // scenario.block_size)
         self._scenario = scenario
         self._block_size = scenario.block_size
         self._clock = clock
@@ -61,7 +77,7 @@ class Worker:
         self._queued_tokens = 0
         self._wakes = 0
         self.tiers = tiers
-        self._loads: dict[Task, TierLoad] = {}  # under way
+        self._loads: dict[Task, TierRead] = {}  # under way
         self._ready: deque[Task] = deque()  # have their memory, and wait for the engine
         self._host = host
         if host is not None:
@@ -131,7 +147,7 @@ class Worker:
             self._drop_load(task)
         self._queue.clear()
         self._reserving.clear()
-        self.cache = KvCache(self.cache.num_blocks)
+        self.cache = SimulatedKvCache(self.cache.num_blocks)
         self._queued_tokens = self.num_leases = 0
         self.is_up = self.is_draining = False
         self._plan()
@@ -152,11 +168,11 @@ class Worker:
         self.engine.speed = speed
         self._plan_wake()
 
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         self.engine.advance(self._clock.now_s)
         task = self.engine.prefilling
         prefills_for_itself = task is not None and task.output_tokens > 0
-        return Load(
+        return WorkerLoad(
             num_running=self.engine.num_decoding + prefills_for_itself,
             num_waiting=len(self._queue) + len(self._reserving) + self._num_loading(),
             queued_tokens=self._queued_tokens + self.engine.prefill_tokens_left(),
@@ -282,7 +298,8 @@ class Worker:
 
     def _start_next(self) -> bool:
         """Starts a prompt's prefill or its load; returns False if none can start."""
-        engine, tiers = self.engine, self.tiers
+        engine = self.engine
+        tiers = self.tiers
         is_free = engine.prefilling is None
         if self._ready and is_free:
             self._compute(self._ready.popleft())
@@ -323,7 +340,8 @@ class Worker:
 
     def _compute(self, task: Task) -> None:
         """Has the engine compute what is missing, or first what comes before loaded blocks."""
-        size, end = self._block_size, task.num_tokens
+        size = self._block_size
+        end = task.num_tokens
         if task.load is not None and task.lacks_first:
             end = task.load.first * size
         start = min(task.num_there * size, end - 1)
@@ -340,7 +358,8 @@ class Worker:
         """Returns what the worker would load of a prompt now, if that is the soonest."""
         if self.tiers is None:
             return None
-        engine, rates = self.engine, self.rates
+        engine = self.engine
+        rates = self.rates
         engine.advance(self._clock.now_s)
         hashes = task.reusable_hashes(self._block_size)
         queue_s = rates.prefill.seconds(engine.prefill_tokens_left(), 0, rates.step_tokens)
@@ -367,7 +386,7 @@ class Worker:
         if task.lacks_first:
             self._ready.append(task)
 
-    def _end_load(self, task: Task, load: TierLoad) -> None:
+    def _end_load(self, task: Task, load: TierRead) -> None:
         if self._loads.get(task) is not load:
             return
         assert self.tiers is not None
@@ -417,9 +436,35 @@ class Worker:
         removed = self.cache.reserve(task.hashes[:cached], num_private)
         if removed is None:
             return False
-        task.num_held, task.num_private = cached, num_private
+        task.num_held = cached
+        task.num_private = num_private
         task.epoch = self.epoch
         task.cached_tokens = min(cached * self._block_size, task.num_tokens - 1)
         if removed:
             self._listener.blocks_changed(self, (), removed)
         return True
+
+
+class SharedCores:
+    """A machine whose workers share its cores: when more are busy than it has, each is slower.
+
+    A worker has one thread. `cores` need not be whole: it is by how much all workers together are
+    faster than one alone, memory and everything else that they share counted in.
+    """
+
+    def __init__(self, cores: float) -> None:
+        self._cores = cores
+        self._is_busy: dict[SimulatedWorker, bool] = {}
+        self._speed = 1.0
+
+    def join(self, worker: SimulatedWorker) -> None:
+        self._is_busy[worker] = False
+
+    def note(self, worker: SimulatedWorker, *, busy: bool) -> None:
+        """Notes whether a worker computes now; slows all when more do than there are cores."""
+        self._is_busy[worker] = busy
+        speed = min(1.0, self._cores / max(1, sum(self._is_busy.values())))
+        if speed != self._speed:
+            self._speed = speed
+            for each in self._is_busy:
+                each.set_speed(speed)

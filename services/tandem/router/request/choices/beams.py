@@ -24,7 +24,7 @@ from itertools import count
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.choices.interleave import interleave
-from tandem.router.request.job import Job, Progress, Step
+from tandem.router.request.job import Job, JobStep, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Beam:
 
 
 async def search(
-    job: Job, options: BeamOptions, run: Callable[[Job], AsyncGenerator[Step, None]]
+    job: Job, options: BeamOptions, run: Callable[[Job], AsyncGenerator[JobStep, None]]
 ) -> list[Beam]:
     """Returns the best beams, best first.
 
@@ -55,7 +55,9 @@ async def search(
     """
     num_steps = job.request.max_tokens
     job.request = replace(job.request, max_tokens=1)
-    running, completed, jobs = [Beam()], list[Beam](), [job]
+    running = [Beam()]
+    completed = list[Beam]()
+    jobs = [job]
     numbers = count(1)
     for _ in range(num_steps):
         found = await _next_tokens(jobs, run)
@@ -96,7 +98,7 @@ def ranked(beams: Sequence[Beam], num_prompt_tokens: int, options: BeamOptions) 
 
 
 async def _next_tokens(
-    jobs: Sequence[Job], run: Callable[[Job], AsyncGenerator[Step, None]]
+    jobs: Sequence[Job], run: Callable[[Job], AsyncGenerator[JobStep, None]]
 ) -> list[LogprobEntry]:
     """Runs all jobs to their end; returns the most likely next tokens of each."""
     found: dict[int, LogprobEntry] = {}

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.errors import DeadlineExceeded
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
-from tandem.router.limits.limiter import Reservation
+from tandem.router.limits.limiter import LimitReservation
 from tandem.router.limits.meter import TenantMeter
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, JobState, Step
+from tandem.router.request.job import Job, JobState, JobStep
 from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RequestRecord
 from tandem.router.request.text import Piece, TextStream
@@ -58,7 +58,7 @@ class Generation:
         self,
         services: Services,
         record: RequestRecord,
-        reservation: Reservation,
+        reservation: LimitReservation,
         *,
         num_choices: int,
         deadline: float,
@@ -100,7 +100,7 @@ class Generation:
         self._note(choice, len(piece.token_ids))
         return self._delta(choice, piece, [])
 
-    async def steps(self, job: Job) -> AsyncGenerator[Step, None]:
+    async def steps(self, job: Job) -> AsyncGenerator[JobStep, None]:
         """Yields the steps of a job. Raises DeadlineExceeded at the request's deadline."""
         async with aclosing(self._services.dispatcher.run(job)) as steps:
             while True:
@@ -118,7 +118,9 @@ class Generation:
 
     def _delta(self, choice: Choice, piece: Piece, logprobs: list[LogprobEntry]) -> Delta:
         """Returns the delta of new text. The last delta of the request settles its reservation."""
-        job, record, first = choice.job, self._record, self._first
+        job = choice.job
+        record = self._record
+        first = self._first
         num_tokens = len(piece.token_ids)
         choice.num_sent += num_tokens
         record.num_sent += num_tokens
@@ -143,7 +145,8 @@ class Generation:
                     storable,
                     any(job.is_budget_restarted for job in record.jobs),
                 )
-        is_first, choice.is_begun = not choice.is_begun, True
+        is_first = not choice.is_begun
+        choice.is_begun = True
         return Delta(
             text=piece.text,
             token_ids=piece.token_ids,
@@ -194,12 +197,11 @@ class Generation:
         """
         if not num_tokens:
             return
-        now, timeline = time.monotonic(), choice.job.progress.timeline
-        elapsed_s, slo, metrics = (
-            now - timeline.last_token_s,
-            self._services.slo,
-            self._services.metrics,
-        )
+        now = time.monotonic()
+        timeline = choice.job.progress.timeline
+        elapsed_s = now - timeline.last_token_s
+        slo = self._services.slo
+        metrics = self._services.metrics
         timeline.note_tokens(now, num_tokens)
         if choice.num_sent:
             for _ in range(num_tokens):

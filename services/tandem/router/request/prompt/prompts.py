@@ -45,10 +45,10 @@ from typing import NamedTuple
 
 from tandem.common.block_hash import Chain, hash_blocks
 from tandem.errors import BadRequest, CompilerBusy, ConfigError, TokenizerLate
-from tandem.models.broken_files import first_line
+from tandem.models.files import first_line
 from tandem.models.grammars.text import StructuredOutput, refused
-from tandem.models.tokenizer import RenderedText, Tokenizer, check_unicode
-from tandem.models.tokenizer_check import MEMORY_BYTES
+from tandem.models.tokenizer.check import MEMORY_BYTES
+from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer, check_unicode
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
 from tandem.router.request.prompt.grammar_checker import RETRY_AFTER_S, GrammarChecker
@@ -151,7 +151,8 @@ class PromptPreparer:
         """
         if request.kv_budget is not None:
             chain = None
-        tenant, cost = request.tenant, _cost(request.prompt)
+        tenant = request.tenant
+        cost = _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
         text: _Text = (
             RenderedText(request.prompt, add_special_tokens=request.add_special_tokens)
@@ -261,7 +262,8 @@ class PromptPreparer:
 
         Returns the rendered text, which must still be tokenized.
         """
-        run, tenant = self._processes.run, request.tenant
+        run = self._processes.run
+        tenant = request.tenant
         rendered = await self._rendered(request, text)
         num_tokens = 0
         for num_pieces, part in enumerate(cut(rendered.text), start=1):
@@ -289,20 +291,25 @@ class PromptPreparer:
         Returns None if the text has no place to cut. Raises BadRequest, and ContextTooLong if the
         tokens cannot fit.
         """
-        run, tenant, text = self._processes.run, request.tenant, rendered.text
+        run = self._processes.run
+        tenant = request.tenant
+        text = rendered.text
         check_unicode(text)
         if self._joined is None:
             self._joined = await run(tenant, INLINE_COST_MAX, _joined_in_process)
         parts: list[array[int]] = []
-        num_tokens, start = 0, len(text)
+        num_tokens = 0
+        start = len(text)
         while start and num_tokens < kept:
             if num_tokens >= max_model_len:
                 raise request.too_long(f"at least {num_tokens}", max_model_len)
-            stop, found = start, find_cut(text, start, self._joined)
+            stop = start
+            found = find_cut(text, start, self._joined)
             if found is None:
                 return None
             start = found
-            left, right = max(0, start - CONTEXT_CHARACTERS), stop + CONTEXT_CHARACTERS
+            left = max(0, start - CONTEXT_CHARACTERS)
+            right = stop + CONTEXT_CHARACTERS
             window = replace(rendered, text=text[left:right])
             cost = len(window.text)
             part = await run(

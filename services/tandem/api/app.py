@@ -1,0 +1,154 @@
+"""The public HTTP API: OpenAI's completions, chats and responses, Anthropic's messages, models,
+requests, health.
+
+It only translates: `request` decides what a request may be, `generator` what becomes of it. Each
+API has bodies and replies of its own, and the same way between them (`generation.py`).
+"""
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from tandem.api.admin.keys import add_record_route
+from tandem.api.anthropic.requests import CountTokensBody, MessagesBody
+from tandem.api.http.errors import JsonResponse, install_handlers
+from tandem.api.http.front import Front
+from tandem.api.http.guard import PROBES, PublicGuard, tell_refusal
+from tandem.api.openai.embeddings import EmbeddingsBody
+from tandem.api.openai.openapi import ErrorReply, add_schemas, generation_route
+from tandem.api.openai.parsed import ParsedRequest
+from tandem.api.openai.replies import Replies
+from tandem.api.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    parse_chat,
+    parse_completion,
+)
+from tandem.api.openai.structured import Strict
+from tandem.api.openai.tokens import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
+from tandem.api.responses.requests import ResponsesBody
+from tandem.api.routes.embeddings import add_embedding_route
+from tandem.api.routes.generation import BodyKind, GenerationRoutes
+from tandem.api.routes.health import add_health_routes
+from tandem.api.routes.messages import add_message_routes
+from tandem.api.routes.models import add_model_routes
+from tandem.api.routes.responses import add_response_routes
+from tandem.api.routes.tokens import add_token_routes
+from tandem.api.routes.usage import add_usage_route
+from tandem.common.config.router import RouterConfig
+from tandem.errors import RequestNotFound
+from tandem.net.security.access import Access
+from tandem.net.security.audit_trail import AuditTrail
+from tandem.net.security.key_service import KeyService
+from tandem.router.admission.tenants import visible_tenant
+from tandem.router.metrics.http import HttpMetrics
+from tandem.router.request.generator import Generator
+
+Parse = Callable[[dict[str, Any], str], ParsedRequest]
+_BODIES = (
+    *(CompletionBody, ChatBody, MessagesBody, CountTokensBody, ResponsesBody),
+    *(EmbeddingsBody, TokenizePromptBody, TokenizeChatBody, DetokenizeBody),
+)
+
+
+def make_app(
+    config: RouterConfig,
+    generator: Generator,
+    access: Access,
+    keys: KeyService,
+    trail: AuditTrail,
+) -> FastAPI:
+    """Makes the app of the public HTTP port. The one of `--api grpc` answers probes and other
+    routers only."""
+    app = FastAPI(
+        title="Tandem",
+        description="OpenAI's API on prefill and decode workers apart from each other",
+        redirect_slashes=False,
+        docs_url=None,  # these two pages would run scripts of another site
+        redoc_url=None,
+        responses={"default": {"description": "An error", "model": ErrorReply}},
+    )
+    install_handlers(app)
+    add_schemas(app, *_BODIES)
+    app.add_middleware(PublicGuard, config=config, access=access, trail=trail)
+    app.add_middleware(HttpMetrics, metrics=generator.metrics, uncounted=PROBES)
+    # The last one added is the first one called.
+    app.add_middleware(Front, config=config, generator=generator)
+    if config.api != "grpc":
+        _add_api(app, config, generator, trail)
+    add_health_routes(app, generator)
+    add_record_route(app, config, keys, trail)
+    return app
+
+
+def _add_api(app: FastAPI, config: RouterConfig, generator: Generator, trail: AuditTrail) -> None:
+    routes = GenerationRoutes(config, generator)
+    _add_generation(app, routes)
+    add_message_routes(app, routes)
+    add_response_routes(app, routes, trail)
+    add_embedding_route(app, routes)
+    _add_requests(app, generator, trail)
+    add_token_routes(app, routes)
+    _add_server(app, generator)
+    add_model_routes(app, generator)
+    add_usage_route(app, generator.tenants.usage)
+
+
+def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
+    async def serve(request: Request, parse: Parse, kind: BodyKind) -> Response:
+        body, headers = await routes.read(request, kind)
+        parsed = parse(body, request.state.request_id)
+        replies = Replies(
+            parsed, routes.generator.name_of(parsed.requests[0].model), routes.tokenizer
+        )
+        return await routes.answer(request, parsed.requests, replies, headers, stream=parsed.stream)
+
+    @app.post("/v1/completions", **generation_route(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await serve(request, parse_completion, CompletionBody)
+
+    @app.post("/v1/chat/completions", **generation_route(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await serve(request, parse_chat, ChatBody)
+
+    def kind_of(body: dict[str, Any]) -> type[Strict]:
+        return ChatBody if "messages" in body else CompletionBody
+
+    def parse_either(body: dict[str, Any], request_id: str) -> ParsedRequest:
+        parse = parse_chat if "messages" in body else parse_completion
+        return parse(body, request_id)
+
+    @app.post("/invocations", **generation_route(ChatBody, CompletionBody))
+    async def invocations(request: Request) -> Response:
+        """A chat or a completion, as SageMaker calls its models."""
+        return await serve(request, parse_either, kind_of)
+
+
+def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
+    @app.get("/v1/requests/{request_id}")
+    async def request(request_id: str, request: Request) -> Response:
+        requests = generator.requests
+        tenant = visible_tenant(request.state.key)
+        if choices := requests.find_choices(request_id, tenant):
+            told = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
+            return JsonResponse(told)
+        try:
+            return JsonResponse(requests.find(request_id, tenant).as_dict())
+        except RequestNotFound as error:
+            if requests.is_of_another(request_id, tenant):
+                tell_refusal(trail, request.scope, error)
+            raise
+
+
+def _add_server(app: FastAPI, generator: Generator) -> None:
+    @app.get("/version")
+    async def version() -> Response:
+        return JsonResponse({"version": metadata.version("tandem-llm")})
+
+    @app.get("/load")
+    async def load() -> Response:
+        """The number of open requests of this router, as vLLM reports it."""
+        return JsonResponse({"server_load": generator.num_running})

@@ -1,0 +1,147 @@
+"""`tandem logs`: the log of a process of this machine, or that of another one through a router.
+
+A router knows which machine a worker is on. Without an answer of a router, the newest run of this
+machine that has a log of this name is the one that is meant.
+"""
+
+import os
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.logs.run_logs import find_log, show_log
+from tandem.cluster.operate import ask
+from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.errors import OperateError
+
+_PIECE_DEADLINE_S = 15.0  # the router waits 10 s for the worker
+_POLL_S = 0.5
+
+
+def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
+    """Prints a log; with `follow`, until it is interrupted. Raises OperateError."""
+    with Waiting(ProgressRow(process_id, "is looked up")):
+        state, why_unknown = _state(url)
+    local = _local(process_id)
+    worker = _worker(state, process_id)
+    is_own_router = state.get("router", {}).get("id") == process_id
+    if local is not None and (worker is None or _writes(worker, local)):
+        if host := _other_host(state, process_id):
+            _note(f"the last {process_id} ran on {host}; this is an earlier one's log")
+        show_log(local, follow=follow)
+    elif worker is None and not is_own_router:
+        raise OperateError(_why_none(state, process_id) or f"{_no_log(process_id)}; {why_unknown}")
+    else:
+        _show_remote(url, process_id, local, follow=follow)
+
+
+def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool) -> None:
+    """Prints the log that the process itself sends, or the one of this machine if it sends none."""
+    path = f"/v1/cluster/workers/{urllib.parse.quote(process_id, safe='')}/log"
+    try:
+        with Waiting(ProgressRow(process_id, "is asked for its log")):
+            piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
+    except OperateError as error:
+        if local is None:
+            raise
+        _note(f"{error.message}; this is the newest log of that name here")
+        show_log(local, follow=follow)
+        return
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        _show_pieces(url, path, piece, follow=follow)
+
+
+def _note(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr)
+
+
+def _state(url: str) -> tuple[Mapping[str, Any], str]:
+    """Returns the cluster's state, or an empty one and why there is none."""
+    try:
+        state = ask(url, "GET")
+    except OperateError as error:
+        return {}, error.message
+    if isinstance(state, dict) and "workers" in state:
+        return state, f"the router at {url} knows no such worker"
+    return {}, f"what answers at {url} is no router"
+
+
+def _local(process_id: str) -> Path | None:
+    with suppress(OperateError):
+        return find_log(process_id)
+    return None
+
+
+def _no_log(process_id: str) -> str:
+    try:
+        find_log(process_id)
+    except OperateError as error:
+        return error.message
+    return f"the log of {process_id} has just gone"
+
+
+def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | None:
+    return next((w for w in state.get("workers", ()) if w["worker_id"] == worker_id), None)
+
+
+def _row(state: Mapping[str, Any], worker_id: str) -> Mapping[str, str]:
+    known = state.get("known_workers", ())
+    return next((row for row in known if row["worker_id"] == worker_id), {})
+
+
+def _writes(worker: Mapping[str, Any], log: Path) -> bool:
+    """Returns whether the worker's process is on this machine and writes to this file."""
+    with suppress(OSError):
+        return os.path.samefile(f"/proc/{worker['pid']}/fd/2", log)
+    return False
+
+
+def _other_host(state: Mapping[str, Any], worker_id: str) -> str:
+    """Returns the other machine on which a worker without a record was last; empty if none."""
+    host = str(_row(state, worker_id).get("host", ""))
+    is_here = _worker(state, worker_id) or host.partition(" (")[0] in ("", socket.gethostname())
+    return "" if is_here else host
+
+
+def _why_none(state: Mapping[str, Any], process_id: str) -> str:
+    """Says where the log of a process is that has no record; empty if nobody knows the process."""
+    agents = [
+        agent
+        for pool in state.get("pools", {}).values()
+        for agent in pool.get("agents", ())
+        if agent["id"] == process_id
+    ]
+    row = _row(state, process_id)
+    if not agents and not row:
+        return ""
+    host = row.get("host") or next((a["host"] for a in agents if a.get("host")), "")
+    told = ": ".join(filter(None, (row.get("state"), row.get("note")))) or agents[0]["state"]
+    where = f"on its host {host}" if host else "on its own host"
+    return f"{process_id} is {told}. Its log is {where}: run `tandem logs {process_id}` there"
+
+
+def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool) -> None:
+    """Prints a part of a log and what comes after it; with `follow`, until it is interrupted.
+    Raises OperateError."""
+    is_away = False
+    while piece["text"] or follow:
+        sys.stdout.write(piece["text"])
+        sys.stdout.flush()
+        if not piece["text"]:
+            time.sleep(_POLL_S)
+        place = f"{path}?after={piece['after']}"
+        try:
+            piece = ask(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
+            is_away = False
+        except OperateError as error:
+            if not follow:
+                raise
+            if not is_away:
+                _note(f"{error.message}. Its lines come when it answers")
+            is_away = True
+            piece = {**piece, "text": ""}

@@ -1,0 +1,227 @@
+"""One machine's Ray with few processes: a head or a joining node.
+
+`ray start` would also start a dashboard server, an autoscaler monitor and a client server, and
+listen on the machine's outer address. This file therefore uses Ray's own class Node. It is not
+public, so this file may have to change with Ray.
+"""
+
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, Pool
+from tandem.common.pool_sizes import POOL_SIZE_MAX
+
+NAMESPACE = "tandem"
+LISTENING = b"listening\n"  # the line that a started head prints
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing there
+
+LOOPBACK = "127.0.0.1"
+HOST_LABEL = "tandem-host"
+NODE_LABEL = "ray.io/node-id"  # Ray sets it on each of its nodes
+CORES_LABEL = "tandem-cores"
+GPUS_LABEL = "tandem-gpus"
+_TOKEN_FILE = "ray.token"
+_NUM_ACTOR_PORTS = 200
+_FIRST_ACTOR_PORT = 20  # after the first port of the cluster
+
+# Idle cost on a small machine: an actor 0.6% of a core by default, 0.4% with these.
+_QUIET = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_enable_timeline": "0",
+    "RAY_event_stats": "0",
+    "RAY_event_stats_print_interval_ms": "0",
+    "RAY_grpc_client_channel_backup_poll_interval_ms": "0",
+    "RAY_io_context_event_loop_lag_collection_interval_ms": "0",
+    "RAY_io_context_monitor_probe_interval_ms": "60000",
+    "RAY_metrics_report_interval_ms": "600000",
+    "RAY_ray_events_report_interval_ms": "60000",
+    "RAY_raylet_death_check_interval_milliseconds": "5000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_report_worker_backlog_interval_ms": "10000",
+    "RAY_task_events_report_interval_ms": "0",
+}
+
+# Ray's memory monitor and, by a score of 1000, Linux's OOM killer would end Tandem's agents first
+# when memory is short. An agent has 40 MB: its end frees nothing, and it is started again at once.
+_SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
+
+# Ray's actors have a niceness of 15 by default, and what agents start would inherit it: a worker
+# that was started again would get a thirtieth of the time of one that the launcher started.
+_KEEP_PRIORITY = {"RAY_worker_niceness": "0"}
+
+# Without CPUs for tasks, Ray would start a node's agents one after another. On a busy machine that
+# takes several times as long.
+_START_TOGETHER = {"RAY_worker_maximum_startup_concurrency": "8"}
+
+# A host that is gone is seen in some 10 s. A raylet that was only slow is started again.
+_SEE_LOSS = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "4000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class RayNode(msgspec.Struct, frozen=True):
+    """A machine's part of Ray. Without `first_port` the system chooses all ports."""
+
+    address: str = LOOPBACK
+    host_id: str = ""
+    cores: str = ""  # as `shown_cores` writes them
+    num_gpus: int = 0
+    labels: dict[str, str] = {}
+    first_port: int = 0
+    head_address: str = ""  # of the GCS to join; empty: this is the head
+    tls_dir: str = ""  # folder with ca.crt, tls.crt and tls.key; empty: clear text
+
+    @property
+    def gcs_port(self) -> int:
+        return self.first_port and self.first_port + 1
+
+    @property
+    def gcs_address(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return self.head_address or f"{host}:{self.gcs_port}"
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Returns Ray's names of its listeners, and their ports where they are named."""
+        if not self.first_port:
+            return {"gcs_server_port": 0}
+        first = self.first_port
+        return {
+            "gcs_server_port": first + 1,
+            "node_manager_port": first + 2,
+            "object_manager_port": first + 3,
+            "runtime_env_agent_port": first + 4,
+            "metrics_export_port": first + 5,
+            "metrics_agent_port": first + 6,
+            "dashboard_agent_listen_port": first + 7,
+            "dashboard_port": first + 9,  # no process listens there
+            "min_worker_port": first + _FIRST_ACTOR_PORT,
+            "max_worker_port": first + _FIRST_ACTOR_PORT + _NUM_ACTOR_PORTS - 1,
+        }
+
+    @property
+    def node_labels(self) -> dict[str, str]:
+        gpus = {GPUS_LABEL: str(self.num_gpus)}
+        own = {HOST_LABEL: self.host_id, CORES_LABEL: self.cores, **gpus}
+        return {**self.labels, **own} if self.host_id else {}
+
+
+class HeadStarted(msgspec.Struct, frozen=True):
+    address: str
+    pids: dict[str, int]  # gcs_server and raylet
+    head_s: float
+    controller_s: float
+
+
+def head_environment(
+    environment: Mapping[str, str], run_folder: Path, node: RayNode | None = None
+) -> dict[str, str]:
+    """Returns the environment of a machine's Ray. A head of a single machine gets a new token."""
+    node = node or RayNode()
+    if not node.host_id:
+        write_ray_token(run_folder, secrets.token_hex(32))
+    return {
+        **{k: v for k, v in environment.items() if not k.startswith("RAY_")},
+        **_QUIET,
+        **_SPARE_AGENTS,
+        **_KEEP_PRIORITY,
+        **_START_TOGETHER,
+        **(_SEE_LOSS if node.host_id else {}),
+        **_tls_environment(node),
+        RUN_FOLDER_VARIABLE: str(run_folder),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(run_folder / _TOKEN_FILE),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Everything on the loopback address, where Ray would take the machine's outer one.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if node.address != LOOPBACK else "0",
+        # Agents hand their environment to workers, which must see the host's GPUs (gpus.py).
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def write_ray_token(run_folder: Path, token: str) -> None:
+    """Writes the token of Ray's calls, which all hosts of a cluster share."""
+    path = run_folder / _TOKEN_FILE
+    path.touch(mode=0o600)
+    path.write_text(token)
+
+
+def _tls_environment(node: RayNode) -> dict[str, str]:
+    if not node.tls_dir:
+        return {}
+    folder = Path(node.tls_dir)
+    return {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(folder / "tls.crt"),
+        "RAY_TLS_SERVER_KEY": str(folder / "tls.key"),
+        "RAY_TLS_CA_CERT": str(folder / "ca.crt"),
+    }
+
+
+def shown_cores(cores: Sequence[int]) -> str:
+    """Returns cores as ranges in the form of a label, such as 0-3_8-11; at most 63 characters."""
+    ranges: list[list[int]] = []
+    for core in cores:
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    text = ""
+    for first, last in ranges:
+        more = f"{text and '_'}{first}-{last}"
+        if len(text + more) > 63:
+            break
+        text += more
+    return text
+
+
+def read_cores(text: str) -> list[int]:
+    """Returns the cores that `shown_cores` wrote."""
+    pairs = [part.split("-") for part in text.split("_") if part]
+    return [core for first, last in pairs for core in range(int(first), int(last) + 1)]
+
+
+def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[str, int]]:
+    """Starts a head, or joins the node's. Returns (address of the GCS, pids of what it started).
+    They outlive this process."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class Small(Node):  # type: ignore[misc]
+        def start_api_server(self, **_: Any) -> None:
+            self._webui_url = ""
+
+    node = node or RayNode()
+    is_head = not node.head_address
+    ports = node.ports
+    if not is_head:
+        del ports["gcs_server_port"]
+    sockets = Path(tempfile.mkdtemp(prefix="ray-"))  # `temp_dir` may be too deep for their paths
+    params = RayParams(
+        node_ip_address=node.address,
+        gcs_address=node.head_address or None,
+        webui=None if is_head else "",
+        labels=node.node_labels or None,
+        temp_dir=str(temp_dir),
+        plasma_store_socket_name=str(sockets / "plasma_store"),
+        raylet_socket_name=str(sockets / "raylet"),
+        num_cpus=0,
+        num_gpus=0,
+        resources=dict.fromkeys(get_args(Pool), POOL_SIZE_MAX),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        **ports,
+    )
+    started = Small(params, head=is_head, shutdown_at_exit=False, spawn_reaper=False)
+    pids = {name: infos[0].process.pid for name, infos in started.all_processes.items()}
+    return started.gcs_address, pids

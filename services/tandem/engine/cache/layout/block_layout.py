@@ -1,0 +1,98 @@
+"""The KV block layout in bytes, and nothing else: one block of all layers is one span of memory.
+
+    [num_blocks][num_kv_heads][num_layers] parts; a part is a layer of a head:
+
+    K run [block_size][head_dim] | V run [block_size][head_dim] | scales | padding
+
+With latent attention there is one head, and no V: values are computed from the same numbers. If it
+is quantized, that is the latent alone, and the rotated keys stay as they are:
+
+    latents [block_size][rank] | rotated keys [block_size][rope] | scales | padding
+
+A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads).
+Only quantized dtypes have scales and padding. Their scales are float16, one for each token of K and
+then of V (with latent attention of the latent), and a part is padded to a multiple of 64 bytes, so
+that every part begins a cache line. This module is the one place that knows the order; it stands on
+no tensor library, so that the transfer code can use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.common.dtypes import RotatedKey, is_quantized, kv_part_bytes, kv_row_bytes
+from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tandem.common.config.engine import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Shape of one KV group's pool. Sizes count tokens, heads and elements, bytes where named."""
+
+    num_blocks: int
+    num_kv_heads: int
+    num_layers: int
+    block_size: int
+    head_dim: int
+    dtype: str  # a key of KV_BITS
+    has_values: bool = True  # False with latent attention
+    rotated: RotatedKey | None = None  # at the end of a row of latent attention, if quantized
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's K and of its V, of one layer of one head; a run has `block_size`. With
+        quantized latents those of the latent and of the rotated key."""
+        return kv_row_bytes(self.dtype, self.head_dim, self.has_values, self.rotated)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes from one layer of a head to the next: K, V, scales and padding."""
+        return kv_part_bytes(
+            self.dtype, self.block_size, self.head_dim, self.has_values, self.rotated
+        )
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes from one head of a block to the next."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def offset(self, block_id: int) -> int:
+        """Bytes from the start of the pool to the block."""
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} is not in a pool of {self.num_blocks} blocks")
+        return block_id * self.block_bytes
+
+    def describe(self) -> str:
+        """Returns the layout's part of the KV compatibility (not the pool's size)."""
+        scales = " scales=float16" if is_quantized(self.dtype) else ""
+        values = "" if self.has_values else " values=none"
+        if self.rotated is not None:
+            values += f" rotated={self.rotated.dim}x{self.rotated.dtype}"
+        return (
+            f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
+            f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}{scales}{values}"
+        )
+
+
+def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
+    """Returns the pool's size in blocks. Raises ConfigError when not even one block fits."""
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+        given = f"--num-blocks is {config.num_blocks}"
+    else:
+        num_blocks = config.kv_bytes_max // block_bytes
+        given = f"--kv-memory is {config.kv_bytes_max}, and a block takes {block_bytes} bytes"
+    if num_blocks < 1:
+        raise ConfigError(f"{given}; the KV pool needs at least one block")
+    return num_blocks

@@ -1,0 +1,278 @@
+"""KV groups: layers that keep KV by one rule have one pool, and a sequence one block table for it.
+
+A rule is a sliding window, or none (full attention). All pools lie in one span of memory, and a
+block's id is unique among them: the ids of a group follow those of the group before.
+
+    ids      [ group 0: 0 .. n0 - 1 | group 1: n0 .. n0 + n1 - 1 | ... ]
+    memory   [ pool of group 0      | pool of group 1            | ... ]
+
+Most models have one group, whose ids are the blocks of its pool. It stands on no tensor library.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
+from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.errors import ConfigError
+from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_not_kv_dtype
+
+if TYPE_CHECKING:
+    from tandem.common.config.engine import EngineConfig
+    from tandem.common.kv_budget import KvBudget
+
+STEP_TOKENS = 512  # in a step on a CPU, unless --max-tokens-per-step says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers with one rule, and the layout of their pool."""
+
+    layers: tuple[int, ...]  # of the model, in their order
+    window: int | None  # tokens that a token sees, itself the last; None: all before it
+    layout: BlockLayout
+    num_first: int = 0  # first tokens that all see besides the window
+
+    def first_seen(self, num_tokens: int) -> int:
+        """Returns the first block that the token after `num_tokens` others sees in the window."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens + 1 - self.window) // self.layout.block_size
+
+    @property
+    def blocks_seen(self) -> int:
+        """Blocks of a window before the first token of a block, which sees them all."""
+        assert self.window is not None
+        return -(-(self.window - 1) // self.layout.block_size)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks of the first tokens that all see."""
+        return -(-self.num_first // self.layout.block_size)
+
+    @property
+    def decode_blocks(self) -> int | None:
+        """Largest number of blocks that a token and what it sees lie in; None without a window."""
+        return None if self.window is None else self.kept_blocks + self.blocks_seen + 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The pools of a model's groups. There is at least one group."""
+
+    groups: tuple[KvGroup, ...]
+
+    @classmethod
+    def of_one(cls, layout: BlockLayout) -> KvLayout:
+        """Returns the layout of a model whose layers are one group without a window."""
+        return cls((KvGroup(tuple(range(layout.num_layers)), None, layout),))
+
+    def under(self, budget: KvBudget) -> KvLayout:
+        """Returns the layout as a sequence with a KV budget uses it: with a window in each group
+        that had none."""
+        first, last = budget.visible
+        return KvLayout(
+            tuple(
+                replace(group, window=last, num_first=first) if group.window is None else group
+                for group in self.groups
+            )
+        )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block, the same in all groups."""
+        return self.groups[0].layout.block_size
+
+    @property
+    def has_windows(self) -> bool:
+        return any(group.window is not None for group in self.groups)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Returns how many blocks so many tokens fill, the last one maybe in part."""
+        return -(-num_tokens // self.block_size)
+
+    def sequence_blocks(self, num_tokens: int) -> tuple[int, ...]:
+        """Returns what a sequence of so many tokens holds of each group while it decodes."""
+        blocks = self.blocks_of(num_tokens)
+        return tuple(min(blocks, group.decode_blocks or blocks) for group in self.groups)
+
+    @property
+    def tokens_max(self) -> int | None:
+        """Tokens that a sequence may have; None: the pools set no bound."""
+        return min(
+            (
+                group.layout.num_blocks * self.block_size
+                for group in self.groups
+                if group.decode_blocks is None or group.layout.num_blocks < group.decode_blocks
+            ),
+            default=None,
+        )
+
+    def deepest_hit(
+        self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
+    ) -> int:
+        """Returns the largest depth, at most `depth`, at which each window has all that the next
+        token sees; `has` says whether the blocks of a group have one."""
+        while gap := self._last_gap(block_hashes, depth, has):
+            depth = gap - 1
+        return depth
+
+    def _last_gap(
+        self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
+    ) -> int:
+        """Returns the number of the last block that a window lacks for a hit there; 0: none."""
+        gap = 0
+        for number, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            first = group.first_seen(depth * self.block_size)
+            for index in range(depth - 1, first - 1, -1):
+                if not has(number, block_hashes[index]):
+                    gap = max(gap, index + 1)
+                    break
+        return gap
+
+    @property
+    def first_ids(self) -> list[int]:
+        """The first block id of each group."""
+        return list(accumulate(self.sizes, initial=0))[:-1]
+
+    def locate(self, block_id: int) -> tuple[int, int]:
+        """Returns a block's group and its id in the group's pool. Raises ValueError."""
+        local = block_id
+        for number, group in enumerate(self.groups):
+            if 0 <= local < group.layout.num_blocks:
+                return number, local
+            local -= group.layout.num_blocks
+        raise ValueError(f"block {block_id} is not in pools of {self.num_blocks} blocks")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Blocks in each group's pool."""
+        return [group.layout.num_blocks for group in self.groups]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of all layers: one of each group."""
+        return sum(group.layout.block_bytes for group in self.groups)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(group.layout.pool_bytes for group in self.groups)
+
+    @property
+    def spans(self) -> BlockSpans:
+        """The bytes of blocks by ids that are unique among the pools."""
+        return BlockSpans(
+            tuple((group.layout.num_blocks, group.layout.block_bytes) for group in self.groups)
+        )
+
+    def describe(self) -> str:
+        """Returns the layout's part of the KV compatibility (not the pools' sizes)."""
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            return self.groups[0].layout.describe()
+        return " + ".join(
+            f"{group.layout.describe()} of={','.join(map(str, group.layers))} "
+            f"window={group.window or 'none'}"
+            for group in self.groups
+        )
+
+
+def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
+    """Returns the layers of each group by the group's window; those that see all come first."""
+    windows = dict.fromkeys(layer.window for layer in model.layers)
+    return {
+        window: tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
+        for window in sorted(windows, key=lambda window: window is not None)
+    }
+
+
+class LayerPlace(NamedTuple):
+    """The place of a layer's KV."""
+
+    group: int
+    number: int  # of the layer among those of its group
+
+
+def layer_places(model: ModelConfig) -> list[LayerPlace]:
+    """Returns the place of each layer."""
+    places = {
+        layer: LayerPlace(group, number)
+        for group, layers in enumerate(layer_groups(model).values())
+        for number, layer in enumerate(layers)
+    }
+    return [places[layer] for layer in range(model.num_layers)]
+
+
+def divide_pool(
+    layout: Callable[..., KvLayout], config: EngineConfig, *, step_tokens: int
+) -> KvLayout:
+    """Returns the layout of pools that share an engine's memory for KV. `layout` makes one of the
+    number of blocks in each group.
+
+    A group with a window needs no more than what as many sequences as may run have of it when they
+    decode, and one step's tokens besides. It gets that, but at most as many blocks as each group
+    would have if all had the same number. The group that sees furthest gets the rest: so none of
+    them has fewer than with one pool for all. Raises ConfigError when not even one block fits.
+    """
+    one = layout()
+    equal = num_blocks_of(config, one.block_bytes)
+    left = config.kv_bytes_max if config.num_blocks is None else equal * one.block_bytes
+    furthest = max(one.groups, key=lambda group: group.window or sys.maxsize)
+    sizes: dict[KvGroup, int] = {}
+    for group in one.groups:
+        if group is not furthest and group.decode_blocks is not None:
+            running = config.max_num_seqs * (group.decode_blocks + 1)
+            sizes[group] = min(equal, running + one.blocks_of(step_tokens))
+            left -= sizes[group] * group.layout.block_bytes
+    sizes[furthest] = left // furthest.layout.block_bytes
+    return layout(*(sizes[group] for group in one.groups))
+
+
+def model_layout(
+    model: ModelConfig,
+    num_blocks: Sequence[int] = (),
+    *,
+    block_size: int,
+    dtype: str,
+    computed_dtype: str = "bfloat16",
+) -> KvLayout:
+    """Returns the layout of a model's pools: an engine's own, and that which is only computed.
+
+    `num_blocks` are of each group; by default one. `computed_dtype` is that of rotated keys beside
+    quantized latents. Raises ConfigError for a dtype that the model's KV cannot have.
+    """
+    if why := why_not_kv_dtype(model, dtype):
+        raise ConfigError(why)
+    rules = layer_groups(model)
+    latent = model.latent
+    groups = (
+        KvGroup(
+            layers,
+            window,
+            BlockLayout(
+                num_blocks=size,
+                num_kv_heads=model.num_kv_heads,
+                num_layers=len(layers),
+                block_size=block_size,
+                head_dim=model.head_dim,
+                dtype=dtype,
+                has_values=latent is None,
+                rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
+            ),
+        )
+        for (window, layers), size in zip(
+            rules.items(), num_blocks or [1] * len(rules), strict=True
+        )
+    )
+    return KvLayout(tuple(groups))

@@ -1,0 +1,92 @@
+"""Blocks of KV pools as bytes, for the transport that carries them through gRPC."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.errors import InternalError
+
+
+def pool_bytes(kv: torch.Tensor, layout: KvLayout) -> PoolBytes:
+    """The pools `kv` (any shape and dtype) on the device where they are."""
+    kind = HostPoolBytes if kv.device.type == "cpu" else PinnedPoolBytes
+    return kind(kv, layout)
+
+
+class PoolBytes:
+    """A view of pools as bytes [pool_bytes] uint8."""
+
+    def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
+        self._memory = kv.view(-1).view(torch.uint8)
+        self._spans = layout.spans
+        assert self._memory.numel() == self._spans.memory_bytes
+
+    def read(self, block_ids: list[int]) -> memoryview:
+        """The blocks' bytes, one after another, in memory of their own."""
+        raise NotImplementedError
+
+    def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
+        """Fills the blocks. Raises InternalError when the size does not fit them."""
+        raise NotImplementedError
+
+    def _pairs(
+        self, block_ids: list[int], num_bytes: int | None = None
+    ) -> list[tuple[slice, slice]]:
+        """The bytes of each block, with its place among these. Raises InternalError."""
+        pairs = []
+        first = 0
+        for span in map(self._spans.span, block_ids):
+            size = span.stop - span.start
+            pairs.append((span, slice(first, first + size)))
+            first += size
+        if num_bytes is not None and num_bytes != first:
+            raise InternalError(f"{num_bytes} bytes are not {len(block_ids)} blocks")
+        return pairs
+
+
+class HostPoolBytes(PoolBytes):
+    """Pools in host memory. Blocks are copied one by one: ten times faster than torch's gather."""
+
+    def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
+        super().__init__(kv, layout)
+        self._host = self._memory.numpy()
+
+    def read(self, block_ids: list[int]) -> memoryview:
+        data = np.empty(self._spans.num_bytes(block_ids), np.uint8)
+        for span, place in self._pairs(block_ids):
+            data[place] = self._host[span]
+        return data.data.cast("B")
+
+    def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
+        pairs = self._pairs(block_ids, len(data))
+        rows = np.frombuffer(data, np.uint8)
+        for span, place in pairs:
+            self._host[span] = rows[place]
+
+
+class PinnedPoolBytes(PoolBytes):
+    """Pools on a device, copied through pinned host memory at the rate of the bus.
+
+    The memory comes from torch's cache of pinned memory and goes back there when the last view of
+    it is gone; torch gives it out again only after the copies that use it are done. A copy for each
+    block, on the stream of the kernels: after a step that writes it, before one that reads it.
+    """
+
+    def read(self, block_ids: list[int]) -> memoryview:
+        staging = self._staging(self._spans.num_bytes(block_ids))
+        for span, place in self._pairs(block_ids):
+            staging[place].copy_(self._memory[span], non_blocking=True)
+        torch.cuda.current_stream(self._memory.device).synchronize()
+        return staging.numpy().data.cast("B")
+
+    def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
+        pairs = self._pairs(block_ids, len(data))
+        staging = self._staging(len(data))
+        np.copyto(staging.numpy(), np.frombuffer(data, np.uint8))
+        for span, place in pairs:
+            self._memory[span].copy_(staging[place], non_blocking=True)
+
+    def _staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,142 @@
+"""The blocks of a pool that are evicted last: a tenant has pinned them, until a time.
+
+    pin --> pinned --its time is over--> EXPIRED
+                |--another tenant came, and the share is smaller--> TRIMMED
+                `--nothing else was left to be evicted--> EVICTED
+
+Tenants that have pins share the capacity by their weights, and none has more than its share. A pin
+holds no room: a pinned block that nobody references is evicted when nothing else is left, so it
+delays no request.
+
+A chain is pinned from its first block on, and no block longer than those before it. So what loses
+its pin first is the end of a chain, and the pinned blocks of a tree are a tree. Knows hashes, no
+blocks. Times are the caller's, in seconds.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tandem.engine.cache.pool.eviction import EvictionQueue
+
+
+class Fate(Enum):
+    """The outcome of a wish to pin a block, or of its pin."""
+
+    PINNED = "pinned"
+    REFUSED = "refused"  # beyond the tenant's share
+    EXPIRED = "expired"
+    TRIMMED = "trimmed"
+    EVICTED = "evicted"
+
+
+@dataclass(slots=True)
+class _Tenant:
+    weight: int
+    blocks: EvictionQueue[bytes] = field(default_factory=EvictionQueue)
+
+
+class Pins:
+    def __init__(self, capacity: int) -> None:
+        """`capacity` is the largest number of pinned blocks."""
+        self.capacity = capacity
+        self.fates: Counter[Fate] = Counter()  # of blocks, since the start
+        self._tenants: dict[bytes, _Tenant] = {}  # those that have pins
+        self._owner: dict[bytes, bytes] = {}  # of each pinned block
+        self._changed: dict[bytes, None] = {}
+        self._next_end = float("inf")  # at the earliest
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._owner
+
+    def share(self, tenant: bytes, weight: int) -> int:
+        """Returns how many blocks a tenant of such a weight may pin beside the others."""
+        others = sum(each.weight for name, each in self._tenants.items() if name != tenant)
+        return self.capacity * weight // (others + weight)
+
+    def count(self, tenant: bytes) -> int:
+        """Returns how many blocks a tenant has pinned."""
+        return len(self._tenants[tenant].blocks) if tenant in self._tenants else 0
+
+    def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
+        """Pins a chain of the tenant's as far as its share goes. Returns how many first blocks are
+        pinned until then, or longer. `chain` begins with its first block."""
+        share = self.share(tenant, weight)
+        if not share or not chain:
+            self.fates[Fate.REFUSED] += len(chain)
+            return 0
+        own = self._tenants.setdefault(tenant, _Tenant(weight))
+        own.weight = weight
+        for name in list(self._tenants):
+            self._trim(name)
+        self._next_end = min(self._next_end, until)
+        for index, block_hash in enumerate(chain):
+            rank = own.blocks.rank(block_hash)
+            if rank is None:
+                if len(own.blocks) >= share:
+                    self.fates[Fate.REFUSED] += len(chain) - index
+                    return index
+                self.fates[Fate.PINNED] += 1
+                self._owner[block_hash] = tenant
+                self._changed[block_hash] = None
+            if rank is None or rank[0] < until:
+                own.blocks.add(block_hash, (until, -index))
+        return len(chain)
+
+    def are_due(self, now: float) -> bool:
+        """Returns whether the time of a pin may be over."""
+        return now >= self._next_end
+
+    def expire(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        self._next_end = float("inf")
+        for name in list(self._tenants):
+            blocks = self._tenants[name].blocks
+            while (first := blocks.oldest()) is not None:
+                rank = blocks.rank(first)
+                assert rank is not None
+                if rank[0] > now:
+                    self._next_end = min(self._next_end, rank[0])
+                    break
+                self._end(first, Fate.EXPIRED)
+
+    def forget(self, block_hash: bytes) -> None:
+        """A pinned block was evicted."""
+        self._end(block_hash, Fate.EVICTED)
+
+    def take_changed(self) -> list[bytes]:
+        """Returns the blocks that were pinned, or are no more, since the last call."""
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
+
+    def check(self) -> None:
+        """Raises AssertionError if a tenant has more than its share, or the books disagree."""
+        for name, tenant in self._tenants.items():
+            num = len(tenant.blocks)
+            share = self.share(name, tenant.weight)
+            assert 0 < num <= share, f"a tenant has {num} pins, and its share is {share}"
+        counted = sum(len(tenant.blocks) for tenant in self._tenants.values())
+        assert counted == len(self._owner), f"{len(self._owner)} are pinned, tenants have {counted}"
+
+    def _trim(self, name: bytes) -> None:
+        """Ends the pins of a tenant that are beyond its share: those that would end first."""
+        tenant = self._tenants[name]
+        share = self.share(name, tenant.weight)
+        while len(tenant.blocks) > share:
+            first = tenant.blocks.oldest()
+            assert first is not None
+            self._end(first, Fate.TRIMMED)
+
+    def _end(self, block_hash: bytes, fate: Fate) -> None:
+        name = self._owner.pop(block_hash)
+        blocks = self._tenants[name].blocks
+        blocks.discard(block_hash)
+        if not blocks:
+            del self._tenants[name]
+        self._changed[block_hash] = None
+        self.fates[fate] += 1

@@ -1,0 +1,468 @@
+"""The same decoder as torch/decoder.py, computed by C++ on the CPU (kernels/tandem_kernels/native).
+
+Sums are fp32; weights stay as the checkpoint has them (bf16, fp32 or quantized) or become int8 with
+a scale for each output. Activations are fp32, too, but rounded to bf16 for products with bf16
+weights where the processor multiplies those as they are, and to int8 for products with quantized
+ones. Every output is summed in one order, whatever shares the step, so a sequence's tokens depend
+on itself alone: this is both the fast and the invariant path.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import Array, addressof, pointer
+from itertools import chain
+
+import numpy as np
+import torch
+
+from tandem.engine.cache.heavy_hitters import Sums
+from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places
+from tandem.engine.cache.layout.pool_memory import own_pages
+from tandem.engine.executor.native.lora import NativeAdapters, PackedLora, by_adapter
+from tandem.engine.executor.native.packing import KINDS, Packer
+from tandem.engine.executor.torch.decoder import embedding_multiplier, rope_tables
+from tandem.engine.executor.weights.decoder_weights import (
+    ExpertWeights,
+    LayerWeights,
+    Linear,
+    ModelWeights,
+)
+from tandem.engine.executor.weights.decoder_weights import Mlp as MlpWeights
+from tandem.engine.executor.weights.lora import LoraWeights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.config.experts import Experts as ExpertSpec
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
+from tandem_kernels.kv_cache import KvPool, StaticKv
+from tandem_kernels.kv_fp8 import FixedScales
+from tandem_kernels.logprobs import Logprobs
+from tandem_kernels.native.library import (
+    PANEL,
+    Activation,
+    Experts,
+    Gating,
+    Kind,
+    KvGroup,
+    Layer,
+    Library,
+    Mlp,
+    Model,
+    Stage,
+    Step,
+    load,
+)
+from tandem_kernels.rope import rotary_angles
+from tandem_kernels.sampling import Draw, sample
+
+_HEAD_MAX = 512  # kv_int4.h
+_ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+_ALL_KEYS = (0, 0)  # of a span of decoder.h
+_INPUTS = ("token_ids", "positions", "spans", "logit_rows")
+_KV_KINDS = {
+    "float32": Kind.F32,
+    "bfloat16": Kind.BF16,
+    "int8": Kind.I8,
+    "fp8_e4m3": Kind.F8,
+    "k8v4": Kind.I8_I4,
+    "int4": Kind.I4,
+}
+_LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}  # by the rotated keys
+_ANGLES_MIN = 2048  # positions
+
+
+def why_not_native(config: ModelConfig) -> str:
+    """Returns why the native kernels cannot compute a model; empty if they can."""
+    if load() is None:
+        return "they were not built (no C++ compiler at install?)"
+    if config.head_dim > _HEAD_MAX and config.latent is None:
+        return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
+    if config.head_dim % PANEL:
+        return f"the head size {config.head_dim} is not a multiple of {PANEL}"
+    return ""
+
+
+class NativeDecoder:
+    """Computes steps with the C++ kernels. One thread at a time may call `forward`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        num_threads: int,
+        int8: bool = False,
+        instructions: str | None = None,
+    ) -> None:
+        """Packs the weights; only the embedding's tensor is kept."""
+        library = load()
+        assert library is not None
+        self._library: Library = library
+        self._config = config
+        self._instructions = instructions
+        self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
+        self._angles = _AngleTable(config)
+        self._results = _Results(0, config.vocab_size)
+        self._logit_rows: list[int] = []  # of the last step
+        self._pools: Sequence[KvPool] | None = None
+        self.adapters = NativeAdapters()
+        places = layer_places(config)
+        layers = (Layer * config.num_layers)(
+            *map(self._layer, config.layers, places, weights.layers)
+        )
+        output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
+        self._kept = [layers, self._packer]  # what the structs point to
+        self._model = Model(
+            layers=layers,
+            final_norm=self._packer.floats(weights.final_norm),
+            **self._packer.embedding(weights, output),
+            computed_kind=KINDS[weights.embedding.dtype],
+            output=output,
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner=max(config.intermediate_size, *map(_shared_inner, config.layers)),
+            vocab=config.vocab_size,
+            norm_eps=config.rms_norm_eps,
+            num_threads=num_threads,
+            norms_all_heads=config.qk_norm == "all",
+            attention_scale=config.attention_scale,
+            embedding_multiplier=embedding_multiplier(config, weights.embedding.dtype),
+            residual_multiplier=config.multipliers.residual,
+            logits_multiplier=config.multipliers.logits,
+            logit_cap=config.logit_cap or 0.0,
+            attention_cap=config.attention_cap or 0.0,
+        )
+        self._decoder = library.create(self._model, instructions)
+        self.instructions = library.instructions(instructions)
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        """True if bfloat16 is multiplied as it is, not widened to fp32 first."""
+        return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
+
+    def __del__(self) -> None:
+        if decoder := getattr(self, "_decoder", 0):
+            self._library.destroy(decoder)
+
+    def forward(
+        self,
+        batch: StepBatch,
+        pools: Sequence[KvPool],
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """Writes the tokens' KV into the pools of all groups; fp32 logits [slices that want them,
+        vocab], good until the next call. `on_kv_written` is called when all KV is in the pools."""
+        if self._pools is not pools:  # the same in every step: asking a tensor takes long
+            self._groups = _kv_groups_of(pools)
+            self._pools = pools
+        layout = pools[0].layout
+        slices = batch.slices
+        lora = {}
+        if batch.has_adapters:
+            slices = by_adapter(slices)
+            lora = self.adapters.fields(slices)
+        inputs = _Inputs(slices, batch.slices, layout.block_size)
+        for group, (slots, tables) in zip(self._groups, inputs.of_groups, strict=True):
+            group.slots = slots
+            group.block_tables = tables
+        self._angles.reach(inputs.positions_end)
+        results = self._results = self._results.of(inputs.num_logit_rows)
+        step = Step(
+            **inputs.addresses,
+            **self._angles.fields,
+            groups=addressof(self._groups),
+            block_size=layout.block_size,
+            kv_kind=_kv_kind_of(pools[0]),
+            **lora,
+            logits=results.logits_address,
+            most_likely=results.most_likely.buffer_info()[0],
+            block_sums=inputs.block_sums.address(),
+            num_rows=inputs.num_rows,
+            num_spans=len(batch.slices),
+            num_logit_rows=inputs.num_logit_rows,
+        )
+        self._library.to_last_kv(self._decoder, step)
+        if on_kv_written is not None:
+            on_kv_written()
+        self._library.to_logits(self._decoder, step)
+        inputs.block_sums.put_back()
+        self._logit_rows = inputs.logit_rows
+        return results.logits
+
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """A token id for each row of the last step's logits, or for each of `rows` of them."""
+        most_likely = self._results.most_likely.tolist()
+        if rows is not None:
+            logits = logits[rows]
+            most_likely = [most_likely[row] for row in rows]
+        return sample(logits, draws, most_likely)
+
+    def logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
+    ) -> Logprobs:
+        """Measures a token of each of `rows` of the last step's logits."""
+        num_top = min(num_top, self._config.vocab_size)
+        return self._library.measure(
+            self._decoder,
+            logits.data_ptr(),
+            np.array(rows, np.int32),
+            np.array(token_ids, np.int32),
+            num_top,
+        )
+
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Returns what the last step's logits were made of, for some of their rows."""
+        of_step = np.array([self._logit_rows[row] for row in rows], np.int32)
+        size = self._config.hidden_size
+        states = self._library.final_hidden(self._decoder, of_step, size)
+        return [state.tolist() for state in states]
+
+    def pack_adapter(self, weights: LoraWeights) -> PackedLora:
+        """Packs an adapter for `add_adapter`; may run in any thread."""
+        return PackedLora(self._library, weights)
+
+    def take_stages(self) -> dict[Stage, float]:
+        """Seconds spent in each stage since the last time."""
+        return self._library.take_stages(self._decoder)
+
+    def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:
+        layer = Layer(
+            attention_norm=self._packer.floats(weights.attention_norm),
+            attention_post_norm=self._packer.floats(weights.attention_post_norm),
+            q_norm=self._packer.floats(weights.q_norm),
+            k_norm=self._packer.floats(weights.k_norm),
+            sinks=self._packer.floats(weights.sinks),
+            mlp_norm=self._packer.floats(weights.mlp_norm),
+            mlp_post_norm=self._packer.floats(weights.mlp_post_norm),
+            qkv=self._packer.matrix(weights.qkv),
+            attention_out=self._packer.matrix((weights.attention_out,)),
+            rope=self._angles.ropes.index(spec.rope),
+            window=spec.window or 0,
+            group=place.group,
+            place=place.number,
+        )
+        if weights.latent is not None:
+            assert self._config.latent is not None
+            layer.latent = pointer(self._packer.latent(self._config.latent, weights.latent))
+        if isinstance(weights.mlp, ExpertWeights):
+            assert spec.experts is not None
+            layer.experts = pointer(self._experts(spec.experts, weights.mlp))
+            if weights.mlp.shared is not None:
+                layer.mlp = self._mlp(weights.mlp.shared)
+        else:
+            layer.mlp = self._mlp(weights.mlp)
+        return layer
+
+    def _experts(self, spec: ExpertSpec, weights: ExpertWeights) -> Experts:
+        experts = Experts(
+            mlps=(Mlp * spec.num)(*map(self._mlp, weights.mlps)),
+            router=self._packer.matrix((weights.router,), keeps_kind=True),
+            correction=self._packer.floats(weights.correction),
+            num=spec.num,
+            top_k=spec.top_k,
+            is_normalized=spec.is_normalized,
+            num_groups=spec.groups.num if spec.groups else 0,
+            top_groups=spec.groups.top if spec.groups else 0,
+            scale=spec.scale,
+        )
+        self._packer.keep(experts)
+        return experts
+
+    def _mlp(self, weights: MlpWeights) -> Mlp:
+        gate_up = self._packer.gate_up(weights.gate_up)
+        gate_up.gating = _gating(self._config)
+        return Mlp(gate_up=gate_up, down=self._packer.matrix((weights.down,)))
+
+
+def _shared_inner(spec: LayerSpec) -> int:
+    return spec.experts.shared_inner if spec.experts else 0
+
+
+def _gating(config: ModelConfig) -> Gating:
+    if clamp := config.gate_clamp:
+        return Gating(Activation.CLAMPED, clamp.alpha, clamp.limit)
+    return Gating(_ACTIVATIONS[config.activation], 0.0, 0.0)
+
+
+class _Inputs:
+    """A step's batch as arrays of int32: rows are its tokens, sequence after sequence.
+
+    Made from lists, and all in one: a step of one token, which all other costs are seen beside, has
+    them sooner.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[SequenceSlice],
+        wanted: Sequence[SequenceSlice],
+        block_size: int,
+    ) -> None:
+        """`wanted` are the same slices in the order in which their logits are wanted."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        spans: list[int] = []
+        slots: list[int] = []
+        tables: list[int] = []
+        rows: dict[int, range] = {}
+        self.block_sums = _BlockSums()
+        for piece in slices:
+            table = piece.block_table
+            num_tokens = piece.num_tokens
+            context_len = piece.context_len
+            places = range(context_len - num_tokens, context_len)
+            visible = piece.visible or _ALL_KEYS
+            sums = self.block_sums.add(piece.block_sums)
+            spans += (len(token_ids), num_tokens, context_len, len(tables), *visible, sums)
+            token_ids += piece.token_ids
+            positions += [at + piece.num_passed for at in places] if piece.num_passed else places
+            slots += [table[at // block_size] * block_size + at % block_size for at in places]
+            tables += table[: -(-context_len // block_size)]
+            rows[id(piece)] = range(len(token_ids) - piece.num_logits, len(token_ids))
+        groups = [(slots, tables), *_other_groups(slices, block_size)]
+        logit_rows = list(chain.from_iterable([rows[id(piece)] for piece in wanted]))
+        self.num_rows = len(token_ids)
+        self.logit_rows = logit_rows
+        self.num_logit_rows = len(logit_rows)
+        self.positions_end = max(piece.context_len + piece.num_passed for piece in slices)
+        self._numbers = array("i")  # OverflowError beyond what an int32 holds
+        first = []
+        for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):
+            first.append(len(self._numbers))
+            self._numbers.extend(part)
+        start = self._numbers.buffer_info()[0]
+        at = [start + offset * self._numbers.itemsize for offset in first]
+        self.addresses = dict(zip(_INPUTS, at[: len(_INPUTS)], strict=True))
+        self.of_groups = [(at[i], at[i + 1]) for i in range(len(_INPUTS), len(at), 2)]
+
+
+def _other_groups(
+    slices: Sequence[SequenceSlice], block_size: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the slots and the tables of each KV group but the first."""
+    for number in range(len(slices[0].other_tables)):
+        slots: list[int] = []
+        tables: list[int] = []
+        for piece in slices:
+            table = piece.other_tables[number]
+            places = range(piece.context_len - piece.num_tokens, piece.context_len)
+            slots += [table[at // block_size] * block_size + at % block_size for at in places]
+            tables += table[: -(-piece.context_len // block_size)]
+        yield slots, tables
+
+
+class _AngleTable:
+    """Angles of all positions up to twice the furthest one seen: looking them up is faster than
+    computing them, and a computed position's bits would depend on those beside it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        cpu = torch.device("cpu")
+        self._tables = [rope_tables(rope, config.rope_dim, cpu) for rope in self.ropes]
+        self._size = 0
+        self.reach(_ANGLES_MIN)
+
+    def reach(self, positions_end: int) -> None:
+        """Lets `fields`, addresses of [ropes, positions, rope_dim / 2] each, have the positions
+        before `positions_end`."""
+        if positions_end <= self._size:
+            return
+        self._size = 1 << (positions_end - 1).bit_length()
+        positions = torch.arange(self._size)
+        angles = [rotary_angles(positions, *tables) for tables in self._tables]
+        self._cosines, self._sines = (
+            torch.stack(tables).contiguous() for tables in zip(*angles, strict=True)
+        )
+        self.fields = {
+            "cosines": self._cosines.data_ptr(),
+            "sines": self._sines.data_ptr(),
+            "table_floats": self._cosines[0].numel(),
+        }
+
+
+class _BlockSums:
+    """The weights that blocks attracted, of the sequences of a step that count them."""
+
+    def __init__(self) -> None:
+        self._of_sequences: list[Sums] = []
+        self._all: Sums | None = None
+        self._size = 0
+
+    def add(self, sums: Sums | None) -> int:
+        """Returns where a sequence's sums begin; -1 if it has none."""
+        if sums is None:
+            return -1
+        first, self._size = self._size, self._size + len(sums)
+        self._of_sequences.append(sums)
+        return first
+
+    def address(self) -> int | None:
+        """Returns where all sums lie; None if there are none."""
+        if not self._of_sequences:
+            return None
+        self._all = np.concatenate(self._of_sequences)
+        return self._all.ctypes.data
+
+    def put_back(self) -> None:
+        """Gives the sequences their sums as they are now."""
+        if self._all is not None:
+            first = 0
+            for sums in self._of_sequences:
+                sums[:] = self._all[first : first + len(sums)]
+                first += len(sums)
+
+
+def _kv_kind_of(pool: KvPool) -> Kind:
+    """Returns what the rows of a pool are made of."""
+    if pool.layout.rotated is not None:
+        return _LATENT_KV_KINDS[pool.layout.rotated.dtype]
+    return _KV_KINDS[pool.layout.dtype]
+
+
+def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
+    """Returns where the KV of each group lies; a step adds which blocks it has."""
+    return (KvGroup * len(pools))(
+        *(
+            KvGroup(
+                kv=pool.memory.data_ptr(),
+                block_bytes=pool.layout.block_bytes,
+                head_bytes=pool.layout.head_bytes,
+                layer_bytes=pool.layout.layer_bytes,
+                **_static_fields(pool.static),
+            )
+            for pool in pools
+        )
+    )
+
+
+def _static_fields(static: StaticKv | None) -> dict[str, int]:
+    if static is None:
+        return {}
+    if isinstance(static, FixedScales):
+        return {"fixed_scales": static.scales.data_ptr()}
+    return {"key_order": static.order.data_ptr(), "key_scales": static.scales.data_ptr()}
+
+
+class _Results:
+    """Memory for a step's results, reused: the system would find and zero megabytes each step."""
+
+    def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
+        """`room` of one before, used again if it is large enough."""
+        if room is None or len(room) < num_rows * vocab:
+            room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
+        self._room = room
+        self._vocab = vocab
+        self.logits = room[: num_rows * vocab].view(num_rows, vocab)
+        self.logits_address = self.logits.data_ptr()
+        self.most_likely = array("i", bytes(4 * num_rows))
+
+    def of(self, num_rows: int) -> _Results:
+        """Returns results of `num_rows` rows in the same memory."""
+        if num_rows == len(self.most_likely):
+            return self
+        return _Results(num_rows, self._vocab, self._room)

@@ -1,0 +1,125 @@
+"""LoRA adapters as the C++ decoder reads them: packed once, named in the steps that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import pointer
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from tandem.engine.executor.native.packing import KINDS, HugePages
+from tandem.engine.executor.weights.lora import LoraWeights, Parts
+from tandem.engine.scheduler.batch import SequenceSlice
+from tandem_kernels.lora import LoraHeads
+from tandem_kernels.native import library
+from tandem_kernels.native.library import Library, Matrix, address, packed_bytes
+
+_PRODUCTS = ("qkv", "attention_out", "gate_up", "down", "q_out")
+_HEADS = ("latent_keys", "latent_values")
+_LoraLayer = library.LoraLayer
+
+
+class PackedLora:
+    """One adapter's layers; made in any thread."""
+
+    def __init__(self, library: Library, weights: LoraWeights) -> None:
+        self._library = library
+        self._huge_pages = HugePages()
+        self._kept: list[Any] = []  # what the structs point to
+        self.digest = weights.digest
+        self.rank = 0  # the largest of a product, all its parts together
+        self.layers = (_LoraLayer * len(weights.layers))(
+            *(
+                _LoraLayer(
+                    *(self._product(getattr(layer, name)) for name in _PRODUCTS),
+                    *(self._heads(getattr(layer, name)) for name in _HEADS),
+                )
+                for layer in weights.layers
+            )
+        )
+
+    def _product(self, parts: Parts) -> library.LoraProduct:
+        if not parts:
+            return library.LoraProduct()
+        ranks = [len(part.a) for part in parts]
+        firsts = [0, *accumulate(ranks)]
+        self.rank = max(self.rank, firsts[-1])
+        a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
+        matrix = self._matrix(a)  # before those of B, as steps read them
+        packed = (library.LoraPart * len(parts))(
+            *(
+                library.LoraPart(self._matrix(part.b), part.first, first)
+                for part, first in zip(parts, firsts, strict=False)
+            )
+        )
+        self._kept.append(packed)
+        return library.LoraProduct(a=matrix, parts=packed, num_parts=len(parts))
+
+    def _heads(self, heads: LoraHeads | None) -> Any:
+        """Packs a product of each head."""
+        if heads is None:
+            return None
+        num_heads, rank, _ = heads.a.shape
+        self.rank = max(self.rank, rank)
+        parts = (library.LoraPart * num_heads)(
+            *(library.LoraPart(matrix, 0, 0) for matrix in self._matrices(heads.b))
+        )
+        packed = (library.LoraProduct * num_heads)(
+            *(
+                library.LoraProduct(a=matrix, parts=pointer(part), num_parts=1)
+                for matrix, part in zip(self._matrices(heads.a), parts, strict=True)
+            )
+        )
+        self._kept += [parts, packed]
+        return packed
+
+    def _matrices(self, weights: torch.Tensor) -> list[Matrix]:
+        """Packs a matrix of each head, one that they share once."""
+        if weights.stride(0) == 0:
+            return [self._matrix(weights[0])] * len(weights)
+        return list(map(self._matrix, weights))
+
+    def _matrix(self, weight: torch.Tensor) -> Matrix:
+        num_out, num_in = weight.shape
+        kind = KINDS[weight.dtype]
+        panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
+        self._library.pack(weight.data_ptr(), kind, (num_out, num_in), kind, panels)
+        return Matrix(panels=address(panels), num_in=num_in, num_out=num_out, kind=kind)
+
+
+class NativeAdapters:
+    """The adapters that steps may name, by digest."""
+
+    def __init__(self) -> None:
+        self._packed: dict[str, PackedLora] = {}
+        self._rows: Any = None  # of the last step
+
+    def add(self, packed: PackedLora) -> None:
+        self._packed[packed.digest] = packed
+
+    def drop(self, digest: str) -> None:
+        self._packed.pop(digest, None)
+
+    def fields(self, slices: Sequence[SequenceSlice]) -> dict[str, Any]:
+        """Returns a step's fields of its adapters; `slices` are in `by_adapter`'s order."""
+        counts: dict[str, int] = {}
+        for piece in slices:
+            if piece.adapter:
+                counts[piece.adapter] = counts.get(piece.adapter, 0) + piece.num_tokens
+        packed = [self._packed[digest] for digest in counts]
+        firsts = accumulate(counts.values(), initial=0)
+        self._rows = (library.LoraRows * len(packed))(
+            *(
+                library.LoraRows(each.layers, first, num_rows)
+                for each, first, num_rows in zip(packed, firsts, counts.values(), strict=False)
+            )
+        )
+        rank = max(each.rank for each in packed)
+        return {"adapted": self._rows, "num_adapted": len(packed), "lora_rank": rank}
+
+
+def by_adapter(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
+    """Returns the slices of each adapter side by side, and those of the base model last."""
+    return sorted(slices, key=lambda piece: (not piece.adapter, piece.adapter))

@@ -1,0 +1,338 @@
+"""The decoder of all families, by what a model's config says.
+
+    x = embedding[token]
+    per layer:  x += W_o attention(rotate(q), rotate(k), v)     q, k, v = W_qkv norm(x)
+                x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
+    logits = W_out norm(x)
+
+Families differ from this drawing in what models/config/families.py lists: norms may stand after
+attention and the MLP, q and k may be normalized, layers may have a window or no rotation, sums
+multipliers.
+In the place of the MLP there may be experts: MLPs of which a router chooses some for each token.
+Knows tensors and the KV pool; no sequences, no scheduling.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.executor.torch.inputs import StepInputs
+from tandem.engine.executor.torch.lora import NO_LORA, StepLora
+from tandem.engine.executor.weights.decoder_weights import (
+    LATENT_NORM_EPS,
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+    ModelWeights,
+)
+from tandem.engine.executor.weights.expand import embedded, pieces
+from tandem.models.config.experts import Experts
+from tandem.models.config.families import ExpertForm
+from tandem.models.config.model import GateClamp, ModelConfig
+from tandem.models.config.rope import Rope
+from tandem_kernels.attention_groups import QuerySpan
+from tandem_kernels.dispatch import Angles, Attention, Kernels
+from tandem_kernels.experts import choose_experts, choose_in_groups
+from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.rope import (
+    rotary_angles,
+    rotary_frequencies,
+    scale_llama3,
+    scale_longrope,
+    scale_yarn,
+)
+
+
+class Decoder:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Kernels) -> None:
+        self._config = config
+        self._weights = weights = weights.loaded()
+        self._kernels = kernels
+        self._dtype = weights.embedding.dtype
+        device = weights.device
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
+        self._places = layer_places(config)
+        self._embedding_multiplier = embedding_multiplier(config, self._dtype)
+        # What the last step's logits were made of.
+        self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
+
+    def forward(
+        self,
+        inputs: StepInputs,
+        pools: Sequence[KvPool],
+        lora: StepLora,
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """Writes the tokens' KV; fp32 logits [rows of inputs.logit_rows, vocab].
+
+        `on_kv_written` is called when the last layer's KV is in the pool (on CUDA: will be, by what
+        is in the stream), with the last layer's attention, its MLP and the logits still to come.
+        """
+        specs = self._config.layers
+        attentions = {
+            (group, window): self._attention(inputs.spans[group], pools[group], window)
+            for group, window in dict.fromkeys(
+                (place.group, spec.window) for spec, place in zip(specs, self._places, strict=True)
+            )
+        }
+        angles = {
+            rope: rotary_angles(inputs.positions, *tables)
+            for rope, tables in self._frequencies.items()
+        }
+        x = embedded(self._weights, inputs.token_ids)
+        if self._embedding_multiplier != 1.0:
+            x = x * self._embedding_multiplier
+        layers = zip(specs, self._places, self._weights.layers, strict=True)
+        for index, (spec, place, layer) in enumerate(layers):
+            normed = self._norm(x, layer.attention_norm)
+            pool = pools[place.group]
+            token_rows = inputs.token_rows[place.group]
+            projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+            if layer.latent is None:
+                heads = self._heads(layer, projected, angles[spec.rope], inputs.num_tokens)
+            else:
+                heads = self._latent_heads(
+                    index, layer.latent, projected, angles[spec.rope], inputs.num_tokens, lora
+                )
+            queries, keys, values = heads
+            pool.write(place.number, token_rows, keys, values)
+            if on_kv_written is not None and index + 1 == self._config.num_layers:
+                on_kv_written()
+            attend = attentions[place.group, spec.window]
+            attended = attend(place.number, queries, layer.sinks)
+            if layer.latent is not None:
+                latents = attended[..., : layer.latent.values.shape[-1]]
+                attended = self._kernels.linear_of_heads(latents, layer.latent.values)
+                attended = lora.add_of_heads(index, "latent_values", attended, latents)
+            attended = attended.flatten(1)
+            delta = self._project(attended, (layer.attention_out,))
+            delta = lora.add(index, "attention_out", delta, attended)
+            x = self._added(x, delta, layer.attention_post_norm)
+            normed = self._norm(x, layer.mlp_norm)
+            if isinstance(layer.mlp, Mlp):
+                delta = self._mlp(index, layer.mlp, normed, lora)
+            else:
+                assert spec.experts is not None
+                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
+            x = self._added(x, delta, layer.mlp_post_norm)
+        return self._logits(x, inputs.logit_rows)
+
+    def _attention(self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None) -> Attention:
+        return self._kernels.attention(
+            spans,
+            pool,
+            self._config.num_attention_heads,
+            self._dtype,
+            window,
+            self._config.attention_scale,
+            self._config.attention_cap,
+        )
+
+    def _heads(
+        self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [rows, heads, D] and keys [num_tokens, kv heads, D], rotated, and values."""
+        num_heads = self._config.num_attention_heads
+        num_kv_heads = self._config.num_kv_heads
+        heads = projected.view(projected.shape[0], -1, self._config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            normed_queries = self._norm_heads(heads[:, :num_heads], layer.q_norm)
+            normed_keys = self._norm_heads(heads[:, num_heads:-num_kv_heads], layer.k_norm)
+            rotated = self._kernels.rotate(torch.cat((normed_queries, normed_keys), 1), angles)
+        else:
+            rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
+        tokens = slice(0, num_tokens)
+        return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
+
+    def _latent_heads(
+        self,
+        index: int,
+        weights: LatentWeights,
+        projected: torch.Tensor,
+        angles: Angles,
+        num_tokens: int,
+        lora: StepLora,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [rows, heads, D] as latents meet them, and the tokens' KV [num_tokens, 1, D],
+        which are keys and values; D has the latent and then the rotated key."""
+        latent = self._config.latent
+        assert latent is not None
+        queries, kv = torch.split(projected, [projected.shape[1] - latent.kv_dim, latent.kv_dim], 1)
+        if weights.q_norm is not None and weights.q_out is not None:
+            normed = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
+            queries = self._kernels.linear(normed, weights.q_out, None)
+            queries = lora.add(index, "q_out", queries, normed)
+        heads = queries.reshape(len(queries), -1, latent.q_dim)
+        plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], -1)
+        token, key = torch.split(kv, [latent.kv_rank, latent.rope_dim], 1)
+        rotated = self._kernels.rotate(torch.cat((turning, key.unsqueeze(1)), 1), angles)
+        absorbed = self._kernels.linear_of_heads(plain, weights.keys)
+        absorbed = lora.add_of_heads(index, "latent_keys", absorbed, plain)
+        normed = self._kernels.rms_norm(token, weights.kv_norm, LATENT_NORM_EPS)
+        stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
+        return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
+
+    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
+        gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self._config.gate_clamp is not None:
+            gated = _gate_clamped(self._config.gate_clamp, gate, up)
+        elif self._config.activation == "silu":
+            gated = silu(gate).mul_(up)
+        else:
+            gated = gelu(gate, approximate="tanh").mul_(up)
+        return lora.add(index, "down", self._project(gated, (mlp.down,)), gated)
+
+    def _experts(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        lora: StepLora,
+    ) -> torch.Tensor:
+        """Sums a row's experts in their order, each of which computes its rows together."""
+        logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
+        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        if weights.shared is not None:
+            out += self._mlp(index, weights.shared, x, lora)
+        for expert, mlp in enumerate(weights.mlps):
+            rows, places = torch.where(chosen == expert)
+            if not len(rows):
+                continue
+            padded = torch.nn.functional.pad(rows, (0, -len(rows) % self._kernels.row_multiple))
+            part = self._mlp(index, mlp, x[padded], NO_LORA)[: len(rows)]
+            out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
+        return out.to(x.dtype)
+
+    def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        num_padding = -rows.shape[0] % self._kernels.row_multiple
+        last = x[torch.nn.functional.pad(rows, (0, num_padding))]
+        normed = self._norm(last, self._weights.final_norm)
+        self.final_hidden = normed[: rows.shape[0]]
+        output = Linear(self._weights.output, None, self._weights.output_blocks)
+        logits = self._project(normed, (output,))
+        return final_logits(self._config, logits[: rows.shape[0]].float())
+
+    def _added(
+        self, x: torch.Tensor, delta: torch.Tensor, post_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the residual stream with what a part of the layer adds to it."""
+        delta = self._norm(delta, post_norm)
+        if self._config.multipliers.residual != 1.0:
+            delta = delta * self._config.multipliers.residual
+        return x + delta
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Returns normalized rows, or x itself where a layer has no norm."""
+        return x if weight is None else self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
+
+    def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Normalizes heads [rows, heads, D]: each of them, or all of a row as one."""
+        if self._config.qk_norm == "head":
+            return self._norm(heads, weight)
+        return self._norm(heads.flatten(1), weight).view(heads.shape)
+
+    def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
+        """Returns the products [rows, columns of all parts side by side]."""
+        if len(parts) == 1 and parts[0].blocks is None:
+            return self._kernels.linear(x, parts[0].weight, parts[0].bias)
+        out = x.new_empty(x.shape[0], sum(part.weight.shape[0] for part in parts))
+        first = 0
+        for part in parts:
+            for weight, bias in pieces(part):
+                end = first + weight.shape[0]
+                self._kernels.linear(x, weight, bias, out=out[:, first:end])
+                first = end
+        return out
+
+
+def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=clamp.limit)
+    up = up.clamp(-clamp.limit, clamp.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+
+
+def choose(
+    form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the experts of each row, and their weights, from a router's logits."""
+    if form != "deepseek":
+        return choose_experts(logits, experts.top_k, experts.is_normalized)
+    groups = experts.groups
+    return choose_in_groups(
+        logits,
+        experts.top_k,
+        is_normalized=experts.is_normalized,
+        groups=(groups.num, groups.top) if groups else None,
+        scale=experts.scale,
+        correction=correction,
+    )
+
+
+def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Returns what embeddings are multiplied with: transformers rounds it to the dtype."""
+    return torch.tensor(config.multipliers.embedding, dtype=dtype).item()
+
+
+def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits from products with the output matrix: multiplied and capped."""
+    if config.multipliers.logits != 1.0:
+        logits = logits * config.multipliers.logits
+    if config.logit_cap is not None:
+        logits = torch.tanh(logits / config.logit_cap) * config.logit_cap
+    return logits
+
+
+def rope_tables(
+    rope: Rope, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rotary frequencies, and factors of cos and sin, [head_dim / 2] each.
+
+    Pairs of numbers that have no position have the frequency 0 and the factor 1, which rotate
+    nothing. Where a rope rotates a part of a head, weights/load.py puts that part's pairs first.
+    """
+    rotary_dim = 0 if rope.theta is None else rope.rotary_dim(head_dim)
+    num_still = (head_dim - rotary_dim) // 2
+    rotated = _rotary_frequencies(rope, rotary_dim)
+    frequencies = torch.cat((rotated, torch.zeros(num_still)))
+    factors = torch.full_like(rotated, rope.attention_factor)
+    factors = torch.cat((factors, torch.ones(num_still)))
+    return frequencies.to(device), factors.to(device)
+
+
+def _rotary_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
+    if rope.theta is None:
+        return torch.zeros(0)
+    frequencies = rotary_frequencies(rotary_dim, rope.theta)
+    scaling = rope.scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "longrope":
+        factors = torch.tensor(scaling.long_factors if rope.is_long else scaling.short_factors)
+        return scale_longrope(rotary_dim, rope.theta, factors)
+    if scaling.kind == "llama3":
+        return scale_llama3(
+            frequencies,
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_freq_factor,
+            high_freq_factor=scaling.high_freq_factor,
+            original_len=scaling.original_max_position_embeddings,
+        )
+    return scale_yarn(
+        frequencies,
+        theta=rope.theta,
+        factor=scaling.factor,
+        original_len=scaling.original_max_position_embeddings,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        truncate=scaling.truncate,
+    )

@@ -1,0 +1,94 @@
+"""A step's batch as tensors: made once, used by every layer.
+
+Rows are the step's tokens, sequence after sequence in the order that attention wants, then padding
+up to the multiple that the kernels ask for; padding rows are computed and never read or stored.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem.engine.scheduler.batch import StepBatch
+from tandem_kernels.attention_groups import QuerySpan, batch_order
+from tandem_kernels.block_sums import BlockShares
+from tandem_kernels.kv_cache import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    num_tokens: int  # T; the rows beyond are padding
+    token_ids: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    token_rows: list[torch.Tensor]  # of each KV group, [T, kv heads]; see KvPool.token_rows
+    spans: list[list[QuerySpan]]  # of each KV group
+    logit_rows: torch.Tensor  # of the slices that want logits, in the batch's order
+    adapted: Mapping[str, torch.Tensor]  # by an adapter's digest: its rows
+    shares: list[BlockShares]  # to be finished after the step
+
+
+def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
+    """Makes the inputs of a step over the pools of all KV groups."""
+    slices = batch.slices
+    block_size = pools[0].block_size
+    device = pools[0].device
+    order = batch_order([s.context_len for s in slices], [s.num_tokens for s in slices])
+    token_ids: list[int] = []
+    positions: list[int] = []
+    offsets: list[int] = []  # in blocks
+    block_ids: list[list[int]] = [[] for _ in pools]
+    spans: list[list[QuerySpan]] = [[] for _ in pools]
+    last_rows = [0] * len(slices)
+    adapted: dict[str, list[int]] = defaultdict(list)
+    shares: list[BlockShares] = []
+    for i in order:
+        piece = slices[i]
+        of_piece = None
+        if piece.block_sums is not None:
+            of_piece = BlockShares(piece.block_sums, piece.num_tokens, block_size, device)
+            shares.append(of_piece)
+        if piece.adapter:
+            adapted[piece.adapter] += range(len(token_ids), len(token_ids) + piece.num_tokens)
+        places = range(piece.context_len - piece.num_tokens, piece.context_len)
+        for group, table in enumerate(piece.block_tables):
+            spans[group].append(
+                QuerySpan(
+                    len(token_ids),
+                    piece.num_tokens,
+                    piece.context_len,
+                    table,
+                    piece.visible,
+                    of_piece,
+                )
+            )
+            block_ids[group] += [table[place // block_size] for place in places]
+        token_ids += piece.token_ids
+        positions += [place + piece.num_passed for place in places]
+        offsets += [place % block_size for place in places]
+        last_rows[i] = len(token_ids) - 1
+    num_tokens = len(token_ids)
+    padding = [0] * (-num_tokens % row_multiple)
+    parts = [token_ids, positions, offsets, *block_ids]
+    packed = torch.tensor([part + padding for part in parts]).to(device)
+    return StepInputs(
+        num_tokens=num_tokens,
+        token_ids=packed[0],
+        positions=packed[1],
+        token_rows=[
+            pool.token_rows(ids, packed[2, :num_tokens])
+            for pool, ids in zip(pools, packed[3:, :num_tokens], strict=True)
+        ],
+        spans=spans,
+        logit_rows=torch.tensor(
+            [
+                row
+                for last, s in zip(last_rows, slices, strict=True)
+                for row in range(last + 1 - s.num_logits, last + 1)
+            ],
+            dtype=torch.long,
+            device=device,
+        ),
+        adapted={digest: torch.tensor(rows, device=device) for digest, rows in adapted.items()},
+        shares=shares,
+    )

@@ -1,0 +1,77 @@
+"""Steps on torch's own operators: any device, any dtype, either numerics."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tandem.engine.executor.torch.decoder import Decoder
+from tandem.engine.executor.torch.inputs import make_step_inputs
+from tandem.engine.executor.torch.lora import StepLora
+from tandem.engine.executor.weights.decoder_weights import ModelWeights
+from tandem.engine.executor.weights.lora import LoraWeights
+from tandem.engine.scheduler.batch import StepBatch
+from tandem.models.config.model import ModelConfig
+from tandem_kernels.dispatch import kernels_for
+from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.logprobs import logprobs
+from tandem_kernels.sampling import Draw, sample
+
+
+class TorchSteps:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
+        self._kernels = kernels_for(weights.device.type, numerics)
+        self._decoder = Decoder(config, weights, self._kernels)
+        self._adapters: dict[str, LoraWeights] = {}
+
+    def add_adapter(self, weights: LoraWeights) -> None:
+        """Lets slices name the adapter's digest."""
+        self._adapters[weights.digest] = weights
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no slice names any more."""
+        self._adapters.pop(digest, None)
+
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """Draws as Runner.sample does."""
+        return sample(logits if rows is None else logits[rows], draws)
+
+    logprobs = staticmethod(logprobs)
+
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Returns what Runner.final_hidden does."""
+        states: list[list[float]] = self._decoder.final_hidden[rows].float().tolist()
+        return states
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: StepBatch,
+        pools: Sequence[KvPool],
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """Runs a step as NativeDecoder.forward does, on the device of the pools."""
+        inputs = make_step_inputs(batch, pools, row_multiple=self._kernels.row_multiple)
+        kernels = self._kernels
+        lora = StepLora(
+            inputs.adapted,
+            self._adapters,
+            kernels.linear,
+            kernels.row_multiple,
+            kernels.linear_of_heads,
+        )
+        if on_kv_written is None or pools[0].device.type != "cuda":
+            logits = self._decoder.forward(inputs, pools, lora, on_kv_written)
+            for shares in inputs.shares:
+                shares.finish()
+            return logits
+        # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
+        # without a gap, and the wait ends when the KV is there, not when they are done.
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        logits = self._decoder.forward(inputs, pools, lora, written.record)
+        written.synchronize()
+        on_kv_written()
+        for shares in inputs.shares:
+            shares.finish()
+        return logits

@@ -1,0 +1,104 @@
+"""Attention of a layer on the Triton kernels: stores a step's KV, then attends to it.
+
+rotate and store    one kernel: norms of heads, rope, cache write
+attention           one launch for single tokens, one for chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tandem.engine.executor.torch.lora import AddsLora
+from tandem.engine.executor.triton.inputs import StepViews
+from tandem.engine.executor.weights.decoder_weights import LayerWeights
+from tandem.models.config.model import ModelConfig
+from tandem_kernels.kv_cache import LayerKv
+from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.prefill_attention import prefill_attention
+from tandem_kernels.triton.rope_cache import Angles, rotate_and_store
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """A layer in one step."""
+
+    step: StepViews
+    weights: LayerWeights
+    window: int | None
+    group: int  # of the KV groups
+    kv: LayerKv
+    angles: Angles
+    index: int  # of the layer
+    lora: AddsLora  # of the step
+
+
+class HeadAttention:
+    """Attention by keys and values of heads."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+
+    def attend(
+        self, qkv: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
+    ) -> torch.Tensor:
+        """Returns what heads attended, [T, heads * D], from q, k and v side by side.
+
+        `on_kv_launched` is called when what writes the KV is in the stream."""
+        has_norms = self._config.qk_norm == "head"
+        queries = rotate_and_store(
+            qkv,
+            at.angles,
+            at.step.slots[at.group],
+            at.kv.numbers,
+            num_heads=self._config.num_attention_heads,
+            q_norm=at.weights.q_norm if has_norms else None,
+            k_norm=at.weights.k_norm if has_norms else None,
+            eps=self._config.rms_norm_eps,
+            scales=at.kv.scales,
+            fixed_scales=at.kv.fixed_scales,
+        )
+        on_kv_launched()
+        num_single = at.step.shape.num_single
+        parts = []
+        if num_single:
+            parts.append(self._attend_single(queries[:num_single], at))
+        if at.step.shape.num_chunks:
+            parts.append(
+                prefill_attention(
+                    queries[num_single:],
+                    at.kv.numbers,
+                    at.step.block_tables[at.group, num_single:],
+                    at.step.context_lens[num_single:],
+                    at.step.query_starts,
+                    at.window,
+                    self._config.attention_scale,
+                    self._config.attention_cap,
+                    at.weights.sinks,
+                    at.kv.scales,
+                )
+            )
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+    def _attend_single(self, queries: torch.Tensor, at: LayerStep) -> torch.Tensor:
+        num_single = len(queries)
+        return decode_attention(
+            queries,
+            at.kv.numbers,
+            at.step.block_tables[at.group, :num_single],
+            at.step.context_lens[:num_single],
+            num_splits=choose_num_splits(
+                num_single,
+                at.kv.numbers.shape[1],
+                min(self._max_model_len, at.window or self._max_model_len),
+                queries.device,
+            ),
+            window=at.window,
+            scale=self._config.attention_scale,
+            cap=self._config.attention_cap,
+            sinks=at.weights.sinks,
+            scales=at.kv.scales,
+        )

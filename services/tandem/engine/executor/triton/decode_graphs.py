@@ -1,0 +1,114 @@
+"""Decode steps as CUDA graphs, one for each of a few numbers of rows: a step is one launch.
+
+A decode step of many small kernels takes the host longer to launch than the device to run. So each
+is recorded once, with every tensor at its fixed address, and replayed: a step copies its inputs to
+where the recorded kernels read them. A batch is padded to the next recorded number of rows.
+
+Off CUDA (in Triton's interpreter) the same buffers are used and the kernels simply run.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews
+from tandem.engine.scheduler.batch import SequenceSlice
+
+log = logging.getLogger(__name__)
+
+
+def bucket_sizes(num_seqs_max: int) -> list[int]:
+    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64; the last is the maximum."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, num_seqs_max, 64)]
+    return [size for size in sizes if size < num_seqs_max] + [num_seqs_max]
+
+
+class DecodeGraphs:
+    """The recorded decode steps. `run` returns logits, which the next step overwrites."""
+
+    def __init__(
+        self,
+        forward: Callable[[StepViews], torch.Tensor],
+        *,
+        num_seqs_max: int,
+        table_width: int,
+        block_size: int,
+        num_blocks: int,
+        num_groups: int,
+        device: torch.device,
+    ) -> None:
+        """Records all graphs on a CUDA device; kernels are compiled and tuned before that."""
+        self._sizes = bucket_sizes(num_seqs_max)
+        shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
+        # The widest first: later graphs fit into the memory of the ones before.
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._buckets = [
+            _Bucket(shape, forward, block_size, num_blocks, device, pool)
+            for shape in reversed(shapes)
+        ][::-1]
+        if pool is not None:
+            log.info("recorded decode steps of %s rows", ", ".join(map(str, self._sizes)))
+
+    def fits(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Returns whether these slices are a decode step without adapters, which differ from step
+        to step, and without hidden states, which a replayed graph does not keep."""
+        return 0 < len(slices) <= self._sizes[-1] and all(
+            s.num_tokens == 1 and not (s.wants_hidden or s.adapter) for s in slices
+        )
+
+    def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Returns fp32 logits [slices, vocab], of every slice."""
+        bucket = self._buckets[bisect_left(self._sizes, len(slices))]
+        return bucket.run(slices)[: len(slices)]
+
+
+class _Bucket:
+    def __init__(
+        self,
+        shape: StepShape,
+        forward: Callable[[StepViews], torch.Tensor],
+        block_size: int,
+        num_blocks: int,
+        device: torch.device,
+        pool: Any,
+    ) -> None:
+        is_cuda = device.type == "cuda"
+        self._on_host = torch.empty(sum(shape.sizes), dtype=torch.int32, pin_memory=is_cuda)
+        self._rows = DecodeRows(self._on_host, shape)
+        self._on_device = torch.zeros_like(self._on_host, device=device)
+        self._views = StepViews.of(self._on_device, shape)
+        self._forward = forward
+        self._block_size = block_size
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if is_cuda:
+            self._record(num_blocks, pool)
+
+    def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        self._rows.write(slices, self._block_size)
+        self._on_device.copy_(self._on_host, non_blocking=True)
+        if self._graph is None:
+            return self._forward(self._views)
+        self._graph.replay()
+        return self._logits
+
+    def _record(self, num_blocks: int, pool: Any) -> None:
+        """The run before it compiles and tunes, over contexts as long as tables and pool allow;
+        nothing is stored."""
+        views = self._views
+        views.slots.fill_(-1)
+        width = min(views.shape.table_width, max(1, num_blocks // views.shape.num_seqs))
+        tables = torch.arange(views.block_tables.numel(), device=views.block_tables.device)
+        views.block_tables.copy_((tables % num_blocks).view_as(views.block_tables))
+        views.context_lens.fill_(width * self._block_size)
+        views.logit_rows.copy_(torch.arange(views.shape.num_logits))
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._forward(views)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._logits = self._forward(views)

@@ -1,0 +1,218 @@
+"""The same decoder as torch/decoder.py, on the fused Triton kernels.
+
+    x += delta, normed     one kernel: residual and norm       delta: what the part before adds
+    q, k, v                one product      (`_product`)
+    attention              attention.py; latent.py with latents
+    silu(gate) * up        one kernel
+
+Norms after attention and the MLP, and norms of all heads as one, are kernels of their own. Experts
+are in experts.py.
+
+Only views and launches, nothing that waits for the device: a CUDA graph can record it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.functional import linear
+
+from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.executor.torch.decoder import (
+    choose,
+    embedding_multiplier,
+    final_logits,
+    rope_tables,
+)
+from tandem.engine.executor.torch.lora import NO_LORA, AddsLora
+from tandem.engine.executor.triton.attention import HeadAttention, LayerStep
+from tandem.engine.executor.triton.experts import StackedExperts
+from tandem.engine.executor.triton.inputs import StepViews
+from tandem.engine.executor.triton.latent import LatentAttention
+from tandem.engine.executor.weights.decoder_weights import (
+    ExpertWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+    ModelWeights,
+)
+from tandem.engine.executor.weights.expand import embedded, pieces
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.config.experts import Experts
+from tandem.models.config.model import ModelConfig
+from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.rope import rotary_angles
+from tandem_kernels.triton.activation import gated_mul
+from tandem_kernels.triton.norm import add_rms_norm, rms_norm
+from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
+
+
+def _nothing() -> None:
+    """Waits for nobody."""
+
+
+class TritonDecoder:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, max_model_len: int) -> None:
+        self._config = config
+        self._weights = weights = weights.loaded()
+        self._attention: HeadAttention | LatentAttention = (
+            HeadAttention(config, max_model_len)
+            if config.latent is None
+            else LatentAttention(config.latent, max_model_len)
+        )
+        self._places = layer_places(config)
+        device = weights.device
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
+        self._experts = [
+            StackedExperts.of(layer.mlp) if isinstance(layer.mlp, ExpertWeights) else None
+            for layer in weights.layers
+        ]
+        clamp = config.gate_clamp
+        self._clamp = (clamp.alpha, clamp.limit) if clamp else None
+        self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
+        # What the last step's logits were made of; a step that is replayed does not set it.
+        dtype = weights.embedding.dtype
+        self.final_hidden = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        step: StepViews,
+        pools: Sequence[KvPool],
+        on_kv_launched: Callable[[], object] = _nothing,
+        lora: AddsLora = NO_LORA,
+    ) -> torch.Tensor:
+        """Writes the tokens' KV; fp32 logits [rows of step.logit_rows, vocab].
+
+        `pools` are those of the KV groups.
+        `on_kv_launched` is called when all that writes KV is in the stream.
+        """
+        specs = self._config.layers
+        eps = self._config.rms_norm_eps
+        angles = {
+            rope: rotary_angles(step.positions, *tables)
+            for rope, tables in self._frequencies.items()
+        }
+        x = embedded(self._weights, step.token_ids)
+        if self._embedding_multiplier != 1.0:
+            x = x * self._embedding_multiplier
+        delta: torch.Tensor | None = None
+        layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
+        for index, (spec, place, layer, stacked) in enumerate(layers):
+            normed = self._add_norm(x, delta, layer.attention_norm)
+            layer_kv = pools[place.group].layer(place.number)
+            is_last = index + 1 == self._config.num_layers
+            attended = self._attention.attend(
+                self._project_qkv(normed, index, layer, lora),
+                LayerStep(
+                    step,
+                    layer,
+                    spec.window,
+                    place.group,
+                    layer_kv,
+                    angles[spec.rope],
+                    index,
+                    lora,
+                ),
+                on_kv_launched if is_last else _nothing,
+            )
+            delta = _project(attended, (layer.attention_out,))
+            delta = lora.add(index, "attention_out", delta, attended)
+            delta = self._scaled(delta, layer.attention_post_norm)
+            normed = self._add_norm(x, delta, layer.mlp_norm)
+            if isinstance(layer.mlp, Mlp):
+                delta = self._mlp(index, layer.mlp, normed, lora)
+            else:
+                assert spec.experts is not None
+                assert stacked is not None
+                delta = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
+            delta = self._scaled(delta, layer.mlp_post_norm)
+        assert delta is not None
+        last = x[step.logit_rows]
+        last_delta = delta[step.logit_rows]
+        final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
+        self.final_hidden = final
+        output = Linear(self._weights.output, None, self._weights.output_blocks)
+        return final_logits(self._config, _product(final, output).float())
+
+    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: AddsLora) -> torch.Tensor:
+        gated = self._gated(lora.add(index, "gate_up", _project(x, mlp.gate_up), x))
+        return lora.add(index, "down", _project(gated, (mlp.down,)), gated)
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gated_mul(gate_up, self._config.activation, self._clamp)
+
+    def _mix(
+        self,
+        index: int,
+        experts: Experts,
+        stacked: StackedExperts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        lora: AddsLora,
+    ) -> torch.Tensor:
+        """Returns the weighted sum of each row's experts, and what the shared MLP gives."""
+        router = weights.router
+        logits = _product(x.to(router.weight.dtype), router)
+        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
+        mixed = stacked.mix(x, chosen, shares, self._gated)
+        if weights.shared is not None:
+            mixed += self._mlp(index, weights.shared, x, lora)
+        return mixed.to(x.dtype)
+
+    def _add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Adds delta, if any, to x in place; returns the sum's normalized rows, or the sum itself
+        where a layer has no norm."""
+        if norm is None:
+            return x if delta is None else x.add_(delta)
+        eps = self._config.rms_norm_eps
+        return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
+
+    def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
+        """Returns what is added to the residual stream."""
+        if post_norm is not None:
+            delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
+        multiplier = self._config.multipliers.residual
+        return delta if multiplier == 1.0 else delta * multiplier
+
+    def _project_qkv(
+        self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
+    ) -> torch.Tensor:
+        """Returns q, k and v side by side; q and k normalized if that is done over all heads."""
+        qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
+        if self._config.qk_norm == "all":
+            assert layer.q_norm is not None
+            assert layer.k_norm is not None
+            first = 0
+            for weight in (layer.q_norm, layer.k_norm):
+                part = qkv[:, first : first + weight.shape[0]]
+                part.copy_(rms_norm(part, weight, self._config.rms_norm_eps))
+                first += weight.shape[0]
+        return qkv
+
+
+def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
+    """Returns [rows, columns of all parts]; on a device weights/tensors_by_name.py joins them."""
+    if len(parts) == 1:
+        return _product(x, parts[0])
+    return torch.cat([_product(x, part) for part in parts], dim=1)
+
+
+def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
+    """Returns [rows, outputs] of x [rows, inputs].
+
+    numbers                      torch's product
+    integers in groups           one kernel, which makes numbers of them in registers
+    other quantized matrices     numbers of some outputs at a time, and torch's product with them
+    """
+    groups = matrix.blocks
+    if isinstance(groups, PackedGroups) and _is_multiplied(groups):
+        return packed_linear(x, groups.data, groups.scales, groups.zeros, groups.mins, matrix.bias)
+    parts = [linear(x, weight, bias) for weight, bias in pieces(matrix)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _is_multiplied(groups: PackedGroups) -> bool:
+    """Returns whether the kernel takes a matrix as it is."""
+    return groups.group_of_input is None and can_multiply(groups.shape[1], groups.scales.shape[1])

@@ -1,0 +1,95 @@
+"""A layer's experts on the Triton kernels: two products, each one launch for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple, Self
+
+import torch
+
+from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear
+from tandem.engine.executor.weights.expand import pieces
+from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
+
+
+class Stack(NamedTuple):
+    """One matrix of all experts of a layer."""
+
+    weight: torch.Tensor | None  # [experts, out, in]; None: `parts` have it
+    bias: torch.Tensor | None  # [experts, out]
+    parts: Sequence[Sequence[Linear]]  # of each expert, if they are quantized
+
+    @classmethod
+    def of(cls, matrices: Sequence[Sequence[Linear]]) -> Self:
+        """Stacks the parts of each expert's matrix."""
+        biases = [[p.bias for p in parts if p.bias is not None] for parts in matrices]
+        bias = _stacked(biases) if biases[0] else None
+        if matrices[0][0].blocks is not None:
+            return cls(None, bias, matrices)
+        weight = _stacked([[part.weight for part in parts] for parts in matrices])
+        return cls(weight, bias, ())
+
+    def numbers(self) -> torch.Tensor:
+        """Returns [experts, out, in], made for this call if the experts are quantized."""
+        if self.weight is not None:
+            return self.weight
+        made: torch.Tensor | None = None
+        for expert, parts in enumerate(self.parts):
+            first = 0
+            for weight, _ in chain.from_iterable(map(pieces, parts)):
+                if made is None:
+                    num_out = sum(len(part.weight) for part in parts)
+                    made = weight.new_empty(len(self.parts), num_out, weight.shape[1])
+                made[expert, first : first + len(weight)] = weight
+                first += len(weight)
+        assert made is not None
+        return made
+
+
+class StackedExperts(NamedTuple):
+    gate_up: Stack
+    down: Stack
+    num: int
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> Self:
+        return cls(
+            Stack.of([mlp.gate_up for mlp in weights.mlps]),
+            Stack.of([(mlp.down,) for mlp in weights.mlps]),
+            len(weights.mlps),
+        )
+
+    def mix(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        gated: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns the weighted sum of each row's experts, in fp32.
+
+        chosen, shares  [T, top_k]: experts and their weights
+        gated           the activation of gates and ups
+        """
+        tiles = tile_by_expert(chosen, self.num)
+        inner = gated(grouped_linear(x, self.gate_up.numbers(), self.gate_up.bias, tiles))
+        parts = grouped_linear(inner, self.down.numbers(), self.down.bias, tiles)
+        parts = parts.view(*chosen.shape, -1)
+        return (parts * shares.unsqueeze(-1)).sum(1)
+
+
+def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Returns one tensor of all experts: the one that they are views of (weights/experts.py), or a
+    copy."""
+    first = parts[0][0]
+    num_bytes = first.numel() * first.element_size()
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        len(each) == 1
+        and each[0].untyped_storage().data_ptr() == storage
+        and each[0].data_ptr() == first.data_ptr() + i * num_bytes
+        for i, each in enumerate(parts)
+    ):
+        return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack([torch.cat(list(each)) for each in parts])

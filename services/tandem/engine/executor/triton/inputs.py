@@ -1,0 +1,165 @@
+"""A step's batch as one array of int32 and views of it: one copy brings a step to the device.
+
+    token_ids | positions | slots | context_lens | query_starts | logit_rows | block_tables
+        T          T        G x T        S            C + 1           L          G x S x M
+
+T tokens of S sequences: first those with one token each, D of them, for decode attention; then C
+chunks. In a decode step rows of no sequence may follow, up to what a CUDA graph was made for: they
+have no slot and an empty context. Each of G KV groups has slots and tables of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    num_tokens: int  # T
+    num_seqs: int  # S
+    num_single: int  # D
+    num_logits: int  # L
+    table_width: int  # M
+    num_groups: int = 1  # G
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_seqs - self.num_single
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the parts of the array, in its order."""
+        tokens = self.num_tokens
+        seqs = self.num_seqs
+        groups = self.num_groups
+        tables = groups * seqs * self.table_width
+        return (tokens, tokens, groups * tokens, seqs, self.num_chunks + 1, self.num_logits, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class StepViews:
+    """The parts of an array."""
+
+    array: torch.Tensor
+    shape: StepShape
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor  # [G, T]: block id * block size + offset; -1: not stored
+    context_lens: torch.Tensor
+    query_starts: torch.Tensor  # of the chunks, from 0 after the single tokens
+    logit_rows: torch.Tensor
+    block_tables: torch.Tensor  # [G, S, M]
+
+    @classmethod
+    def of(cls, array: torch.Tensor, shape: StepShape) -> StepViews:
+        tokens, positions, slots, lens, starts, logit_rows, tables = torch.split(
+            array, list(shape.sizes)
+        )
+        slots = slots.view(shape.num_groups, -1)
+        tables = tables.view(shape.num_groups, shape.num_seqs, shape.table_width)
+        return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tables)
+
+
+def write_step(batch: StepBatch, block_size: int) -> StepViews:
+    """The whole batch, in a new array on the host."""
+    slices = _in_order(batch)
+    shape = StepShape(
+        num_tokens=batch.num_tokens,
+        num_seqs=len(slices),
+        num_single=sum(piece.num_tokens == 1 for piece in slices),
+        num_logits=sum(piece.num_logits for piece in slices),
+        table_width=max(len(table) for piece in slices for table in piece.block_tables),
+        num_groups=len(slices[0].block_tables),
+    )
+    views = StepViews.of(torch.zeros(sum(shape.sizes), dtype=torch.int32), shape)
+    token_ids = views.token_ids.numpy()
+    positions = views.positions.numpy()
+    slots = views.slots.numpy()
+    tables = views.block_tables.numpy()
+    starts = views.query_starts.numpy()
+    row = 0
+    last_rows = {}
+    for i, piece in enumerate(slices):
+        rows = slice(row, row + piece.num_tokens)
+        token_ids[rows] = piece.token_ids
+        positions[rows] = np.arange(piece.context_len - piece.num_tokens, piece.context_len)
+        for group, block_table in enumerate(piece.block_tables):
+            table = np.array(block_table, np.int32)
+            tables[group, i, : len(table)] = table
+            slots[group, rows] = table[positions[rows] // block_size] * block_size
+        row = rows.stop
+        last_rows[id(piece)] = row - 1
+        if i >= shape.num_single:
+            starts[i - shape.num_single + 1] = row - shape.num_single
+    slots += positions % block_size
+    views.context_lens.numpy()[:] = [piece.context_len for piece in slices]
+    views.logit_rows.numpy()[:] = [
+        row
+        for p in batch.slices
+        for row in range(last_rows[id(p)] + 1 - p.num_logits, last_rows[id(p)] + 1)
+    ]
+    return views
+
+
+def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:
+    """Returns the rows of each adapter in a step as `write_step` lays it out, by its digest."""
+    rows: dict[str, list[int]] = {}
+    first = 0
+    for piece in _in_order(batch):
+        if piece.adapter:
+            rows.setdefault(piece.adapter, []).extend(range(first, first + piece.num_tokens))
+        first += piece.num_tokens
+    return rows
+
+
+def _in_order(batch: StepBatch) -> list[SequenceSlice]:
+    return sorted(batch.slices, key=lambda piece: piece.num_tokens > 1)
+
+
+class DecodeRows:
+    """The host's array of a decode step of a fixed number of rows, kept from step to step.
+
+    Most of it are block tables, which hardly change: what is the same as in the step before is not
+    written again.
+    """
+
+    def __init__(self, array: torch.Tensor, shape: StepShape) -> None:
+        """`array` is int32, on the host, as long as the shape needs."""
+        assert shape.num_chunks == 0
+        assert shape.num_logits == shape.num_tokens == shape.num_seqs
+        self._views = StepViews.of(array, shape)
+        self._views.logit_rows.copy_(torch.arange(shape.num_seqs))
+        self._views.query_starts.zero_()
+        self._views.block_tables.zero_()
+        self._tables = self._views.block_tables.numpy()
+        self._known: list[list[list[int]]] = [
+            [[] for _ in range(shape.num_seqs)] for _ in range(shape.num_groups)
+        ]
+
+    def write(self, slices: Sequence[SequenceSlice], block_size: int) -> None:
+        views = self._views
+        num_pad = views.shape.num_seqs - len(slices)
+        places = [piece.context_len - 1 for piece in slices]
+        views.token_ids.numpy()[:] = [piece.token_ids[0] for piece in slices] + [0] * num_pad
+        views.positions.numpy()[:] = places + [0] * num_pad
+        views.context_lens.numpy()[:] = [piece.context_len for piece in slices] + [0] * num_pad
+        slots = views.slots.numpy()
+        for group in range(views.shape.num_groups):
+            slots[group] = [
+                piece.block_tables[group][place // block_size] * block_size + place % block_size
+                for piece, place in zip(slices, places, strict=True)
+            ] + [-1] * num_pad
+            for row, piece in enumerate(slices):
+                known = self._known[group][row]
+                table = piece.block_tables[group]
+                if len(table) < len(known) or table[: len(known)] != known:
+                    known.clear()
+                if len(table) > len(known):
+                    self._tables[group, row, len(known) : len(table)] = table[len(known) :]
+                    known += table[len(known) :]

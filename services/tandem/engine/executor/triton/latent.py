@@ -1,0 +1,106 @@
+"""Latent attention of a layer on the Triton kernels (tandem/models/config/latent.py).
+
+queries             of what was projected, or the product of its normalized latent
+rotate and store    one kernel: norm of latents, rope, cache write
+absorbed            W_k^T of the plain parts of queries, all heads in one product
+attention           one launch for single tokens, one for chunks
+values              W_v of what was attended, all heads in one product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import linear
+
+from tandem.engine.executor.triton.attention import LayerStep
+from tandem.engine.executor.weights.decoder_weights import LATENT_NORM_EPS, LatentWeights
+from tandem.models.config.latent import Latent
+from tandem_kernels.linear import linear_of_heads
+from tandem_kernels.triton.latent_cache import rotate_and_store_latents
+from tandem_kernels.triton.latent_decode import choose_latent_splits, latent_decode_attention
+from tandem_kernels.triton.latent_loop import LatentQueries
+from tandem_kernels.triton.latent_prefill import latent_prefill_attention
+from tandem_kernels.triton.norm import rms_norm
+
+
+class LatentAttention:
+    """Attention by the latents of tokens; no head's keys and values are made."""
+
+    def __init__(self, sizes: Latent, max_model_len: int) -> None:
+        self._sizes = sizes
+        self._max_model_len = max_model_len
+
+    def attend(
+        self, projected: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
+    ) -> torch.Tensor:
+        """Returns the values of what heads attended, [T, heads * value].
+
+        projected   queries or their latent, and the tokens' KV side by side
+
+        `on_kv_launched` is called when what writes the KV is in the stream."""
+        sizes = self._sizes
+        weights = at.weights.latent
+        step = at.step
+        assert weights is not None
+        parts = [projected.shape[1] - sizes.kv_dim, sizes.kv_dim]
+        queries, kv = torch.split(projected, parts, 1)
+        heads = self._heads(queries, weights, at)
+        layer_kv = at.kv.numbers
+        rotated = rotate_and_store_latents(
+            heads,
+            kv,
+            at.angles,
+            step.slots[at.group],
+            layer_kv,
+            norm=weights.kv_norm,
+            eps=LATENT_NORM_EPS,
+        )
+        on_kv_launched()
+        plain = heads[..., : sizes.plain_dim]
+        absorbed = linear_of_heads(plain, weights.keys)
+        absorbed = at.lora.add_of_heads(at.index, "latent_keys", absorbed, plain)
+        attended = self._attend(LatentQueries(absorbed, rotated), at)
+        values = linear_of_heads(attended, weights.values)
+        return at.lora.add_of_heads(at.index, "latent_values", values, attended).flatten(1)
+
+    def _heads(self, queries: torch.Tensor, weights: LatentWeights, at: LayerStep) -> torch.Tensor:
+        """Returns queries [T, heads, plain + rope]."""
+        if weights.q_norm is not None and weights.q_out is not None:
+            normed = rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
+            queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)
+        return queries.view(len(queries), -1, self._sizes.q_dim)
+
+    def _attend(self, queries: LatentQueries, at: LayerStep) -> torch.Tensor:
+        """Returns what heads attended, [T, heads, rank]."""
+        num_tokens, num_heads, _ = queries.rotated.shape
+        step = at.step
+        num_single = step.shape.num_single
+        parts = []
+        block_tables = step.block_tables[at.group]
+        if num_single:
+            parts.append(
+                latent_decode_attention(
+                    queries.rows(0, num_single),
+                    at.kv.numbers,
+                    block_tables[:num_single],
+                    step.context_lens[:num_single],
+                    num_splits=choose_latent_splits(
+                        num_single, num_heads, self._max_model_len, queries.rotated.device
+                    ),
+                    scale=self._sizes.scale,
+                )
+            )
+        if step.shape.num_chunks:
+            parts.append(
+                latent_prefill_attention(
+                    queries.rows(num_single, num_tokens),
+                    at.kv.numbers,
+                    block_tables[num_single:],
+                    step.context_lens[num_single:],
+                    step.query_starts,
+                    scale=self._sizes.scale,
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

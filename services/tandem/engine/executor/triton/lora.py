@@ -1,0 +1,108 @@
+"""LoRA adapters on the Triton kernels: all of them in two launches for each product.
+
+Products of heads, which latent attention has, are torch's, one adapter after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+import torch
+from torch.nn.functional import linear
+
+from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName, StepLora
+from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights
+from tandem_kernels.triton.lora import NO_PART, LoraTiles, add_lora, part_fields
+
+_PRODUCTS: tuple[ProductName, ...] = get_args(ProductName)
+_PARTS_MAX = 3  # of a product: q, k and v
+
+
+class TritonAdapters:
+    """The adapters in memory, and where kernels find their matrices."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._weights: dict[str, LoraWeights] = {}
+        self._fields = torch.zeros(0, dtype=torch.int64)  # [adapters, layers, products, parts, 5]
+        self._sizes: list[dict[ProductName, tuple[int, int]]] = []  # of each layer
+
+    def add(self, weights: LoraWeights) -> None:
+        """Lets slices name the adapter's digest."""
+        self._weights[weights.digest] = weights
+        self._update()
+
+    def drop(self, digest: str) -> None:
+        """Forgets an adapter that no slice names any more."""
+        self._weights.pop(digest, None)
+        self._update()
+
+    def of_step(self, rows: Mapping[str, Sequence[int]]) -> AddsLora:
+        """Returns what adds to products of a step, in which adapters have some rows by digest."""
+        if not rows:
+            return NO_LORA
+        numbers = {digest: number for number, digest in enumerate(self._weights)}
+        by_number = {numbers[digest]: of_one for digest, of_one in rows.items()}
+        tiles = LoraTiles.of(by_number, self._device)
+        return _TritonStepLora(tiles, self._fields, self._sizes, self._of_heads(rows))
+
+    def _of_heads(self, rows: Mapping[str, Sequence[int]]) -> StepLora:
+        """Returns what adds to products of heads."""
+        on_device = {
+            digest: torch.tensor(of_one, dtype=torch.int64).to(self._device)
+            for digest, of_one in rows.items()
+            if any(layer.latent_keys for layer in self._weights[digest].layers)
+        }
+        return StepLora(on_device, self._weights, linear) if on_device else NO_LORA
+
+    def _update(self) -> None:
+        adapters = list(self._weights.values())
+        fields = [[_fields(layer) for layer in adapter.layers] for adapter in adapters]
+        self._fields = torch.tensor(fields, dtype=torch.int64).to(self._device)
+        layers = zip(*(adapter.layers for adapter in adapters), strict=True)
+        self._sizes = [
+            {name: sizes for name in _PRODUCTS if (sizes := _largest(of_all, name))}
+            for of_all in layers
+        ]
+
+
+class _TritonStepLora:
+    def __init__(
+        self,
+        tiles: LoraTiles,
+        fields: torch.Tensor,
+        sizes: Sequence[Mapping[ProductName, tuple[int, int]]],
+        of_heads: StepLora,
+    ) -> None:
+        self._tiles = tiles
+        self._fields = fields
+        self._sizes = sizes
+        self.add_of_heads = of_heads.add_of_heads
+
+    def add(
+        self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns `out`, the product of `x` in a layer, with what the adapters add to it."""
+        if (sizes := self._sizes[index].get(product)) is not None:
+            parts = self._fields[:, index, _PRODUCTS.index(product)]
+            rank, columns = sizes
+            add_lora(out, x, self._tiles, parts, rank_max=rank, columns_max=columns)
+        return out
+
+
+def _fields(layer: LoraLayer) -> list[list[list[int]]]:
+    """Returns how kernels find the parts of each product."""
+    products = []
+    for name in _PRODUCTS:
+        parts = [part_fields(part) for part in getattr(layer, name)]
+        products.append(parts + [NO_PART] * (_PARTS_MAX - len(parts)))
+    return products
+
+
+def _largest(layers: Sequence[LoraLayer], product: ProductName) -> tuple[int, int] | None:
+    """Returns the highest rank and the most columns of a product's parts; None without parts."""
+    shapes = [part.b.shape for layer in layers for part in getattr(layer, product)]
+    if not shapes:
+        return None
+    return max(rank for _, rank in shapes), max(columns for columns, _ in shapes)

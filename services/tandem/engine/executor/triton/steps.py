@@ -1,0 +1,138 @@
+"""Steps on the Triton kernels: decode as recorded graphs, all else launched kernel by kernel."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
+from tandem.engine.executor.triton.decoder import TritonDecoder
+from tandem.engine.executor.triton.inputs import StepViews, adapted_rows, write_step
+from tandem.engine.executor.triton.lora import TritonAdapters
+from tandem.engine.executor.weights.decoder_weights import ModelWeights
+from tandem.engine.executor.weights.lora import LoraWeights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.config.model import ModelConfig
+from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.sampling import Draw
+from tandem_kernels.triton.logprobs import logprobs
+from tandem_kernels.triton.sampling import sample
+
+
+class TritonSteps:
+    """Computes steps with the Triton kernels. One thread at a time may call `forward`."""
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._decoder = TritonDecoder(config, weights, max_model_len)
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._pools: Sequence[KvPool] | None = None
+        self._adapters = TritonAdapters(weights.embedding.device)
+
+    def add_adapter(self, weights: LoraWeights) -> None:
+        """Lets slices name the adapter's digest."""
+        self._adapters.add(weights)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no slice names any more."""
+        self._adapters.drop(digest)
+
+    @torch.inference_mode()
+    def prepare(self, pools: Sequence[KvPool]) -> None:
+        """Compiles, tunes and records what steps over the pools of the KV groups need, so that no
+        request waits for it. The pools are zeros before it, and after it."""
+        block_size = pools[0].block_size
+        device = pools[0].device
+        num_blocks = min(pool.layout.num_blocks for pool in pools)
+        self._pools = pools
+        self._graphs = DecodeGraphs(
+            lambda views: self._decoder.forward(views, pools),
+            num_seqs_max=self._max_num_seqs,
+            table_width=-(-self._max_model_len // block_size),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_groups=len(pools),
+            device=device,
+        )
+        if device.type == "cuda":
+            for num_tokens in (16, min(512, self._max_model_len)):  # prefill's classes of shapes
+                blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
+                num_tokens = min(num_tokens, len(blocks) * block_size)
+                others = [blocks] * (len(pools) - 1)
+                piece = SequenceSlice(
+                    [0] * num_tokens, num_tokens, blocks, True, other_tables=others
+                )
+                logits, _ = self._run_mixed(StepBatch([piece]), pools, wants_event=False)
+            sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
+            for pool in pools:
+                pool.memory.zero_()
+
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> list[int]:
+        """Draws as Runner.sample does."""
+        if rows is not None:
+            logits = logits[rows]
+        token_ids: list[int] = sample(logits, draws).tolist()
+        return token_ids
+
+    logprobs = staticmethod(logprobs)
+
+    def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
+        """Returns what Runner.final_hidden does."""
+        states: list[list[float]] = self._decoder.final_hidden[rows].float().tolist()
+        return states
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: StepBatch,
+        pools: Sequence[KvPool],
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        """Runs a step as TorchSteps.forward does. A decode step's logits last until the next one.
+
+        Waits for the device only to call `on_kv_written`; without it, it waits for nothing.
+        """
+        if self._pools is not pools:
+            self.prepare(pools)
+        device = pools[0].device
+        if self._graphs.fits(batch.slices):
+            logits = self._graphs.run(batch.slices)
+            written = _recorded_event(device) if on_kv_written else None
+            if not all(piece.num_logits for piece in batch.slices):
+                wanted = [i for i, piece in enumerate(batch.slices) if piece.num_logits]
+                logits = logits[wanted]
+        else:
+            logits, written = self._run_mixed(batch, pools, wants_event=on_kv_written is not None)
+        if on_kv_written is not None:
+            if written is not None:
+                written.synchronize()
+            on_kv_written()
+        return logits
+
+    def _run_mixed(
+        self, batch: StepBatch, pools: Sequence[KvPool], *, wants_event: bool
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        host = write_step(batch, pools[0].block_size)
+        array = host.array
+        device = pools[0].device
+        if device.type == "cuda":
+            array = array.pin_memory().to(device, non_blocking=True)
+        written: list[torch.cuda.Event | None] = []
+        logits = self._decoder.forward(
+            StepViews.of(array, host.shape),
+            pools,
+            lambda: written.append(_recorded_event(device) if wants_event else None),
+            self._adapters.of_step(adapted_rows(batch)),
+        )
+        return logits, written[0]
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,68 @@
+"""Maps the tensors of a checkpoint, which models/checkpoint/check.py has checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tandem.engine.executor.weights.mxfp4 import Mxfp4, join_mxfp4
+from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.quantized.tensors import Coded, join_parts
+from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.text_part import names_in_model
+from tandem.models.files import naming
+from tandem.models.gguf.tensors import Blocks, read_tensors
+
+Stored = Mapping[str, torch.Tensor | Blocks | Coded | Mxfp4]
+
+
+def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
+    """Returns the tensors, which stay in the files' pages; those of a quantized matrix as one."""
+    if files[0].suffix.lower() == ".gguf":
+        with naming(files[0]):
+            return read_tensors(files, config)
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, Path] = {}
+    for file in files:
+        with naming(file):
+            stored = load_file(file)
+            names = names_in_model(stored, is_text_part=config.is_text_part)
+            loaded = {own: stored[name] for own, name in names.items()}
+        tensors |= loaded
+        places |= dict.fromkeys(loaded, file)
+    if config.is_mxfp4:
+        return join_mxfp4(tensors)
+    if config.quantization is None:
+        return tensors
+    return join_parts(tensors, config.quantization, places)
+
+
+def check_tied(stored: Stored) -> None:
+    """Some checkpoints store the tied matrix twice. Raises UnsupportedModel if two matrices differ:
+    transformers does not tie them then."""
+    output, embedding = (_parts_of(stored.get(name)) for name in (OUTPUT, EMBEDDING))
+    if not output:
+        return
+    are_alike = output.keys() == embedding.keys()
+    if not (are_alike and all(_are_equal(output[part], embedding[part]) for part in output)):
+        raise UnsupportedModel(
+            f"tie_word_embeddings is true, and {OUTPUT} differs from {EMBEDDING}: set it to false"
+        )
+
+
+def _parts_of(matrix: torch.Tensor | Blocks | Coded | Mxfp4 | None) -> Mapping[str, torch.Tensor]:
+    """Returns the tensors of a matrix of safetensors; a GGUF file stores a tied one once."""
+    if isinstance(matrix, Coded):
+        return matrix.by_kind
+    return {"weight": matrix} if isinstance(matrix, torch.Tensor) else {}
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return torch.equal(one.float(), other.float())
+    bits = torch.uint8 if one.dtype.is_floating_point and one.dtype.itemsize == 1 else one.dtype
+    return torch.equal(one.view(bits), other.view(bits))

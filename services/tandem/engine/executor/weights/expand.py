@@ -1,0 +1,42 @@
+"""Quantized matrices as numbers of the compute dtype, a few rows at a time.
+
+The torch kernels, and Triton's where they have none for a form, multiply with these. No more than
+one piece is there at a time, so that a model takes the memory of its quantized weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tandem.engine.executor.weights.decoder_weights import Linear, ModelWeights
+
+_NUMBERS_AT_ONCE = 1 << 20
+_ON_A_DEVICE = 16 << 20  # where each operation has to be launched
+
+
+def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yields weights and biases of outputs one after another; all at once, if not quantized."""
+    if matrix.blocks is None:
+        yield matrix.weight, matrix.bias
+        return
+    num_out, num_in = matrix.weight.shape
+    is_cpu = matrix.blocks.data.device.type == "cpu"
+    at_once = max(1, (_NUMBERS_AT_ONCE if is_cpu else _ON_A_DEVICE) // num_in)
+    for first in range(0, num_out, at_once):
+        end = min(first + at_once, num_out)
+        weight = matrix.blocks.between(first, end).numbers().to(matrix.weight.dtype)
+        yield weight, None if matrix.bias is None else matrix.bias[first:end]
+
+
+def expanded(matrix: Linear) -> torch.Tensor:
+    """Returns all numbers of a matrix [out, in]."""
+    return torch.cat([weight for weight, _ in pieces(matrix)])
+
+
+def embedded(weights: ModelWeights, token_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the embeddings of tokens [tokens, hidden]."""
+    if weights.embedding_blocks is None:
+        return torch.nn.functional.embedding(token_ids, weights.embedding)
+    return weights.embedding_blocks.in_order(token_ids).numbers().to(weights.embedding.dtype)

@@ -1,0 +1,108 @@
+"""Loads a layer's experts, in whichever form a checkpoint has them (`ExpertNames`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear, Mlp
+from tandem.engine.executor.weights.tensors_by_name import TensorsByName
+from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
+from tandem.models.config.experts import Experts
+from tandem.models.gguf.tensors import Blocks
+
+Parts = list[tuple[Linear, ...]]  # of each expert
+
+
+def load_experts(
+    tensors: TensorsByName, names: ExpertNames, layer: str, experts: Experts, shared: Mlp | None
+) -> ExpertWeights:
+    """Returns the experts of the layer with this name. `shared` is the MLP beside them."""
+    gate_ups, downs = _products(tensors, names, layer, experts.num)
+    correction = f"{layer}.{names.correction}"
+    return ExpertWeights(
+        router=_router(tensors, names, layer),
+        shared=shared,
+        correction=tensors.floats(correction) if experts.is_corrected else None,
+        mlps=tuple(Mlp(gate_up, down[0]) for gate_up, down in zip(gate_ups, downs, strict=True)),
+    )
+
+
+def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
+    """Returns the router's matrix, of float32 where transformers computes with that."""
+    name = f"{layer}.{names.router}"
+    if names.form == "deepseek":
+        return Linear(tensors.floats(f"{name}.weight"), None)
+    return tensors.with_bias(Linear(tensors.tensor(f"{name}.weight"), None), f"{name}.bias")
+
+
+def _products(
+    tensors: TensorsByName, names: ExpertNames, layer: str, num: int
+) -> tuple[Parts, Parts]:
+    """Returns gates and ups, and downs."""
+    stacked = [f"{layer}.{name}" for name in names.stacked]
+    if names.is_gguf:
+        matrices = [*tensors.alike(stacked[:2]), tensors.matrix(stacked[2])]
+        biased = map(tensors.with_bias, matrices, map(bias_of, stacked))
+        gates, ups, downs = map(_one_by_one, biased)
+        return [gate + up for gate, up in zip(gates, ups, strict=True)], downs
+    if names.form == "gpt_oss":
+        gate_up = _gates_first(_of_gpt_oss(tensors, stacked[0], names.is_mxfp4))
+        down = _of_gpt_oss(tensors, stacked[1], names.is_mxfp4)
+        return _one_by_one(gate_up), _one_by_one(down)
+    if names.is_stacked:
+        gate_ups, downs = (_one_by_one(tensors.matrix(name)) for name in stacked)
+        return gate_ups, downs
+    parts = [[f"{layer}.{part}" for part in names.parts(i)] for i in range(num)]
+    return (
+        _apart(tensors, [(gate, up) for gate, up, _ in parts]),
+        _apart(tensors, [(down,) for _, _, down in parts]),
+    )
+
+
+def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
+    """Returns weights [experts, out, in] and biases [experts, out]."""
+    bias = tensors.tensor(f"{name}_bias")
+    if is_mxfp4:
+        return replace(tensors.matrix(name), bias=bias)
+    return Linear(tensors.tensor(name).transpose(1, 2).contiguous(), bias)
+
+
+def _gates_first(gate_up: Linear) -> Linear:
+    """Returns the same with the gates before the ups, which take turns. Blocks are sorted where
+    they are: nobody else has them."""
+    assert gate_up.bias is not None
+    bias = _sorted(gate_up.bias)
+    if gate_up.blocks is None:
+        return Linear(_sorted(gate_up.weight), bias)
+    assert isinstance(gate_up.blocks, Blocks)
+    for of_expert in gate_up.blocks.matrices():
+        of_expert.data.copy_(_sorted(of_expert.data.unsqueeze(0)).squeeze(0))
+    return replace(gate_up, bias=bias)
+
+
+def _sorted(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the even rows [experts, rows, ...] of each expert, then the odd ones."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
+
+
+def _one_by_one(stack: Linear) -> Parts:
+    """Returns the matrix of each expert, of one tensor of all of them."""
+    num = len(stack.weight)
+    biases = [None] * num if stack.bias is None else stack.bias
+    blocks = stack.blocks.matrices() if isinstance(stack.blocks, Blocks) else [None] * num
+    return [(Linear(*each),) for each in zip(stack.weight, biases, blocks, strict=True)]
+
+
+def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
+    """Returns the matrix of each expert, or its parts: views of one tensor of all experts where
+    that costs no copy that is not made anyway."""
+    every = [part for parts in names for part in parts]
+    apart = tensors.alike(every) if tensors.is_mapped(every[0]) else tensors.quantized(every)
+    if apart:
+        parts = len(names[0])
+        return [tuple(apart[at : at + parts]) for at in range(0, len(apart), parts)]
+    stacked = tensors.stacked(every)
+    return _one_by_one(Linear(stacked.view(len(names), -1, stacked.shape[1]), None))

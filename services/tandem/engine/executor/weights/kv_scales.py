@@ -1,0 +1,46 @@
+"""Reads the static scales of KV in fp8_e4m3 that a checkpoint may have: of K and V of each layer.
+
+They take the place of the scales that tokens have of their own (tandem_kernels/kv_fp8.py). All
+workers of a model must have the same; their digest is part of the KV data type's name.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from safetensors import safe_open
+
+from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.kv_scales import Place, find_kv_scales
+from tandem.models.files import naming
+from tandem.models.folder import ModelFolder
+from tandem_kernels.kv_fp8 import FixedScales
+from tandem_kernels.kv_int8 import SCALE_MAX, round_up
+
+
+def fixed_scales(folder: ModelFolder) -> FixedScales | None:
+    """Returns the scales of a model; None if neither its files nor its config tell of any.
+
+    Raises UnsupportedModel for a scale that is missing or no scale, and ConfigError naming a file
+    that cannot be read.
+    """
+    stored = find_kv_scales(folder.weight_files, folder.config)
+    if not stored:
+        return None
+    found: dict[Place, float] = {}
+    by_file = sorted(stored.items(), key=lambda item: item[1].file)
+    for file, items in groupby(by_file, lambda item: item[1].file):
+        with naming(file), safe_open(file, "pt") as tensors:
+            for place, (_, name) in items:
+                found[place] = _scale(name, float(tensors.get_tensor(name)))
+    layers = range(folder.config.num_layers)
+    return FixedScales(round_up(torch.tensor([[found[i, "k"], found[i, "v"]] for i in layers])))
+
+
+def _scale(name: str, scale: float) -> float:
+    if not 0 < scale <= SCALE_MAX:
+        raise UnsupportedModel(
+            f"{name} is {scale}; a scale of KV must be above 0, and at most {SCALE_MAX:.0f}"
+        )
+    return scale

@@ -1,0 +1,258 @@
+"""Loads a decoder's weights, from the safetensors of a Hugging Face folder or from a GGUF file.
+
+Files are mapped: a tensor that is stored in the compute dtype is never copied, and all processes
+that map it share its memory. The config names and shapes every tensor; a missing, surplus or
+wrongly shaped one is an error before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import overload
+
+import torch
+
+from tandem.engine.executor.weights.checkpoint import check_tied, map_files
+from tandem.engine.executor.weights.decoder_weights import (
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+    ModelWeights,
+    Quantized,
+)
+from tandem.engine.executor.weights.experts import load_experts
+from tandem.engine.executor.weights.released_memory import FilePages
+from tandem.engine.executor.weights.rotary_rows import (
+    RotatedRows,
+    query_rows,
+    rotary_rows,
+    token_products,
+)
+from tandem.engine.executor.weights.tensors_by_name import KeptFor, TensorsByName
+from tandem.models.checkpoint.check import check_weights
+from tandem.models.checkpoint.expert_names import ExpertNames
+from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.checkpoint.weight_shapes import EMBEDDING, FINAL_NORM, NORMS, OUTPUT
+from tandem.models.config.experts import Experts
+from tandem.models.config.latent import Latent
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
+from tandem.models.files import naming
+from tandem.models.gguf.tensors import Blocks
+
+Tell = Callable[[int, int], None]  # hears of bytes that are loaded, and of all bytes
+
+
+def nobody(num_bytes: int, num_bytes_all: int) -> None:
+    """Hears of progress and does nothing with it."""
+
+
+def load_weights(
+    files: Sequence[Path],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept_for: KeptFor = "",
+    tell: Tell = nobody,
+) -> ModelWeights:
+    """Loads the weights in `dtype`. Matrices stay quantized if they are kept for kernels that
+    multiply so, or that expand them. A layer is loaded each time that it is asked for. `tell` hears
+    of the progress.
+
+    Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
+    ConfigError naming a file that cannot be read."""
+    shapes = check_weights(files, config)
+    stored = map_files(files, config)
+    if config.tie_word_embeddings:
+        with naming(files[0] if len(files) == 1 else files[0].parent):
+            check_tied(stored)
+    progress = LoadProgress(shapes, sum(file.stat().st_size for file in files), tell)
+    pages = FilePages(files)
+    tensors = TensorsByName(stored, dtype=dtype, device=device, kept_for=kept_for, pages=pages)
+    builder = _Builder(tensors, config, ExpertNames.of(config, stored))
+    embedding = tensors.matrix(EMBEDDING)
+    rows = embedding.blocks
+    if kept_for == "native" and not _is_read_by_rows(rows):
+        embedding = Linear(tensors.tensor(EMBEDDING), None)
+        rows = None
+    progress.note(EMBEDDING)
+    output = embedding if config.tie_word_embeddings else tensors.matrix(OUTPUT)
+    progress.note(OUTPUT)
+    return ModelWeights(
+        embedding=embedding.weight,
+        embedding_blocks=rows,
+        layers=_Layers(builder, config.layers, progress),
+        pages=pages,
+        final_norm=builder.norm(FINAL_NORM),
+        output=output.weight,
+        output_blocks=output.blocks,
+    )
+
+
+def _is_read_by_rows(embedding: Quantized | None) -> bool:
+    """Returns whether the native kernels look up rows of such an embedding."""
+    if isinstance(embedding, Blocks):
+        return embedding.order is None
+    return not isinstance(embedding, Fp8)
+
+
+class _Layers(Sequence[LayerWeights]):
+    """Layers that are loaded when they are asked for, each time anew."""
+
+    def __init__(
+        self, builder: _Builder, specs: Sequence[LayerSpec], progress: LoadProgress
+    ) -> None:
+        self._builder = builder
+        self._specs = specs
+        self._progress = progress
+
+    @overload
+    def __getitem__(self, index: int) -> LayerWeights: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerWeights]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerWeights | list[LayerWeights]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        name = f"model.layers.{index}"
+        layer = self._builder.layer(name, self._specs[index])
+        self._progress.note(f"{name}.")
+        return layer
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+class _Builder:
+    """Makes layers of tensors."""
+
+    def __init__(self, tensors: TensorsByName, config: ModelConfig, names: ExpertNames) -> None:
+        self._tensors = tensors
+        self._config = config
+        self._names = names
+
+    def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
+        attention = f"{name}.self_attn"
+        tensors = self._tensors
+        norms = {
+            field: self.norm(f"{name}.{stored}.weight")
+            for field, stored in NORMS[self._config.norms].items()
+        }
+        if self._config.qk_norm:
+            norms["q_norm"] = self.norm(f"{attention}.q_norm.weight")
+            norms["k_norm"] = self.norm(f"{attention}.k_norm.weight")
+        latent = None
+        qkv: tuple[Linear, ...]
+        if self._config.latent is not None:
+            parts = token_products(self._config.latent)
+            qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
+            latent = self._latent(attention, self._config.latent)
+        elif self._config.is_fused:
+            qkv = (self._rotary_first(tensors.linear(f"{attention}.qkv_proj")),)
+        else:
+            qkv = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+        return LayerWeights(
+            qkv=qkv,
+            attention_out=tensors.linear(f"{attention}.o_proj"),
+            sinks=tensors.tensor(f"{attention}.sinks") if self._config.has_sinks else None,
+            mlp=self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp"),
+            latent=latent,
+            **norms,
+        )
+
+    def norm(self, name: str) -> torch.Tensor:
+        """Returns the weights of a norm. With an offset they are float32: in bfloat16 the sum
+        would lose most of its digits."""
+        if not self._config.norm_offset:
+            return self._tensors.tensor(name)
+        return self._tensors.floats(name) + self._config.norm_offset
+
+    def _of_latent(self, name: str, rotated: RotatedRows) -> Linear:
+        weight = Linear(self._tensors.tensor(f"{name}.weight"), None)
+        linear = self._tensors.with_bias(weight, f"{name}.bias")
+        bias = None if linear.bias is None else rotated.in_halves(linear.bias)
+        return Linear(rotated.in_halves(linear.weight), bias)
+
+    def _latent(self, name: str, latent: Latent) -> LatentWeights:
+        tensors = self._tensors
+        q_norm = q_out = None
+        if latent.q_rank is not None:
+            q_norm = tensors.tensor(f"{name}.q_a_layernorm.weight")
+            q_out = query_rows(latent).in_halves(tensors.tensor(f"{name}.q_b_proj.weight"))
+        keys, values = _keys_and_values(name, latent, tensors)
+        return LatentWeights(
+            q_norm=q_norm,
+            q_out=q_out,
+            kv_norm=tensors.tensor(f"{name}.kv_a_layernorm.weight"),
+            keys=keys,
+            values=values,
+        )
+
+    def _mlp(self, name: str) -> Mlp:
+        if self._config.is_fused:
+            gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
+        else:
+            gate_up = self._tensors.joined(f"{name}.gate_proj", f"{name}.up_proj")
+        return Mlp(gate_up, self._tensors.linear(f"{name}.down_proj"))
+
+    def _experts(self, layer: str, experts: Experts) -> ExpertWeights:
+        shared = self._mlp(f"{layer}.mlp.shared_experts") if experts.shared_inner else None
+        return load_experts(self._tensors, self._names, layer, experts, shared)
+
+    def _rotary_first(self, qkv: Linear) -> Linear:
+        rows = rotary_rows(self._config)
+        if rows is None:
+            return qkv
+        bias = None if qkv.bias is None else qkv.bias[rows.to(qkv.bias.device)]
+        if qkv.blocks is not None:
+            return replace(qkv, bias=bias, blocks=qkv.blocks.in_order(rows))
+        return Linear(qkv.weight[rows.to(qkv.weight.device)], bias)
+
+
+def _keys_and_values(
+    name: str, latent: Latent, tensors: TensorsByName
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `keys` and `values`, which a checkpoint has as one matrix or apart."""
+    if f"{name}.k_b_proj.weight" in tensors:
+        keys, values = (tensors.tensor(f"{name}.{part}_b_proj.weight") for part in "kv")
+        return keys, values
+    rows = tensors.tensor(f"{name}.kv_b_proj.weight")
+    rows = rows.view(-1, latent.plain_dim + latent.value_dim, latent.kv_rank)
+    of_keys, of_values = torch.split(rows, [latent.plain_dim, latent.value_dim], 1)
+    return of_keys.transpose(1, 2).contiguous(), of_values.contiguous()
+
+
+class LoadProgress:
+    """The progress of one load, in bytes of the model's files.
+
+    Bytes are in proportion to numbers of elements: a file may store some tensors in fewer bits. A
+    layer that is loaded again, for a second decoder, counts once.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], num_bytes: int, tell: Tell = nobody
+    ) -> None:
+        """`shapes` are those of all tensors, by name; `num_bytes` have all files together."""
+        self._shapes = shapes
+        self._num_bytes = num_bytes
+        self._num_elements = max(1, sum(map(prod, shapes.values())))
+        self._loaded: dict[str, int] = {}
+        self._tell = tell
+        tell(0, num_bytes)
+
+    def note(self, start: str) -> None:
+        """Notes that all tensors whose names begin so are loaded."""
+        if start in self._loaded:
+            return
+        named = (shape for name, shape in self._shapes.items() if name.startswith(start))
+        self._loaded[start] = sum(map(prod, named))
+        share = min(1.0, sum(self._loaded.values()) / self._num_elements)
+        self._tell(round(share * self._num_bytes), self._num_bytes)

@@ -1,0 +1,175 @@
+"""A LoRA adapter's weights as the decoders read them, by the products that they change.
+
+Scales are multiplied into B in float32, before it is rounded to the compute dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load
+
+from tandem.engine.executor.weights.rotary_rows import (
+    RotatedRows,
+    query_rows,
+    rotary_rows,
+    token_products,
+)
+from tandem.errors import AdapterUnavailable
+from tandem.models.config.latent import Latent
+from tandem.models.config.model import ModelConfig
+from tandem.models.files import naming
+from tandem.models.lora.adapter import WEIGHTS_FILE, LoraFolder, open_lora
+from tandem.models.lora.targets import SHARED_MLP, linear_shapes
+from tandem_kernels.lora import LoraHeads, LoraPart
+
+if TYPE_CHECKING:
+    from tandem.common.adapter import Adapter
+
+Parts = tuple[LoraPart, ...]
+# The matrices of each product, side by side; of a fused one the first name alone. In a layer with
+# experts the MLP is the shared one.
+_PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_out": ("self_attn.q_b_proj",),
+    "attention_out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_FUSED = {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayer:
+    """The parts of an adapter in the products of one layer; empty where it adds nothing."""
+
+    qkv: Parts
+    attention_out: Parts
+    gate_up: Parts
+    down: Parts
+    q_out: Parts = ()  # this and the rest: of latent attention
+    latent_keys: LoraHeads | None = None
+    latent_values: LoraHeads | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    digest: str
+    layers: tuple[LoraLayer, ...]
+
+
+def load_lora(
+    adapter: Adapter,
+    config: ModelConfig,
+    *,
+    rank_max: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoraWeights:
+    """Reads an adapter whose files are those of its digest.
+
+    Raises AdapterUnavailable where they are not, and ConfigError for a folder that cannot be read
+    or used.
+    """
+    folder = open_lora(adapter.path, config, rank_max=rank_max)
+    weights, digest = folder.read_weights()
+    if digest != adapter.digest:
+        raise AdapterUnavailable(
+            f"the files of the adapter {adapter.name!r} in {folder.path} have changed: their "
+            f"digest is {digest}, not {adapter.digest}; load the adapter again"
+        )
+    with naming(folder.path / WEIGHTS_FILE):
+        stored = load(weights)
+    return LoraWeights(digest, make_layers(folder, stored, config, dtype=dtype, device=device))
+
+
+def make_layers(
+    folder: LoraFolder,
+    stored: dict[str, torch.Tensor],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[LoraLayer, ...]:
+    """Brings an adapter's tensors into the compute dtype and onto the device."""
+    names = _names(config)
+    widths = _widths(config)
+    order = rotary_rows(config)
+    rotated = _rotated_rows(config)
+
+    def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns A, and B with the scale."""
+        if (module := folder.modules.get(name)) is None:
+            return None
+        a, b = (stored[tensor] for tensor in folder.tensors[name])
+        return a, b.to(torch.float32) * module.scale
+
+    def on_device(factor: torch.Tensor) -> torch.Tensor:
+        return factor.to(device=device, dtype=dtype).contiguous()
+
+    def parts(layer: int, product: str) -> Parts:
+        made = []
+        first = 0
+        for short in names[product]:
+            if config.layers[layer].experts is not None:
+                short = short.replace("mlp.", SHARED_MLP)
+            if (found := factors(f"model.layers.{layer}.{short}")) is not None:
+                a, b = found
+                if product == "qkv" and order is not None:  # of a fused matrix
+                    b = b[order]
+                elif short in rotated:
+                    b = rotated[short].in_halves(b)
+                made.append(LoraPart(first, on_device(a), on_device(b)))
+            first += widths.get(short, 0)
+        return tuple(made)
+
+    def whole(layer: int) -> LoraLayer:
+        products: dict[str, Any] = {product: parts(layer, product) for product in _PRODUCTS}
+        found = factors(f"model.layers.{layer}.self_attn.kv_b_proj")
+        if config.latent is None or found is None:
+            return LoraLayer(**products)
+        a, b = map(on_device, found)
+        keys, values = _absorbed(a, b, config.latent)
+        return LoraLayer(**products, latent_keys=keys, latent_values=values)
+
+    return tuple(map(whole, range(config.num_layers)))
+
+
+def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHeads, LoraHeads]:
+    """Returns what kv_b_proj's adapter adds to queries and to what heads attended.
+
+    With K = W_k + B_k A of a head, its query meets latents as K^T q = W_k^T q + A^T (B_k^T q), and
+    V c = W_v c + B_v (A c): the sums are those of the merged matrix.
+    """
+    of_heads = b.view(-1, latent.plain_dim + latent.value_dim, len(a))
+    num_heads = len(of_heads)
+    of_keys, of_values = torch.split(of_heads, [latent.plain_dim, latent.value_dim], 1)
+    return (
+        LoraHeads(
+            of_keys.transpose(1, 2).contiguous(), a.t().contiguous().expand(num_heads, -1, -1)
+        ),
+        LoraHeads(a.expand(num_heads, -1, -1), of_values.contiguous()),
+    )
+
+
+def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the matrices of each product, side by side."""
+    if config.latent is not None:
+        products = token_products(config.latent)
+        return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
+    return _PRODUCTS | (_FUSED if config.is_fused else {})
+
+
+def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
+    """Returns how decoders order the rows of a latent attention's matrices; else nothing."""
+    if config.latent is None:
+        return {}
+    products = [*token_products(config.latent), ("q_b_proj", query_rows(config.latent))]
+    return {f"self_attn.{name}": rows for name, rows in products}
+
+
+def _widths(config: ModelConfig) -> dict[str, int]:
+    """Returns the outputs of each matrix."""
+    return {name.split(".", 3)[3]: num_out for name, (num_out, _) in linear_shapes(config).items()}

@@ -1,0 +1,55 @@
+"""Gives memory back to the system that a process needs no more while it loads weights.
+
+A page of a mapped file counts as the process's memory from its first use on, beside the copy that
+is made of it. What is dropped here is read from the file again if it is used again.
+
+glibc keeps freed blocks of up to 32 MiB for later ones. A process that loads weights frees as much
+in converted tensors as it keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_MAPS = Path("/proc/self/maps")
+_MADV_DONTNEED = 4
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+
+
+class FilePages:
+    """The places at which some files are mapped now."""
+
+    def __init__(self, files: Sequence[Path] = ()) -> None:
+        self._spans: list[tuple[int, int]] = []
+        if not _MAPS.is_file():  # not Linux
+            return
+        names = {str(file.resolve()) for file in files}
+        for line in _MAPS.read_text().splitlines():
+            span, _, _, _, _, *name = line.split(maxsplit=5)
+            if name and name[0] in names:
+                first, end = (int(bound, 16) for bound in span.split("-"))
+                self._spans.append((first, end))
+        self._madvise = ctypes.CDLL(None).madvise
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Drops the whole pages under a tensor, if it lies in one of the files."""
+        if tensor.device.type != "cpu":
+            return
+        begin = tensor.data_ptr()
+        end = begin + tensor.numel() * tensor.element_size()
+        if any(first <= begin and end <= last for first, last in self._spans):
+            begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+            num_bytes = end // mmap.PAGESIZE * mmap.PAGESIZE - begin
+            if num_bytes > 0:
+                self._madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_DONTNEED)
+
+
+def give_back_freed() -> None:
+    """Gives whole pages of freed memory back to the system."""
+    if _trim is not None:
+        _trim(0)

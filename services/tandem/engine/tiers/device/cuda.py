@@ -1,0 +1,72 @@
+"""A CUDA device as tiers use it: streams beside the engine's, events, and pinned host memory.
+
+A copy waits for an event of the engine's stream, and the host for an event of the copy: the
+engine's thread gives the device no step that reads a block before it knows that the copy is done.
+"""
+
+import logging
+import weakref
+
+import numpy as np
+import torch
+
+from tandem.engine.cache.layout.pool_memory import own_pages
+from tandem.engine.tiers.device.blocks import Event, HostPages
+from tandem.engine.tiers.device.staged_blocks import Device, Stream
+
+log = logging.getLogger(__name__)
+
+
+class CudaDevice(Device):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def open_stream(self) -> Stream:
+        return CudaStream(self._device)
+
+    def host_pages(self, num_bytes: int) -> HostPages:
+        """Registers pages with CUDA, which takes all of them from the system now. If CUDA refuses,
+        copies wait in the driver, and a tier in host memory goes through buffers, too."""
+        pages = own_pages(num_bytes)
+        data = np.frombuffer(pages, np.uint8)
+        address = data.ctypes.data
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = cudart.cudaHostRegister(address, num_bytes, 0)
+        if error != cudart.cudaError.success:
+            log.warning(
+                "CUDA cannot pin %s bytes of host memory for KV tiers (%s): copies are slower. "
+                "Allow the process more memory, or lower --kv-host-memory",
+                f"{num_bytes:,}",
+                cudart.cudaGetErrorString(error),
+            )
+            _forget_error(self._device)
+            return HostPages(data, is_reached=False)
+        ended = weakref.finalize(data, cudart.cudaHostUnregister, address)
+        ended.atexit = False  # the process gives all back by then
+        return HostPages(data, is_reached=True)
+
+
+class CudaStream(Stream):
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)  # type: ignore[arg-type]
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return done
+
+
+def _forget_error(device: torch.device) -> None:
+    """Takes the error that CUDA keeps for the next launch, which has nothing to do with it."""
+    try:
+        torch.zeros(1, device=device).add_(1)
+    except RuntimeError as error:
+        log.debug("CUDA told the error again: %s", error)

@@ -1,0 +1,101 @@
+"""The manifest of a tier on disk: which block each slot of the file `blocks` holds.
+
+    header, 4096 bytes: what the KV was computed with | a record for each slot, 48 bytes
+
+    record  hash of the block, 16 | of its parent, 16 | checksum of its bytes, 8 | of the record, 8
+
+A slot's record is cleared before its bytes change, and written after them. So a process that is
+killed leaves no record of bytes that it did not write. After a power failure the checksums tell.
+"""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import xxhash
+
+from tandem.engine.tiers.storage import Entry
+
+HEADER_BYTES = 4096
+_RECORD = struct.Struct("<16s16sQQ")
+RECORD_BYTES = _RECORD.size
+_CLEAR = bytes(RECORD_BYTES)
+_NO_HASH = bytes(16)
+_FORMAT = 1
+
+
+def header(identity: str, block_bytes: int) -> bytes:
+    """Returns the header of a manifest; `identity` names all that decides the numbers in KV."""
+    told = {"format": _FORMAT, "identity": identity, "block_bytes": block_bytes}
+    return json.dumps(told).encode().ljust(HEADER_BYTES)
+
+
+def has_header(path: Path, expected: bytes) -> bool:
+    """Returns whether a manifest has this header. A link is not followed, nor a pipe awaited."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(file, "rb") as stream:
+            return stream.read(HEADER_BYTES) == expected
+    except OSError:
+        return False
+
+
+class Manifest:
+    """A manifest that is open, of `num_slots` slots."""
+
+    def __init__(self, file: int, num_slots: int, expected: bytes) -> None:
+        """Clears a manifest that has another header. Raises OSError."""
+        self._file = file
+        self._num_slots = num_slots
+        self._header = expected
+        if os.pread(file, HEADER_BYTES, 0) != expected:
+            self.clear()
+        else:
+            os.ftruncate(file, HEADER_BYTES + num_slots * RECORD_BYTES)
+
+    def clear(self) -> None:
+        """Forgets all slots. Raises OSError."""
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, HEADER_BYTES + self._num_slots * RECORD_BYTES)
+        os.pwrite(self._file, self._header, 0)
+
+    def write(self, slot: int, entry: Entry, checksum: int) -> None:
+        """Tells what a slot holds. Raises OSError."""
+        parent = entry.parent_hash or _NO_HASH
+        record = _RECORD.pack(entry.block_hash, parent, checksum, 0)[:-8]
+        self._put(slot, record + xxhash.xxh3_64_intdigest(record, slot).to_bytes(8, "little"))
+
+    def clear_slot(self, slot: int) -> None:
+        """Tells that a slot holds nothing. Raises OSError."""
+        self._put(slot, _CLEAR)
+
+    def read(self) -> tuple[list[tuple[int, Entry, int]], int]:
+        """Returns the slots that hold a block, with its checksum; and the number of torn records.
+
+        Raises OSError."""
+        found = []
+        num_torn = 0
+        at = HEADER_BYTES
+        data = bytearray()
+        while chunk := os.pread(self._file, 1 << 20, at):
+            data += chunk
+            at += len(chunk)
+        whole = len(data) // RECORD_BYTES * RECORD_BYTES
+        for slot, record in enumerate(_RECORD.iter_unpack(memoryview(data)[:whole])):
+            block_hash, parent_hash, checksum, own = record
+            if not own and block_hash == _NO_HASH:
+                continue
+            first = slot * RECORD_BYTES
+            if xxhash.xxh3_64_intdigest(bytes(data[first : first + RECORD_BYTES - 8]), slot) != own:
+                num_torn += 1
+                continue
+            entry = Entry(block_hash, b"" if parent_hash == _NO_HASH else parent_hash)
+            found.append((slot, entry, checksum))
+        return found, num_torn
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _put(self, slot: int, record: bytes) -> None:
+        os.pwrite(self._file, record, HEADER_BYTES + slot * RECORD_BYTES)

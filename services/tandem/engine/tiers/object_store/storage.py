@@ -1,0 +1,258 @@
+"""A tier's blocks in an object store, which the workers of all machines share.
+
+    PREFIX/1-MODEL/HASH     a block: checksum, 8 bytes | its bytes, sealed (seal.py)
+    PREFIX/1-MODEL/HASH-1   the same of the model's second KV group
+    PREFIX/1-MODEL/about    what the blocks were computed with, in words
+
+MODEL is a digest of all that decides the numbers in KV, and HASH the block's, so that a worker
+finds what any other one wrote. Slots are only numbers here: they bound what a worker remembers. An
+object has one block. Objects of several would save requests, but two prompts that part within one
+would both write its first blocks; and requests run side by side.
+
+What goes wrong is an OSError or a bad block. After an error of the store it is not ready for a
+while, then one request tries it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from tandem.common.backoff import Backoff, doubling
+from tandem.engine.tiers.object_store.client import REQUEST_S
+from tandem.engine.tiers.seal import Seal
+from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
+from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+REMEMBERED = 65_536  # blocks that a worker knows to be there
+_AT_ONCE = 8  # writes, and reads
+_START_S = 60.0  # for the threads: the machine may be busy
+_PAUSE_S = 1.0
+_PAUSE_S_MAX = 30.0
+_CHECKSUM_BYTES = 8
+
+
+class ObjectStorage(Storage):
+    name = "store"
+    num_slots = REMEMBERED
+
+    def __init__(self, client: Any, *, place: str, identity: str, seal: Seal) -> None:
+        """`client` is a store of obstore, `place` names it in errors, `identity` names what the KV
+        was computed with. Raises ConfigError if the store refuses to be written."""
+        import obstore
+
+        self._obstore = obstore
+        self._client = client
+        self._seal = seal
+        about = f"{identity} {seal.name}".encode()
+        self._folder = f"1-{blake2b(about, digest_size=16).hexdigest()}"
+        self._writers = _start_threads("store-put")
+        self._readers = _start_threads("store-get")
+        self._health = _Health()
+        self._suffix = ""
+        try:
+            self._ask(obstore.put, f"{self._folder}/about", about)
+            self._has(bytes(16))  # AWS answers 403 to those who may not list the bucket
+        except PermissionError as error:
+            raise ConfigError(
+                f"kv-store-url {place}: the store refuses the credentials of kv-store-credentials, "
+                f"or of AWS_ACCESS_KEY_ID in the environment ({error})"
+            ) from error
+        except FileNotFoundError as error:
+            raise ConfigError(f"kv-store-url {place}: there is no such bucket ({error})") from error
+        except OSError as error:
+            log.warning("kv-store-url %s does not answer; it is tried again: %s", place, error)
+
+    def of_group(self, group: int, seal: Seal) -> ObjectStorage:
+        """Returns the storage of another KV group of the model in the same store."""
+        other = copy.copy(self)
+        other._suffix = f"-{group}"
+        other._seal = seal
+        return other
+
+    @property
+    def is_ready(self) -> bool:
+        return self._health.is_ready
+
+    def begin_write(self, slot: int, entry: Entry, data: Bytes) -> Callable[[], None]:
+        return self._writers.submit(self.write, slot, entry, data).result
+
+    def begin_read(self, slot: int, block_hash: bytes) -> Callable[[Bytes], None]:
+        return partial(self._take, self._readers.submit(self._get, block_hash), block_hash)
+
+    def write(self, slot: int, entry: Entry, data: Bytes) -> None:
+        sealed = self._seal.seal(entry.block_hash, data)
+        checksum = _checksum(entry.block_hash, sealed)
+        self._ask(self._obstore.put, self._name(entry.block_hash), checksum + sealed.tobytes())
+
+    def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
+        self.begin_read(slot, block_hash)(target)
+
+    def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
+        """Returns how many first blocks of a chain are there; `first` of them are known to be.
+
+        It takes the store for one of whole prefixes: a load finds out whether that is so. A chain
+        of which nothing is there costs one request, another one log(length) / log(9) rounds.
+        """
+        if not self._has(block_hashes[first]):
+            return first
+        low, high = first + 1, len(block_hashes)  # there are at least, and at most, so many
+        while low < high:
+            step = -(-(high - low) // (_AT_ONCE + 1))
+            probes = [*range(low + step, high, step), high][:_AT_ONCE]
+            found = list(self._readers.map(self._has, [block_hashes[at - 1] for at in probes]))
+            num_there = found.index(False) if False in found else len(found)
+            if num_there < len(probes):
+                high = probes[num_there] - 1
+            if num_there:
+                low = probes[num_there - 1]
+        return low
+
+    def look_up_each(self, block_hashes: Sequence[bytes]) -> list[bool]:
+        """Returns which of these blocks are there."""
+        return list(self._readers.map(self._has, block_hashes))
+
+    def forget(self) -> None:
+        """Does nothing: the blocks are those of other workers, too."""
+
+    def entries(self) -> list[tuple[int, Entry]]:
+        """Returns nothing: what is there is looked up prompt by prompt."""
+        return []
+
+    def close(self) -> None:
+        self._writers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _get(self, block_hash: bytes) -> bytes:
+        data: bytes = self._ask(
+            lambda *about: self._obstore.get(*about).bytes(), self._name(block_hash)
+        )
+        return data
+
+    def _take(self, got: Future[bytes], block_hash: bytes, target: Bytes) -> None:
+        try:
+            data = np.frombuffer(got.result(), np.uint8)
+        except FileNotFoundError as error:
+            raise BadBlock("it is not there any more") from error
+        checksum = data[:_CHECKSUM_BYTES].tobytes()
+        body = data[_CHECKSUM_BYTES:]
+        sealed = self._seal.buffer(target)
+        if body.nbytes != sealed.nbytes:
+            raise BadBlock(f"it has {body.nbytes} bytes instead of {sealed.nbytes}")
+        if _checksum(block_hash, body) != checksum:
+            raise BadBlock("its checksum is another one")
+        sealed[:] = body
+        self._seal.open(block_hash, sealed, target)
+
+    def _has(self, block_hash: bytes) -> bool:
+        try:
+            self._ask(self._obstore.head, self._name(block_hash))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _name(self, block_hash: bytes) -> str:
+        return f"{self._folder}/{block_hash.hex()}{self._suffix}"
+
+    def _ask(self, call: Callable[..., T], name: str, *data: bytes) -> T:
+        """Makes a request. Raises OSError, and none to no avail while the store is not ready."""
+        self._health.enter()
+        errors = self._obstore.exceptions
+        try:
+            answer = call(self._client, name, *data)
+        except FileNotFoundError:
+            self._health.succeed()
+            raise
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+            self._health.fail(error)
+            raise PermissionError(_first_line(error)) from error
+        except (errors.BaseError, OSError) as error:
+            self._health.fail(error)
+            raise OSError(_first_line(error)) from error
+        except BaseException as error:  # not one of obstore's errors, or a panic in it
+            self._health.fail(error)
+            raise
+        self._health.succeed()
+        return answer
+
+
+class _Health:
+    """Says whether the store may be asked. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._backoff = Backoff(doubling(_PAUSE_S, _PAUSE_S_MAX))
+        self._has_failed = self._is_tried = False
+        self._ready_at = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        with self._lock:
+            return self._may_ask()
+
+    def enter(self) -> None:
+        """Raises OSError if the store is not to be asked now. While another request tries it, this
+        one waits for what comes of that."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._is_tried, 2 * REQUEST_S)
+            if not self._may_ask():
+                raise OSError("the store has failed lately")
+            self._is_tried = self._has_failed
+
+    def succeed(self) -> None:
+        with self._lock:
+            if self._has_failed:
+                log.info("the store answers again")
+                self._backoff.reset()
+            self._has_failed = self._is_tried = False
+            self._lock.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if not self._has_failed or self._is_tried:  # not for others that were under way
+                pause_s = self._backoff.next_s()
+                log.warning("the store fails; off for %.0f s: %s", pause_s, _first_line(error))
+                self._ready_at = time.monotonic() + pause_s
+            self._has_failed = True
+            self._is_tried = False
+            self._lock.notify_all()
+
+    def _may_ask(self) -> bool:
+        if not self._has_failed:
+            return True
+        return not self._is_tried and time.monotonic() >= self._ready_at
+
+
+def _start_threads(name: str) -> ThreadPoolExecutor:
+    """Returns a pool whose threads all run. A `submit` that cannot start a thread raises, and the
+    call stays queued: nobody would know when a write has read its block. Raises ConfigError."""
+    threads = ThreadPoolExecutor(_AT_ONCE, name)
+    all_run = threading.Barrier(_AT_ONCE, timeout=_START_S)
+    try:
+        list(threads.map(lambda _: all_run.wait(), range(_AT_ONCE)))
+    except RuntimeError as error:  # also of a barrier that waited too long
+        all_run.abort()
+        raise ConfigError(f"the threads of the object store do not start: {error!r}") from error
+    return threads
+
+
+def _checksum(block_hash: bytes, sealed: Bytes) -> bytes:
+    seed = int.from_bytes(block_hash[:8], "little")
+    return xxhash.xxh3_64_digest(np.ascontiguousarray(sealed).data, seed)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

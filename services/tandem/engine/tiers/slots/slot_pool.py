@@ -1,0 +1,221 @@
+"""The slots of a tier: which blocks have their copy in which slot, and which copy goes first.
+
+A slot is to a tier what a block is to the device: it is found by its block's hash, a reader
+references it, and leaves are evicted first. So it is the same pool, with four additions: a slot
+whose bytes turned out bad, a parent that is kept because a child comes, slots that a tier on disk
+finds there when it starts, and a policy by which leaves are evicted.
+
+A leaf keeps its rank until it is the next one to go, because a use only raises what it is worth. A
+new rate of prefill may lower it: `reprice` gives all leaves new ranks then, some at each eviction.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+
+from tandem.engine.cache.pool.block import Copy
+from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.tiers.slots.keep_policy import KeepPolicy
+from tandem.engine.tiers.storage import Entry
+
+_REPRICED_AT_ONCE = 8  # slots at each eviction
+
+
+class SlotPool(BlockPool):
+    def __init__(self, num_slots: int, policy: KeepPolicy) -> None:
+        """`policy` says what a slot's block is worth."""
+        super().__init__(num_slots)
+        self.policy = policy
+        self._indexes = [0] * num_slots  # of the slots' blocks in their chains
+        self._bad: set[bytes] = set()  # hashes of slots that could not be read
+        self._awaiting: Counter[bytes] = Counter()  # hashes of blocks whose children are written
+        self._num_old = 0  # first slots, whose ranks may be higher than what they are worth
+
+    def depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain can be read here."""
+        found = len(self.match(block_hashes))
+        if not self._bad:
+            return found
+        return next((i for i in range(found) if block_hashes[i] in self._bad), found)
+
+    def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """References the slots of blocks that are here, and returns them, until `release`."""
+        slots = [self._by_hash[block_hash] for block_hash in block_hashes]
+        for slot in slots:
+            self._reference(slot)
+        return slots
+
+    def has(self, block_hash: bytes) -> bool:
+        """Returns whether the block can be read here."""
+        return self.find(block_hash) is not None and block_hash not in self._bad
+
+    def name_of(self, slot: int) -> bytes | None:
+        """Returns the hash of a slot's block; None if it has none."""
+        return self._blocks[slot].block_hash
+
+    def mark_bad(self, block_hash: bytes) -> None:
+        """The copy cannot be read. Its slot stays until it is written anew or evicted."""
+        assert self.find(block_hash) is not None, "no slot has this block"
+        self._bad.add(block_hash)
+
+    def hold_bad(self, block_hash: bytes) -> list[int]:
+        """References a bad copy that nobody reads, and its parents, until `release`.
+
+        Returns the chain of slots, the bad one last; empty if there is none.
+        """
+        slot = self.find(block_hash)
+        if slot is None or block_hash not in self._bad or self._blocks[slot].num_references:
+            return []
+        chain = self.chain(slot)
+        for each in chain:
+            self._reference(each)
+        return chain
+
+    def mend(self, block_hash: bytes) -> None:
+        """The copy was written anew."""
+        self._bad.discard(block_hash)
+
+    def link(self, entry: Entry) -> Entry:
+        """Returns an entry with the parent that it needs here."""
+        return entry
+
+    def adopt(self, slot: int, entry: Entry) -> bool:
+        """Lets a slot that was written be found; returns False, and frees it, if its parent is not
+        here, or another slot has the block."""
+        entry = self.link(entry)
+        parent = self.find(entry.parent_hash) if entry.parent_hash else None
+        if entry.parent_hash and parent is None:
+            self.release([slot])
+            return False
+        self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
+        self._blocks[slot].worth = self._worth(slot, entry.block_hash)
+        stored = self.store(
+            slot, parent_id=parent, parent_hash=entry.parent_hash, block_hash=entry.block_hash
+        )
+        if parent is not None:
+            self._cached.update(parent)
+        self.release([stored])
+        self._events.forget_stored()  # so that its eviction is an event, however soon it comes
+        return stored == slot
+
+    def take_slot(self) -> list[int]:
+        """Returns a referenced slot; none if it would be that of a block whose child is awaited."""
+        if not self.num_free:
+            slot = self._cached.oldest(Copy.NONE)
+            if slot is None or self._blocks[slot].worth == math.inf:
+                return []
+        return self.allocate(1) or []
+
+    def await_child(self, parent_hash: bytes) -> None:
+        """A child of this block is being written: no write takes the block's slot until
+        `end_child`. The block may be written itself, and not be found yet. Ignores the empty hash
+        of a chain's root."""
+        if parent_hash:
+            self._awaiting[parent_hash] += 1
+            self._follow_worth(parent_hash)
+
+    def end_child(self, parent_hash: bytes) -> None:
+        """A child that was awaited is here, or will not come."""
+        if parent_hash:
+            self._awaiting[parent_hash] -= 1
+            if not self._awaiting[parent_hash]:
+                del self._awaiting[parent_hash]
+                self._follow_worth(parent_hash)
+
+    def _follow_worth(self, block_hash: bytes) -> None:
+        slot = self.find(block_hash)
+        if slot is not None:
+            block = self._blocks[slot]
+            self._clock += 1
+            block.last_used = self._clock
+            block.worth = self._worth(slot, block_hash)
+            self._cached.update(slot)
+
+    def _worth(self, slot: int, block_hash: bytes) -> float:
+        if block_hash in self._awaiting:
+            return math.inf
+        return self.policy.worth(block_hash, self._indexes[slot])
+
+    def reprice(self) -> None:
+        """Slots may be worth less than they were."""
+        self._num_old = self.num_blocks
+
+    def _reprice_some(self) -> None:
+        end = self._num_old
+        self._num_old = max(0, end - _REPRICED_AT_ONCE)
+        for slot in range(self._num_old, end):
+            block = self._blocks[slot]
+            if block.block_hash is not None and not block.num_references:
+                block.worth = self._worth(slot, block.block_hash)
+                self._cached.update(slot)
+
+    def _evict(self) -> Copy:
+        """Frees the leaf that is worth least now: those that were used meanwhile are worth more."""
+        if self._num_old:
+            self._reprice_some()
+        while (slot := self._cached.oldest(Copy.NONE)) is not None:
+            block = self._blocks[slot]
+            assert block.block_hash is not None, f"slot {slot} is cached and has no hash"
+            worth = self._worth(slot, block.block_hash)
+            if worth <= block.worth:
+                break
+            block.worth = worth
+            self._cached.update(slot)
+        return super()._evict()
+
+    def take_removed(self) -> list[bytes]:
+        """Returns hashes that were evicted since the last call, but those of bad copies."""
+        _, removed = self.take_events()
+        readable = [block_hash for block_hash in removed if block_hash not in self._bad]
+        self._bad.difference_update(removed)
+        return readable
+
+    def readable_hashes(self, first: bytes, end: bytes) -> list[bytes]:
+        """Returns hashes as `block_hashes` does, but those of bad copies."""
+        return [h for h in self.block_hashes(first, end) if h not in self._bad]
+
+    def restore(self, entries: Collection[tuple[int, Entry]]) -> int:
+        """Takes slots that were written before; returns how many were left out.
+
+        Left out are those whose parent is not there. The pool must be empty.
+        """
+        slots = {entry.block_hash: slot for slot, entry in entries}  # of two for a block the last
+        children: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for slot, entry in entries:
+            if slots[entry.block_hash] == slot:
+                children[entry.parent_hash].append(entry.block_hash)
+        self.policy.restore(slots)
+        reached = [(b"", block_hash) for block_hash in children[b""]]  # from the roots down
+        while reached:
+            parent_hash, block_hash = reached.pop()
+            after = children.get(block_hash, [])
+            self._restore_slot(slots[block_hash], block_hash, slots.get(parent_hash), len(after))
+            reached += [(block_hash, child) for child in after]
+        taken = set(self._by_hash.values())
+        self._free = [slot for slot in self._free if slot not in taken]
+        return len(entries) - len(taken)
+
+    def _restore_slot(
+        self, slot: int, block_hash: bytes, parent: int | None, num_children: int
+    ) -> None:
+        """Takes a slot that nobody references, after the slot of its parent."""
+        block = self._blocks[slot]
+        block.block_hash = block_hash
+        block.parent_id = parent
+        block.num_children = num_children
+        self._indexes[slot] = 0 if parent is None else self._indexes[parent] + 1
+        block.worth = self._worth(slot, block_hash)
+        self._by_hash[block_hash] = slot
+        self._unwritten[slot] = None
+        self._cached.add(slot)
+
+
+class WindowSlotPool(SlotPool):
+    """The slots of a KV group with a window. Each is found by itself, whatever is before it in its
+    chain, and the policy knows no tokens before it."""
+
+    def link(self, entry: Entry) -> Entry:
+        return Entry(entry.block_hash, b"")
+
+    def restore(self, entries: Collection[tuple[int, Entry]]) -> int:
+        return super().restore([(slot, self.link(entry)) for slot, entry in entries])

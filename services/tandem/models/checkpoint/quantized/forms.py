@@ -1,0 +1,120 @@
+"""The tensors by which a checkpoint stores a quantized matrix [out, in].
+
+scaled  weight                           [out, in]              F8_E4M3 or I8
+        weight_scale, weight_scale_inv   one number, one for each output, or one for each block
+packed  weight_packed                    [out, in / 8]          I32; [out, in / 4] of 8 bits
+        weight_scale                     [out, groups]
+        weight_zero_point, with zeros    [out / 8, groups]      I32
+        weight_shape                     [2]                    I64
+        weight_g_idx, if there           [in]                   I32
+gptq    qweight                          [in / 8, out]          I32; [in / 4, out] of 8 bits
+        qzeros                           [groups, out / 8]      I32; [groups, out / 4] of 8 bits
+        scales                           [groups, out]
+        g_idx, if there                  [in]                   I32
+awq     qweight                          [in, out / 8]          I32
+        qzeros, scales                   as gptq
+
+Blocks and groups at the end of a matrix are counted as whole ones, and so are words of
+weight_zero_point. Loads no torch.
+"""
+
+from collections.abc import Mapping
+
+from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader
+from tandem.models.config.quantization_scheme import Coding, Scheme
+
+PARTS: Mapping[Coding, tuple[str, ...]] = {  # the first is there once for each matrix
+    "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
+    "packed": (
+        *("weight_packed", "weight_scale", "weight_shape"),
+        *("weight_zero_point", "weight_g_idx"),
+    ),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+}
+_WORD_BITS = 32
+_SCALES = ("weight_scale_inv", "weight_scale")
+_CODED = ("F8_E4M3", "I8")
+
+
+def is_quantized(module: str, stored: Mapping[str, TensorHeader], scheme: Scheme) -> bool:
+    """Returns whether a checkpoint with these tensors has a module's matrix in the scheme's form;
+    others are plain numbers."""
+    plain = stored.get(f"{module}.weight")
+    has_parts = any(f"{module}.{part}" in stored for part in PARTS[scheme.coding][1:])
+    if scheme.coding == "scaled":
+        return has_parts or (plain is not None and plain.dtype in _CODED)
+    return plain is None and (has_parts or f"{module}.{PARTS[scheme.coding][0]}" in stored)
+
+
+def forms_of_parts(
+    module: str, shape: tuple[int, ...], stored: Mapping[str, TensorHeader], scheme: Scheme
+) -> dict[str, Form]:
+    """Returns the forms of the tensors of a matrix, by their names.
+
+    Raises UnsupportedModel for a shape that cannot be stored so."""
+    if len(shape) != 2:
+        raise UnsupportedModel(f"{module} is quantized, and it is no matrix")
+    forms = (_scaled if scheme.coding == "scaled" else _words)(module, *shape, stored, scheme)
+    names = {f"{module}.{part}": form for part, form in forms.items()}
+    if scheme.coding != "scaled":
+        return names
+    unread = (f"{module}.{part}" for part in PARTS[scheme.coding])
+    return names | {name: Form() for name in unread if name in stored and name not in names}
+
+
+def num_groups(module: str, num_in: int, scheme: Scheme) -> int:
+    """Returns the number of groups of inputs. Raises UnsupportedModel if they are not whole."""
+    size = scheme.group_size or num_in
+    if num_in % size:
+        raise UnsupportedModel(
+            f"{module} has {num_in} inputs, which do not divide into groups of {size}"
+        )
+    return num_in // size
+
+
+def _scaled(
+    module: str, num_out: int, num_in: int, stored: Mapping[str, TensorHeader], scheme: Scheme
+) -> dict[str, Form]:
+    named = [name for name in _SCALES if f"{module}.{name}" in stored]
+    scale = named[0] if named else _SCALES[scheme.block is None]  # the usual name
+    shapes: tuple[tuple[int, ...], ...]
+    if scheme.block is None:
+        shapes = (), (1,), (1, 1), (num_out,), (num_out, 1), (1, num_out)
+    else:
+        rows, columns = scheme.block
+        shapes = ((-(-num_out // rows), -(-num_in // columns)),)
+    dtype = "F8_E4M3" if scheme.is_float else "I8"
+    return {"weight": Form(((num_out, num_in),), (dtype,)), scale: Form(shapes, FLOATS)}
+
+
+def _words(
+    module: str, num_out: int, num_in: int, _: Mapping[str, TensorHeader], scheme: Scheme
+) -> dict[str, Form]:
+    groups, word = num_groups(module, num_in, scheme), _WORD_BITS // scheme.bits
+    in_words = {"inputs": num_in} | ({} if scheme.coding == "packed" else {"outputs": num_out})
+    for what, num in in_words.items():
+        if num % word:
+            raise UnsupportedModel(
+                f"{module} has {num} {what}; numbers of {scheme.bits} bits are stored in words of "
+                f"{word}"
+            )
+    order = Form(((num_in,),), ("I32",), is_optional=True)
+    if scheme.coding == "packed":
+        packed = {
+            "weight_packed": Form(((num_out, num_in // word),), ("I32",)),
+            "weight_scale": Form(((num_out, groups),), FLOATS),
+            "weight_shape": Form(((2,),), ("I64",)),
+            "weight_g_idx": order,
+        }
+        zeros = Form(((-(-num_out // word), groups),), ("I32",))
+        return packed | {"weight_zero_point": zeros} if scheme.has_zeros else packed
+    is_awq = scheme.coding == "awq"
+    words = (num_in, num_out // word) if is_awq else (num_in // word, num_out)
+    forms = {
+        "qweight": Form((words,), ("I32",)),
+        "qzeros": Form(((groups, num_out // word),), ("I32",)),
+        "scales": Form(((groups, num_out),), FLOATS),
+    }
+    return forms if is_awq else forms | {"g_idx": order}

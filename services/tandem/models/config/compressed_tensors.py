@@ -1,0 +1,111 @@
+"""Reads `config_groups` of compressed-tensors: a scheme, and the modules that have it.
+
+    "config_groups": {NAME: {"targets": [...], "weights": {...}, "format": ...}, ...}
+
+A target is the name of a module, `re:` and a pattern that a name begins with, or `Linear`: all
+modules that no other target names. Patterns go in the order of their letters, as in
+compressed-tensors. `ignore` is not read: the tensors of a file tell what is quantized. Groups
+without weights are of activations, which are not quantized here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.models.config.quantization_flags import demand, demand_object, refusal
+from tandem.models.config.quantization_scheme import Coding, Quantization, Scheme
+
+BLOCK = [128, 128]
+GROUP_SIZES = (32, 64, 128)
+_ALL = "Linear"
+_PATTERN = "re:"
+# A pattern with more could take for ever to find that a name does not match.
+_REPEATS = re.compile(r"[*+{]")
+_REPEATS_MAX = 6
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_MIXED = "mixed-precision"  # each group tells its own format
+# Coding, type, bits.
+_FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
+    "float-quantized": ("scaled", "float", (8,)),
+    "int-quantized": ("scaled", "int", (8,)),
+    "pack-quantized": ("packed", "int", (4, 8)),
+}
+_STRATEGIES = {  # what shares a scale
+    "float-quantized": ("tensor", "channel", "block"),
+    "int-quantized": ("tensor", "channel"),
+    "pack-quantized": ("group", "channel"),
+}
+
+
+def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
+    """Returns the schemes; None if weights are not quantized. Raises UnsupportedModel."""
+    if given.get("kv_cache_scheme") and not given.get("config_groups"):
+        return None  # weights are as they were
+    form = demand(given, "format", (*_FORMATS, _MIXED))
+    demand(given, "transform_config", (None, {}))
+    demand(given.get("sparsity_config") or {}, "format", (None, "dense"), "sparsity_config.format")
+    groups = demand_object(given.get("config_groups"), "config_groups")
+    if not groups:
+        raise refusal("config_groups", groups, "it must have a group")
+    schemes: dict[str, Scheme] = {}
+    for key, group in groups.items():
+        name = f"config_groups.{key:.40}"
+        if demand_object(group, name).get("weights") is not None:
+            schemes |= dict.fromkeys(_targets(group, name), _scheme(group, form, name))
+    if not schemes:
+        return None
+    patterns = sorted(target for target in schemes if target.startswith(_PATTERN))
+    by_pattern = tuple((_compiled(target), schemes.pop(target)) for target in patterns)
+    return Quantization(schemes.pop(_ALL, None), schemes, by_pattern)
+
+
+def _targets(group: Mapping[str, Any], name: str) -> list[str]:
+    targets = group.get("targets")
+    if not (isinstance(targets, list) and targets and all(type(each) is str for each in targets)):
+        raise refusal(f"{name}.targets", targets, "they must be names of modules")
+    return targets
+
+
+def _compiled(target: str) -> re.Pattern[str]:
+    pattern = target.removeprefix(_PATTERN)
+    if len(_REPEATS.findall(pattern)) > _REPEATS_MAX or _REPEATED_GROUP.search(pattern):
+        raise refusal("a target", target, "it may repeat no group, and no more than six parts")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise refusal("a target", target, f"it is no pattern: {error}") from error
+
+
+def _scheme(group: Mapping[str, Any], form: str, name: str) -> Scheme:
+    if form == _MIXED or group.get("format") is not None:
+        form = demand(group, "format", tuple(_FORMATS), f"{name}.format")
+    coding, kind, widths = _FORMATS[form]
+    name = f"{name}.weights"
+    weights = demand_object(group.get("weights"), name)
+
+    def checked(key: str, *allowed: Any) -> Any:
+        return demand(weights, key, allowed, f"{name}.{key}")
+
+    checked("type", kind)
+    bits = checked("num_bits", *widths)
+    # No kernel has blocks of int8 with zeros.
+    may_have_zeros = coding == "packed" and bits == 4
+    is_symmetric = checked("symmetric", True, None, *([False] if may_have_zeros else []))
+    checked("actorder", None, "static", "weight", *(["group"] if coding == "packed" else []))
+    strategy = checked("strategy", *_STRATEGIES[form])
+    size, block = 0, None
+    if strategy == "group":
+        size = checked("group_size", *GROUP_SIZES)
+    if strategy == "block":
+        checked("block_structure", BLOCK)
+        block = (BLOCK[0], BLOCK[1])
+    return Scheme(
+        coding,
+        bits,
+        is_float=kind == "float",
+        group_size=size,
+        block=block,
+        has_zeros=is_symmetric is False,
+    )

@@ -1,0 +1,257 @@
+"""The architectures that can be run: each is a row of data, named as config.json names it.
+
+A row says what all models of the architecture have and what their config.json may leave out;
+`config.py` and `layers.py` read the rest. docs/adding_a_model.md shows how a row is added.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Norms = Literal["before", "after", "around"]
+QkNorm = Literal["", "head", "all"]
+Windows = Literal["none", "all", "switched", "chosen", "pattern"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The properties that models of one architecture share; the defaults are Llama's.
+
+    norms: where attention and the MLP are normalized: before them, after them (before the residual
+        is added), or both ("around").
+    norm_offset: what is added to the stored weights of norms.
+    qk_norm: RMSNorm of q and k before the rotation: none, of each head, or of all heads as one.
+    biases: which products of attention have biases:
+        "config": q, k, v and the output, if `attention_bias` is true;
+        "qkv": q, k and v always, the output never;
+        "none": none.
+    windows: which layers have a window of `sliding_window` tokens:
+        "none": none;
+        "all": all;
+        "switched": all if `use_sliding_window` is true, else none;
+        "chosen": some if `use_sliding_window` is true, else none. `layer_types` names them; if it
+            is absent, they are the layers without a rope (`has_no_rope_layers`), or else those
+            from number `max_window_layers` on;
+        "pattern": those that `layer_types` names; if it is absent, all but the last of each
+            `sliding_window_pattern` layers.
+    pattern: what `sliding_window_pattern` is if config.json leaves it out.
+    rope_theta: what `rope_theta` is if config.json leaves it out.
+    has_rope_by_kind: layers with a window have a rope of their own.
+    has_no_rope_layers: some layers have no rope (`no_rope_layers`).
+    is_fused: checkpoints hold q, k and v in one matrix, and gate and up in one.
+    has_partial_rope: some of a head's numbers may have no rope (`partial_rotary_factor`), and the
+        only scaling is longrope.
+    is_length_scaled: `max_position_embeddings` includes the scaling of the rope, of any kind.
+    activation_key: the key of config.json that names the activation of the MLP's gates.
+    multipliers: the constants that a decoder multiplies with: none, those of Granite's keys, or
+        Gemma's (embeddings by the square root of the hidden size, scores by
+        `query_pre_attn_scalar`).
+    experts: which layers have experts, and the keys and tensors that say so:
+        "": none;
+        "mixtral", "gpt_oss": all layers;
+        "qwen": those that `decoder_sparse_step` and `mlp_only_layers` leave;
+        "deepseek": those from number `first_k_dense_replace` on.
+    is_corrected: experts are chosen by sigmoids with a learned correction (DeepSeek V3).
+    is_latent: attention is latent (latent.py).
+    has_extra_layers: checkpoints may have layers after the last one, which predict further tokens
+        (`num_nextn_predict_layers`) and are not run.
+    has_sinks: each head has a learned score that takes part in its softmax and has no value.
+    has_clamped_gates: gates and ups are clamped to `swiglu_limit`.
+    quantization: the `quant_method` that checkpoints of this family alone may have; other methods
+        are in quantization.py beside it.
+    has_caps: logits and scores may be capped (`final_logit_softcapping` and
+        `attn_logit_softcapping`).
+    refuses: keys whose value must be absent, null or false.
+    demands: keys that may have only one of some values, or be absent.
+    defaults: values of keys that config.json may leave out.
+    """
+
+    norms: Norms = "before"
+    norm_offset: float = 0.0
+    qk_norm: QkNorm = ""
+    biases: Literal["config", "qkv", "none"] = "config"
+    windows: Windows = "none"
+    pattern: int = 1
+    rope_theta: float = 10000.0
+    has_rope_by_kind: bool = False
+    has_no_rope_layers: bool = False
+    is_fused: bool = False
+    has_partial_rope: bool = False
+    is_length_scaled: bool = False
+    activation_key: str = "hidden_act"
+    multipliers: Literal["", "granite", "gemma"] = ""
+    experts: ExpertForm = ""
+    is_corrected: bool = False
+    is_latent: bool = False
+    has_extra_layers: bool = False
+    has_sinks: bool = False
+    has_clamped_gates: bool = False
+    quantization: str = ""
+    has_caps: bool = False
+    refuses: tuple[str, ...] = ()
+    demands: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GEMMA = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+# What transformers assumes for both.
+_DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(windows="all", defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(biases="qkv", windows="chosen", defaults={"sliding_window": 4096}),
+    "Qwen3ForCausalLM": Family(
+        qk_norm="head", windows="chosen", defaults={"head_dim": 128, "sliding_window": 4096}
+    ),
+    "MixtralForCausalLM": Family(
+        windows="all",
+        biases="none",
+        rope_theta=1000000.0,
+        experts="mixtral",
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head",
+        windows="switched",
+        experts="qwen",
+        defaults={
+            "sliding_window": 4096,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "GptOssForCausalLM": Family(
+        windows="pattern",
+        pattern=2,
+        rope_theta=150000.0,
+        is_length_scaled=True,
+        experts="gpt_oss",
+        has_sinks=True,
+        has_clamped_gates=True,
+        quantization="mxfp4",
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _GPT_OSS_ROPE,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        experts="deepseek",
+        # transformers does not normalize; the models' own code does.
+        refuses=("norm_topk_prob",),
+        demands={
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "moe_layer_freq": (1,),
+            "rope_interleave": (True,),
+        },
+        defaults=_DEEPSEEK
+        | {
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+        },
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        experts="deepseek",
+        is_corrected=True,
+        has_extra_layers=True,
+        demands={
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        defaults=_DEEPSEEK
+        | {
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        },
+    ),
+    "SmolLM3ForCausalLM": Family(
+        windows="chosen",
+        rope_theta=2000000.0,
+        has_no_rope_layers=True,
+        defaults={"tie_word_embeddings": True},
+    ),
+    "Olmo2ForCausalLM": Family(norms="after", qk_norm="all", defaults={"rms_norm_eps": 1e-5}),
+    "GraniteForCausalLM": Family(multipliers="granite"),
+    "Phi3ForCausalLM": Family(
+        biases="none",
+        windows="all",
+        is_fused=True,
+        has_partial_rope=True,
+        is_length_scaled=True,
+        defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "Gemma2ForCausalLM": Family(
+        norms="around",
+        norm_offset=1.0,
+        windows="pattern",
+        pattern=2,
+        activation_key="hidden_activation",
+        multipliers="gemma",
+        has_caps=True,
+        refuses=("use_bidirectional_attention",),
+        defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": Family(
+        norms="around",
+        norm_offset=1.0,
+        qk_norm="head",
+        windows="pattern",
+        pattern=6,
+        rope_theta=1000000.0,
+        has_rope_by_kind=True,
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma",
+        has_caps=True,
+        # transformers ignores the cap of scores, and others do not.
+        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
+        defaults=_GEMMA,
+    ),
+}

@@ -1,0 +1,131 @@
+"""Layers of a decoder: what each has of its own, and how a config.json says it.
+
+All else is the same in every layer, and is in `ModelConfig`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import UnsupportedModel
+from tandem.models.config.experts import Experts, read_experts
+from tandem.models.config.families import Family
+from tandem.models.config.fields import flag, optional_size
+from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+LAYERS_MAX = 4096  # a file that says more is broken, and each would take memory
+# What transformers assumes when the keys are absent.
+_DEFAULT_WINDOW_LAYERS = 28  # Qwen's layers without a window
+_DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3's
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The properties that differ from layer to layer."""
+
+    rope: Rope
+    window: int | None = None  # tokens that a token sees, itself the last; None: all before it
+    experts: Experts | None = None  # in the place of the MLP
+
+
+def read_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, max_model_len: int
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers in their order. Raises UnsupportedModel naming what cannot be run."""
+    if num_layers > LAYERS_MAX:
+        raise UnsupportedModel(
+            f"num_hidden_layers is {num_layers}; models with at most {LAYERS_MAX} are supported"
+        )
+    have_rope = _have_rope(config, family, num_layers)
+    slide = _slide(config, family, have_rope)
+    window = _window(config) if any(slide) else None
+    _check_layer_types(config, slide if window else [False] * num_layers)
+    if window is not None and window >= max_model_len:
+        window = None
+    ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    return tuple(
+        LayerSpec(
+            rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,
+            window=window if slides else None,
+            experts=experts,
+        )
+        for slides, has_rope, experts in zip(
+            slide, have_rope, read_experts(config, family, num_layers), strict=True
+        )
+    )
+
+
+def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Returns for each layer whether it rotates its queries and keys."""
+    if not family.has_no_rope_layers:
+        return [True] * num_layers
+    given = config.get("no_rope_layers")  # 1: the layer has a rope
+    if given is not None:
+        have_rope = _of_all_layers(given, "no_rope_layers", num_layers)
+        if any(each not in (0, 1) for each in have_rope):
+            raise UnsupportedModel(f"no_rope_layers is {given!r:.80}; it must have 0 and 1 only")
+        return [bool(each) for each in have_rope]
+    interval = optional_size(config, "no_rope_layer_interval", _DEFAULT_NO_ROPE_INTERVAL)
+    return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+
+
+def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> list[bool]:
+    """Returns for each layer whether it has the window."""
+    num_layers = len(have_rope)
+    if family.windows in ("none", "all"):
+        return [family.windows == "all"] * num_layers
+    if family.windows in ("switched", "chosen") and not flag(config, "use_sliding_window"):
+        return [False] * num_layers
+    if family.windows == "switched":
+        return [True] * num_layers
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", num_layers)]
+    if family.windows == "pattern":
+        pattern = optional_size(config, "sliding_window_pattern", family.pattern)
+        return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    if family.has_no_rope_layers:
+        return [not has_rope for has_rope in have_rope]
+    num_full = config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
+    if type(num_full) is not int or num_full < 0:
+        raise UnsupportedModel(
+            f"max_window_layers is {num_full!r:.80}; it must be a number of layers"
+        )
+    return [layer >= num_full for layer in range(num_layers)]
+
+
+def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None:
+    """Raises UnsupportedModel if `layer_types` says anything else than the keys that decide."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return
+    if [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", len(slide))] != list(slide):
+        raise UnsupportedModel(
+            f"layer_types is {kinds!r:.80}; the architecture, sliding_window and "
+            f"use_sliding_window give a window to {sum(slide)} of {len(slide)} layers"
+        )
+
+
+def _slides(kind: object) -> bool:
+    if kind not in (_FULL, _SLIDING):
+        raise UnsupportedModel(
+            f"layer_types has {kind!r:.80}, which is not supported; supported are {_FULL} and "
+            f"{_SLIDING}"
+        )
+    return kind == _SLIDING
+
+
+def _of_all_layers(values: object, key: str, num_layers: int) -> Sequence[Any]:
+    if not isinstance(values, list) or len(values) < num_layers:
+        raise UnsupportedModel(f"{key} must be a list with a value for each of {num_layers} layers")
+    return values[:num_layers]
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    if window is None or (type(window) is int and window >= 1):
+        return window
+    raise UnsupportedModel(
+        f"sliding_window is {window!r:.80}; it must be a positive number of tokens or null"
+    )

@@ -1,0 +1,387 @@
+"""The shape of a model, read from the config.json of its Hugging Face folder.
+
+Knows shapes, not weights, and loads no torch. Everything that the engine could not run exactly is
+refused here with UnsupportedModel, so that it is found before any weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tandem.errors import UnsupportedModel
+from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
+from tandem.models.config.fields import flag, number, optional_size, size
+from tandem.models.config.latent import Latent, read_latent
+from tandem.models.config.layers import LayerSpec, read_layers
+from tandem.models.config.quantization import has_kv_scales, read_quantization
+from tandem.models.config.quantization_scheme import Quantization
+from tandem.models.config.rope import read_ropes
+from tandem.models.config.text_part import text_config
+
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Constants that a decoder multiplies with."""
+
+    embedding: float = 1.0
+    attention: float | None = None  # of q . k; None: 1 / sqrt(head size)
+    residual: float = 1.0  # of what attention and the MLP add
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GateClamp:
+    """Gates g are at most `limit`, ups u within it; the MLP has g sigmoid(alpha g) (u + 1)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder: RMSNorm, grouped-query attention, gated MLPs or experts, what families add."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
+    num_attention_heads: int
+    num_kv_heads: int  # with latent attention one, of the latent and the rotated key
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: QkNorm  # RMSNorm of q and k, before the rotation
+    max_model_len: int  # tokens
+    eos_token_ids: tuple[int, ...]
+    torch_dtype: str  # of the checkpoint; the engine chooses its own
+    norms: Norms = "before"
+    norm_offset: float = 0.0  # what is added to the stored weights of norms
+    activation: Activation = "silu"  # of the MLP's gates
+    multipliers: Multipliers = Multipliers()
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    attention_cap: float | None = None  # the same of scores
+    has_sinks: bool = False  # each head has a score without a key in its softmax
+    gate_clamp: GateClamp | None = None  # instead of the activation
+    is_mxfp4: bool = False  # experts are stored as blocks of 32 numbers of 4 bits and a scale
+    expert_form: ExpertForm = ""  # how checkpoints name the tensors of experts
+    quantization: Quantization | None = None  # None: matrices are numbers of torch_dtype
+    has_kv_scales: bool = False  # static ones for KV in fp8_e4m3
+    is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
+    latent: Latent | None = None  # attention by a latent of each token; None: by heads
+    num_extra_layers: int = 0  # a checkpoint may have so many after the last one, which do not run
+    is_text_part: bool = False  # of a multimodal checkpoint (text_part.py)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a token sees in every layer, itself and those just before it.
+
+        None: all before it, in one layer at least."""
+        windows = {layer.window for layer in self.layers}
+        return windows.pop() if len(windows) == 1 else None
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of q . k."""
+        if self.latent is not None:
+            return self.latent.scale
+        given = self.multipliers.attention
+        return self.head_dim**-0.5 if given is None else given
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that a rope may rotate."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    def for_contexts(self, max_model_len: int) -> ModelConfig:
+        """Returns the model as it computes if contexts have at most `max_model_len` tokens.
+
+        transformers chooses longrope's factors by the length of each call. Keys that are kept
+        cannot change, so the longest context that is served decides for all of them."""
+        layers = tuple(
+            replace(layer, rope=layer.rope.for_contexts(max_model_len)) for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if matrices are stored in fp8, and none as integers."""
+        return self.quantization is not None and self.quantization.is_float
+
+    @property
+    def is_long(self) -> bool:
+        """True if frequencies are longrope's for contexts beyond the original ones."""
+        return any(layer.rope.is_long for layer in self.layers)
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        """Reads the contents of config.json and generation_config.json.
+
+        Raises UnsupportedModel naming what cannot be run and what can.
+        """
+        eos_token_ids = read_eos_token_ids(config, generation_config)
+        text = text_config(config)
+        architecture = _architecture(config) if text is None else _family_of_part(text)
+        config = config if text is None else text
+        family = FAMILIES[architecture]
+        config = _with_defaults(config, family)
+        _check_supported(config, family)
+        num_heads = size(config, "num_attention_heads")
+        hidden_size = size(config, "hidden_size")
+        latent = read_latent(config, family)
+        num_kv_heads, head_dim = (
+            (1, latent.kv_dim) if latent else _kv_heads(config, num_heads, hidden_size)
+        )
+        has_bias = family.biases == "config" and flag(config, "attention_bias")
+        max_model_len = _max_model_len(config, family)
+        layers = read_layers(config, family, size(config, "num_hidden_layers"), max_model_len)
+        _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
+        return cls(
+            architecture=architecture,
+            vocab_size=size(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=size(config, "intermediate_size"),
+            layers=layers,
+            num_attention_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+            tie_word_embeddings=flag(config, "tie_word_embeddings"),
+            qkv_bias=family.biases == "qkv" or has_bias,
+            attention_out_bias=has_bias,
+            mlp_bias=flag(config, "mlp_bias"),
+            qk_norm=family.qk_norm,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            torch_dtype=_dtype(config),
+            norms=family.norms,
+            norm_offset=family.norm_offset,
+            activation=_ACTIVATIONS[config.get(family.activation_key, "silu")],
+            multipliers=_multipliers(config, family, hidden_size),
+            logit_cap=_cap(config, family, "final_logit_softcapping"),
+            attention_cap=_cap(config, family, "attn_logit_softcapping"),
+            has_sinks=family.has_sinks,
+            gate_clamp=_gate_clamp(config, family),
+            is_mxfp4=_has_own_quantization(config, family),
+            expert_form=family.experts,
+            quantization=(
+                None if _has_own_quantization(config, family) else read_quantization(config)
+            ),
+            has_kv_scales=has_kv_scales(config),
+            is_fused=family.is_fused,
+            latent=latent,
+            num_extra_layers=_num_extra_layers(config, family),
+            is_text_part=text is not None,
+        )
+
+
+def read_eos_token_ids(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
+) -> tuple[int, ...]:
+    """Returns the ids that end a sequence: those of both files together.
+
+    Raises UnsupportedModel for ids that are none.
+    """
+    text_config = config.get("text_config")
+    nested = text_config if isinstance(text_config, dict) else {}
+    found: list[int] = []
+    for source in (generation_config or {}, config, nested):
+        eos = source.get("eos_token_id")
+        ids = eos if isinstance(eos, list | tuple) else [eos]
+        if any(type(token_id) is not int or token_id < 0 for token_id in ids if eos is not None):
+            raise UnsupportedModel(
+                f"eos_token_id of config.json or generation_config.json is {eos!r:.80}; it "
+                "must be a token id or a list of them"
+            )
+        found += [token_id for token_id in ids if token_id is not None]
+    return tuple(dict.fromkeys(found))
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures") or ["(none named)"]
+    first = named[0] if isinstance(named, list) else named
+    if not isinstance(named, list) or not isinstance(first, str) or first not in FAMILIES:
+        raise UnsupportedModel(
+            f"architecture {first!s:.80} is not supported; supported are {', '.join(FAMILIES)}, "
+            "and text parts of multimodal models of these"
+        )
+    architecture = first
+    kind = config.get("model_type")
+    if kind is not None and _family_of(kind) not in (None, architecture):
+        raise UnsupportedModel(
+            f"model_type is {kind!r:.80}, which is {_family_of(kind)}, and architectures names "
+            f"{architecture}; only one can be right"
+        )
+    return architecture
+
+
+def _family_of_part(text: Mapping[str, Any]) -> str:
+    """Returns the architecture of the text part of a multimodal checkpoint."""
+    kind = text["model_type"]
+    if (family := _family_of(kind)) is None:
+        raise UnsupportedModel(
+            f"the text part of this multimodal checkpoint is of the family {kind!r:.80} "
+            f"(text_config.model_type), which is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    return family
+
+
+def _family_of(model_type: object) -> str | None:
+    """Returns the architecture that goes by such a `model_type`; None if it is none of ours."""
+    plain = str(model_type).replace("_", "").removesuffix("text")
+    return next((each for each in FAMILIES if each.lower() == f"{plain}forcausallm"), None)
+
+
+def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the config with what transformers assumes for the keys that it leaves out."""
+    filled = {**family.defaults, **config}
+    if config.get("rope_parameters") is None:  # which the other spelling stands for
+        scaled = bool(config.get("rope_scaling"))
+        filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
+    return filled
+
+
+def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
+    """Returns whether a checkpoint is quantized in the one way that is its family's alone."""
+    quantization = config.get("quantization_config")
+    if not family.quantization or not isinstance(quantization, dict):
+        return False
+    return quantization.get("quant_method") == family.quantization
+
+
+def _check_supported(config: Mapping[str, Any], family: Family) -> None:
+    activation = config.get(family.activation_key, "silu")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"{family.activation_key} is {activation!r:.80}, which is not supported; supported are "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    if not flag(config, "is_causal", True):
+        raise UnsupportedModel(
+            "is_causal is False, which is not supported: tokens see no later ones"
+        )
+    for key in family.refuses:
+        if config.get(key):
+            raise UnsupportedModel(f"{key} is {config[key]!r:.80}, which is not supported")
+    for key, allowed in family.demands.items():
+        if config.get(key, allowed[0]) not in allowed:
+            raise UnsupportedModel(
+                f"{key} is {config[key]!r:.80}, which is not supported; supported are "
+                f"{', '.join(map(str, allowed))}"
+            )
+
+
+def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
+    """Returns the number of KV heads and the numbers of each."""
+    num_kv_heads = optional_size(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise UnsupportedModel(
+            f"num_key_value_heads is {num_kv_heads}; it must divide num_attention_heads, "
+            f"{num_heads}"
+        )
+    return num_kv_heads, optional_size(config, "head_dim", hidden_size // num_heads)
+
+
+def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
+    num = config.get("num_nextn_predict_layers")
+    if num and not family.has_extra_layers:
+        raise UnsupportedModel(
+            f"num_nextn_predict_layers is {num!r:.80}; layers that predict further tokens are not "
+            "supported for this architecture"
+        )
+    if num is not None and (type(num) is not int or num < 0):
+        raise UnsupportedModel(
+            f"num_nextn_predict_layers is {num!r:.80}; it must be a number of layers"
+        )
+    return num or 0
+
+
+def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
+    stated = size(config, "max_position_embeddings")
+    ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    scaling = ropes["full_attention"].scaling
+    if scaling is not None and family.has_partial_rope and scaling.kind != "longrope":
+        raise UnsupportedModel(
+            f"rope scaling {scaling.kind!r} is not supported for this architecture; longrope is"
+        )
+    if scaling is None or family.is_length_scaled:
+        return stated
+    return scaling.max_model_len(stated)
+
+
+def _check_ropes(layers: Sequence[LayerSpec], family: Family, head_dim: int) -> None:
+    for rope in dict.fromkeys(layer.rope for layer in layers):
+        rotary_dim = rope.rotary_dim(head_dim)
+        if rotary_dim != head_dim and not family.has_partial_rope:
+            raise UnsupportedModel(
+                f"partial_rotary_factor {rope.rotary_share} is not supported for this architecture"
+            )
+        if rotary_dim % 2:
+            raise UnsupportedModel(
+                f"partial_rotary_factor {rope.rotary_share} rotates {rotary_dim} numbers of a "
+                "head; it must be an even number"
+            )
+        scaling = rope.scaling
+        for factors in (scaling.short_factors, scaling.long_factors) if scaling else ():
+            if scaling and scaling.kind == "longrope" and len(factors) != rotary_dim // 2:
+                raise UnsupportedModel(
+                    f"rope scaling 'longrope' has {len(factors)} factors for {rotary_dim // 2} "
+                    "frequencies"
+                )
+
+
+def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) -> Multipliers:
+    if family.multipliers == "granite":
+        return Multipliers(
+            embedding=number(config, "embedding_multiplier", 1.0),
+            attention=number(config, "attention_multiplier", 1.0),
+            residual=number(config, "residual_multiplier", 1.0),
+            logits=1.0 / number(config, "logits_scaling", 1.0),
+        )
+    if family.multipliers == "gemma":
+        return Multipliers(
+            embedding=hidden_size**0.5,
+            attention=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        )
+    return Multipliers()
+
+
+def _gate_clamp(config: Mapping[str, Any], family: Family) -> GateClamp | None:
+    if not family.has_clamped_gates:
+        return None
+    return GateClamp(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0))
+
+
+def _cap(config: Mapping[str, Any], family: Family, name: str) -> float | None:
+    if not family.has_caps or config.get(name) is None:
+        return None
+    return number(config, name, 0.0)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UnsupportedModel(
+            f"weights of dtype {dtype} are not supported; supported are {', '.join(_DTYPES)}"
+        )
+    return dtype

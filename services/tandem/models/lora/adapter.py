@@ -1,0 +1,248 @@
+"""LoRA adapters from PEFT's folders: adapter_config.json and adapter_model.safetensors.
+
+    y = x W^T + scale * (x A^T) B^T     A [rank, in], B [out, rank]
+    scale = alpha / rank, or alpha / sqrt(rank) with use_rslora
+
+Knows names and shapes, loads no torch. Everything that the engine could not compute exactly is
+refused with ConfigError or UnsupportedModel, which name the field or the tensor, before a byte of
+the weights is read. Which modules have an adapter follows PEFT's rules (tuners_utils.py,
+get_pattern_key), so that a folder means here what it means there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.checkpoint.headers import TensorHeader, read_header
+from tandem.models.config.model import ModelConfig
+from tandem.models.config.text_part import text_name
+from tandem.models.files import few, naming, read_json
+from tandem.models.lora.patterns import Pattern, match_all
+from tandem.models.lora.targets import find_modules, linear_shapes
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_CONFIG_BYTES_MAX = 1 << 20
+_DIGEST_BYTES = 16
+_CHUNK_BYTES = 1 << 20
+_DTYPES = ("F32", "F16", "BF16")
+# Fields that say nothing about what is computed, whatever they hold.
+_NEUTRAL = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",  # how weights were initialized; `init_lora_weights` says whether they were
+    "eva_config",
+    "inference_mode",
+    "lora_dropout",
+    "loftq_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+_READ = {
+    "alpha_pattern",
+    "exclude_modules",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_rslora",
+}
+# Other ways to initialize change the base model's weights, too.
+_INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
+_PREFIX = "base_model.model."  # of the names of tensors
+_TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "rank_pattern": (dict, "an object of names and ranks"),
+    "alpha_pattern": (dict, "an object of names and numbers"),
+    "exclude_modules": ((str, list), "a pattern of names, or a list of them"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """The rank and the scale of an adapter in one matrix of the model."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFolder:
+    """An adapter's folder, checked against a model; its weights are not read yet."""
+
+    path: Path
+    modules: Mapping[str, LoraModule]  # by the matrix's name, such as model.layers.0.mlp.up_proj
+    tensors: Mapping[str, tuple[str, str]]  # names of A and B in the file, by module
+    config: bytes  # as it was read
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a module."""
+        return max(module.rank for module in self.modules.values())
+
+    def digest(self) -> str:
+        """Hashes both files. The config was read before: its ranks and scales are those here."""
+        digest = _begin_digest(self.config)
+        with naming(self.path / WEIGHTS_FILE), (self.path / WEIGHTS_FILE).open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def read_weights(self) -> tuple[bytes, str]:
+        """Returns the bytes of the weights' file, and the digest of exactly these."""
+        with naming(self.path / WEIGHTS_FILE):
+            weights = (self.path / WEIGHTS_FILE).read_bytes()
+        digest = _begin_digest(self.config)
+        digest.update(weights)
+        return weights, digest.hexdigest()
+
+
+def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
+    """Checks an adapter's config and the header of its weights against a model.
+
+    Raises ConfigError naming a file that is missing or cannot be read, and UnsupportedModel naming
+    what cannot be computed and what can.
+    """
+    folder = Path(path).expanduser()
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}; an adapter is a folder that PEFT saved")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ConfigError(f"{folder} has no {WEIGHTS_FILE}; save the adapter as safetensors")
+    with naming(file):
+        if file.stat().st_size > _CONFIG_BYTES_MAX:
+            raise ConfigError(f"{file} has over {_CONFIG_BYTES_MAX} bytes, which no adapter needs")
+        raw = file.read_bytes()
+        modules = read_modules(read_json(file), model)
+        ranks = [module.rank for module in modules.values()]
+        if max(ranks) > rank_max:
+            raise UnsupportedModel(
+                f"its rank is {max(ranks)}; max-lora-rank allows at most {rank_max}"
+            )
+    with naming(folder / WEIGHTS_FILE):
+        header = read_header(folder / WEIGHTS_FILE)
+        plain = _plain_names(header.tensors, is_text_part=model.is_text_part)
+        tensors = _check_header(header.tensors, plain, modules, linear_shapes(model))
+    return LoraFolder(folder, modules, tensors, raw)
+
+
+def read_modules(config: Mapping[str, Any], model: ModelConfig) -> dict[str, LoraModule]:
+    """Returns the modules that an adapter_config.json changes. Raises UnsupportedModel."""
+    _check_supported(config)
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    names = find_modules(config, model)
+    ranks = _by_pattern(config, "rank_pattern", names, rank)
+    alphas = _by_pattern(config, "alpha_pattern", names, alpha)
+    modules = {}
+    for name, own_rank, own_alpha in zip(names, ranks, alphas, strict=True):
+        if type(own_rank) is not int or own_rank < 1:
+            raise UnsupportedModel(f"the rank of {name} is {own_rank!r:.80}; it must be at least 1")
+        if type(own_alpha) not in (int, float) or not math.isfinite(own_alpha):
+            raise UnsupportedModel(
+                f"lora_alpha of {name} is {own_alpha!r:.80}; it must be a number"
+            )
+        divisor = math.sqrt(own_rank) if config.get("use_rslora") else own_rank
+        modules[name] = LoraModule(own_rank, own_alpha / divisor)
+    return modules
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedModel(
+            f"peft_type is {config.get('peft_type')!r:.80}, which is not supported; LORA is"
+        )
+    if config.get("bias", "none") != "none":
+        raise UnsupportedModel(
+            f"bias is {config['bias']!r:.80}, which is not supported; none is: train no biases"
+        )
+    initialized = config.get("init_lora_weights", True)
+    if not any(initialized is allowed or initialized == allowed for allowed in _INITIALIZED):
+        raise UnsupportedModel(
+            f"init_lora_weights is {initialized!r:.80}, which changes the base model's weights; "
+            "save the adapter as a plain LoRA"
+        )
+    for name, (kinds, allowed) in _TYPES.items():
+        if config.get(name) and not isinstance(config[name], kinds):
+            raise UnsupportedModel(f"{name} is {config[name]!r:.80}; it must be {allowed}")
+    for name in sorted(set(config) - _NEUTRAL - _READ - {"bias"}):
+        if config[name]:  # PEFT writes every field; those that are off are null, false or empty
+            raise UnsupportedModel(f"{name} is {config[name]!r:.80}, which is not supported")
+
+
+def _by_pattern(
+    config: Mapping[str, Any], field: str, names: Sequence[str], default: Any
+) -> list[Any]:
+    """Returns the value of the first pattern that matches each name."""
+    given = dict(config.get(field) or {})
+    matches = match_all([Pattern.of_end(field, pattern) for pattern in given], names)
+    found = [default] * len(names)
+    for value, of_names in reversed(list(zip(given.values(), matches, strict=True))):
+        for index, match in enumerate(of_names):
+            if match is not None:
+                found[index] = value
+    return found
+
+
+def _plain_names(stored: Mapping[str, TensorHeader], *, is_text_part: bool) -> dict[str, str]:
+    """Returns the names in the file by those that PEFT gives to the tensors of a model that has no
+    other parts. It writes no adapter's name into the file; older versions and programs do."""
+    plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in stored}
+    if not is_text_part:
+        return plain
+    inner = {name.removeprefix(_PREFIX): name for name in plain}
+    return {f"{_PREFIX}{text_name(own) or own}": plain[name] for own, name in inner.items()}
+
+
+def _check_header(
+    header: Mapping[str, TensorHeader],
+    plain: Mapping[str, str],
+    modules: Mapping[str, LoraModule],
+    linears: Mapping[str, tuple[int, int]],
+) -> dict[str, tuple[str, str]]:
+    """Returns the names of each module's A and B. Raises UnsupportedModel."""
+    tensors = {}
+    expected: dict[str, tuple[int, int]] = {}
+    for name, module in modules.items():
+        num_out, num_in = linears[name]
+        a, b = (f"{_PREFIX}{name}.lora_{part}.weight" for part in "AB")
+        expected |= {a: (module.rank, num_in), b: (num_out, module.rank)}
+        tensors[name] = plain.get(a, a), plain.get(b, b)
+    if surplus := plain.keys() - expected.keys():
+        raise UnsupportedModel(
+            f"it has {few(sorted(surplus))}, which {CONFIG_FILE} does not name for this model"
+        )
+    if missing := expected.keys() - plain.keys():
+        raise UnsupportedModel(f"it lacks {few(sorted(missing))}, which {CONFIG_FILE} implies")
+    for name, shape in expected.items():
+        found = header[plain[name]]
+        if found.shape != shape:
+            raise UnsupportedModel(
+                f"{name} has shape {list(found.shape)}; the model and {CONFIG_FILE} imply "
+                f"{list(shape)}"
+            )
+        if found.dtype not in _DTYPES:
+            raise UnsupportedModel(
+                f"{name} holds {found.dtype}; supported are {', '.join(_DTYPES)}"
+            )
+    return tensors
+
+
+def _begin_digest(config: bytes) -> blake2b:
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    digest.update(len(config).to_bytes(8, "little"))
+    digest.update(config)
+    return digest

@@ -1,0 +1,155 @@
+"""Finds the matrices of a model that an adapter changes, by PEFT's rules for `target_modules`.
+
+A list has the ends of modules' names, a string is a regular expression of whole names, and
+all-linear stands for every linear layer but the output.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from tandem.errors import UnsupportedModel
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
+from tandem.models.lora.patterns import Pattern, match_all
+
+_IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
+ALL_LINEAR = "all-linear"
+SHARED_MLP = "mlp.shared_experts."  # in the place of "mlp." in a layer with experts
+# Of these PEFT could train adapters, too.
+_OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
+
+
+def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns outputs and inputs of every matrix that an adapter may change, by its name."""
+    attention = _of_attention(model)
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer, spec in enumerate(model.layers)
+        for name, shape in (attention | _of_mlp(model, spec)).items()
+    }
+
+
+def _of_mlp(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
+    """Returns those of a layer's MLP; beside experts it is the one that all tokens have."""
+    hidden, inner, place = model.hidden_size, model.intermediate_size, "mlp."
+    if spec.experts is not None:
+        inner, place = spec.experts.shared_inner, SHARED_MLP
+        if not inner:
+            return {}
+    shapes = {f"{place}down_proj": (hidden, inner)}
+    if model.is_fused:
+        return shapes | {f"{place}gate_up_proj": (2 * inner, hidden)}
+    return shapes | dict.fromkeys((f"{place}gate_proj", f"{place}up_proj"), (inner, hidden))
+
+
+def _of_attention(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    hidden, num_heads = model.hidden_size, model.num_attention_heads
+    if (latent := model.latent) is not None:
+        queries = {"self_attn.q_proj": (num_heads * latent.q_dim, hidden)}
+        if latent.q_rank is not None:
+            queries = {
+                "self_attn.q_a_proj": (latent.q_rank, hidden),
+                "self_attn.q_b_proj": (num_heads * latent.q_dim, latent.q_rank),
+            }
+        of_heads = num_heads * (latent.plain_dim + latent.value_dim)
+        return queries | {
+            "self_attn.kv_a_proj_with_mqa": (latent.kv_dim, hidden),
+            "self_attn.kv_b_proj": (of_heads, latent.kv_rank),
+            "self_attn.o_proj": (hidden, num_heads * latent.value_dim),
+        }
+    q_size, kv_size = num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    out = {"self_attn.o_proj": (hidden, q_size)}
+    if model.is_fused:
+        return out | {"self_attn.qkv_proj": (q_size + 2 * kv_size, hidden)}
+    of_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
+    return out | of_token | {"self_attn.q_proj": (q_size, hidden)}
+
+
+def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """Returns the matrices that an adapter_config.json names. Raises UnsupportedModel naming a
+    target that is none."""
+    linears = linear_shapes(model)
+    targets, layers = config.get("target_modules"), _layers(config)
+    if not targets or not isinstance(targets, str | list):
+        raise UnsupportedModel(
+            f"target_modules is {targets!r:.80}; it must name modules: {_allowed(linears)}"
+        )
+    names = [*linears, *_OTHERS]
+    if targets == ALL_LINEAR:
+        found = list(linears)
+    elif isinstance(targets, str):
+        found = _matching("target_modules", targets, names)
+    else:
+        for target in targets:
+            if not any(_ends_with(name, [target]) for name in linears):
+                is_other = any(_ends_with(name, [target]) for name in _OTHERS)
+                raise UnsupportedModel(
+                    f"target_modules has {target!r:.80}, which is not supported"
+                    f"{'' if is_other else ': this model has no such module'}; supported are "
+                    f"{_allowed(linears)}"
+                )
+        found = [name for name in names if _ends_with(name, targets)]
+    if excluded := config.get("exclude_modules"):
+        out = (
+            _matching("exclude_modules", excluded, found)
+            if isinstance(excluded, str)
+            else [name for name in found if _ends_with(name, excluded)]
+        )
+        found = [name for name in found if name not in out]
+    if layers is not None and layers[0]:
+        found = _in_layers(found, *layers)
+    if others := [name for name in found if name not in linears]:
+        raise UnsupportedModel(
+            f"target_modules has {others[0]}, which is not supported; supported are "
+            f"{_allowed(linears)}"
+        )
+    if not found:
+        raise UnsupportedModel(
+            f"target_modules {targets!r:.80} names no module of this model, which has "
+            f"{_allowed(linears)}"
+        )
+    return found
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | None:
+    """Returns the layers that are changed, and the names of the lists that they are in."""
+    given, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or []
+    if given is None:
+        return None
+    layers = given if isinstance(given, list) else [given]
+    if not all(type(layer) is int for layer in layers):
+        raise UnsupportedModel(f"layers_to_transform is {given!r:.80}; it must be layers' numbers")
+    return layers, patterns if isinstance(patterns, list) else [patterns]
+
+
+def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> list[str]:
+    """Returns the names whose number in the first list that they have is one of `layers`."""
+    patterns = [
+        Pattern("layers_pattern", given, rf".*\.{given}\.(\d+)\.") for given in map(str, lists)
+    ]
+    if not patterns:
+        numbers = [[found[1] if (found := _IN_A_LIST.match(name)) else None for name in names]]
+    else:
+        numbers = match_all(patterns, names)
+    first = (next(filter(None, of_name), None) for of_name in zip(*numbers, strict=True))
+    return [
+        name
+        for name, number in zip(names, first, strict=True)
+        if number is not None and int(number) in layers
+    ]
+
+
+def _matching(field: str, expression: str, names: Sequence[str]) -> list[str]:
+    """Returns the names that an expression matches. Raises UnsupportedModel."""
+    pattern = Pattern(field, expression, expression, is_whole=True)
+    (found,) = match_all([pattern], names)
+    return [name for name, match in zip(names, found, strict=True) if match is not None]
+
+
+def _ends_with(name: str, targets: Collection[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _allowed(linears: Collection[str]) -> str:
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))

@@ -1,0 +1,141 @@
+"""Checks the rules of a tokenizer.json: that each ends soon, and makes no flood of tokens or text.
+
+A rule may be a regular expression that never ends on some texts, replace a letter by a megabyte, or
+put a hundred thousand tokens around each text. The file is the operator's choice, so a few texts
+are tried when it is loaded, in a process with bounds:
+
+    `tandem up`   a child process, before anything else starts
+    a router      its tokenizer process, beside its start
+"""
+
+import json
+import math
+import resource
+import string
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+
+from tandem.errors import ConfigError
+
+LOAD_CPU_S = 60  # of a large vocabulary, on a slow machine; the texts take a small part of a second
+MEMORY_BYTES = 8 << 30
+TEXTS_S = 5.0
+_DEADLINE_S = 300.0
+_AROUND_MAX = 64  # tokens around a text
+_TOKENS_PER_BYTE_MAX = 16
+_CHARACTERS_PER_TOKEN_MAX = 4096  # of decoded text
+_GROWTH_MAX = 64  # of a text by all rules that replace parts of it
+_REPEATS = 40  # an expression of exponential time takes a day for so many letters
+_RUN = 2000  # one of cubic time takes minutes
+
+
+def check_file(file: Path) -> None:
+    """Checks a tokenizer.json in a child process. Raises ConfigError naming the file and what is
+    wrong with it."""
+    from tandem.common.process.bounded_child import run_bounded
+
+    output, status = run_bounded(
+        [sys.executable, "-I", "-m", __spec__.name],
+        str(file).encode(),
+        cpu_s=LOAD_CPU_S,
+        memory_bytes=MEMORY_BYTES,
+        deadline_s=_DEADLINE_S,
+    )
+    if status == 0:
+        return
+    lines = output.decode(errors="replace").splitlines() or ["it cannot be loaded within bounds"]
+    raise ConfigError(f"{file} cannot be used: {lines[-1]}")
+
+
+def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
+    """Yields what it is about to try, and raises ConfigError for what takes too long or makes too
+    much. The caller has the bounds."""
+    began = time.monotonic()
+    _check_growth(tokenizer)
+    around = len(tokenizer.encode("").ids)
+    if around > _AROUND_MAX:
+        raise ConfigError(f"it puts {around} tokens around each text; {_AROUND_MAX} are allowed")
+    for text in _texts():
+        shown = text if len(text) < 8 else f"{text[:4]}... ({len(text)} characters)"
+        yield f"its rules fail or do not end on the text {json.dumps(shown)}"
+        ids = tokenizer.encode(text).ids
+        tokens_max = around + 64 + _TOKENS_PER_BYTE_MAX * len(text.encode())
+        if len(ids) > tokens_max:
+            raise ConfigError(
+                f"its rules make {len(ids)} tokens of the text {json.dumps(shown)}; {tokens_max} "
+                "are allowed"
+            )
+        num_characters = len(tokenizer.decode(ids))
+        if num_characters > 64 + _CHARACTERS_PER_TOKEN_MAX * len(ids):
+            raise ConfigError(f"its decoder makes {num_characters} characters of {len(ids)} tokens")
+        if time.monotonic() - began > TEXTS_S:
+            raise ConfigError(f"its rules take over {TEXTS_S:g} s for a few short texts")
+
+
+def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises ConfigError if rules make the worst text too long: no other text may show it."""
+    for part in ("normalizer", "decoder"):
+        if (component := getattr(tokenizer, part)) is None:
+            continue
+        growth, rules = 1.0, [json.loads(component.__getstate__())]
+        while rules:
+            rule = rules.pop()
+            rules += rule.get(f"{part}s") or []
+            if rule["type"] == "Replace":
+                replaced = max(1, len(rule["pattern"].get("String", "")))
+                growth *= max(1.0, len(rule["content"]) / replaced)
+        if growth > _GROWTH_MAX:
+            raise ConfigError(
+                f"the rules of its {part} may make a text {growth:.3g} times as long; "
+                f"{_GROWTH_MAX} times are allowed"
+            )
+
+
+def _texts() -> Iterator[str]:
+    letters = [*string.printable, "é", "ß", "Ж", "中", "あ", "🙂", "\u0301", "\u00a0"]
+    yield from letters
+    # An expression whose literal ending is nowhere in the text does not begin to match.
+    endings = "\0" + "".join(3 * mark for mark in string.punctuation) + string.printable
+    for ending in ("!", "a", "1", " ", "\n", "\0", endings):
+        for letter in letters:
+            yield letter * _REPEATS + ending
+    for word in (
+        "a",
+        "1",
+        " ",
+        "\n",
+        "=",
+        "中",
+        "ab",
+        "a1",
+        " a",
+        "a.",
+        "A b-",
+        "aa ",
+        "\n a",
+        "_x",
+    ):
+        yield word * (_RUN // len(word)) + "!"
+
+
+def main() -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(sys.stdin.read())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    bound = math.ceil(used.ru_utime + used.ru_stime + TEXTS_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (bound, bound))
+    try:
+        for what in check_rules(tokenizer):
+            print(what, flush=True)
+    except ConfigError as error:
+        print(error.message, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Reads the settings of a model folder's tokenizer: its special and its end tokens."""
+
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.models.config.model import read_eos_token_ids
+from tandem.models.files import naming, read_json_if_any
+
+
+def end_token_ids(path: Path) -> tuple[int, ...]:
+    """Returns the ids of all tokens that end an answer of the model in a Hugging Face folder.
+
+    They are those of generation_config.json and of config.json, and the end token of the tokenizer:
+    a fine-tune may keep the files of its base model and change its template's end of a turn.
+    Raises ConfigError naming a file that cannot be read, and UnsupportedModel.
+    """
+    with naming(path / "config.json"):
+        ids = read_eos_token_ids(
+            read_json_if_any(path / "config.json"),
+            read_json_if_any(path / "generation_config.json"),
+        )
+    own = _end_token_of_tokenizer(path)
+    return ids if own is None else tuple(dict.fromkeys([*ids, own]))
+
+
+def _end_token_of_tokenizer(path: Path) -> int | None:
+    """Returns the id of the tokenizer's end token; None if it has none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = read_tokenizer_settings(path / name)
+        token = settings.get("eos_token")
+        text = token["content"] if isinstance(token, dict) else token
+        if text is None:
+            continue
+        for token_id, each in (settings.get("added_tokens_decoder") or {}).items():
+            if each["content"] == text:
+                return int(token_id)
+        return _id_of(text, path / "tokenizer.json")
+    return None
+
+
+def _id_of(token: str, file: Path) -> int | None:
+    """Returns the id of a token of a tokenizer.json, special or not; None if it has no such."""
+    tokenizer = read_json_if_any(file)
+    with naming(file):
+        for each in tokenizer.get("added_tokens") or []:
+            if each["content"] == token:
+                return int(each["id"])
+        vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of ids
+            vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
+        token_id = vocabulary.get(token)
+        return token_id if type(token_id) is int else None
+
+
+def read_tokenizer_settings(file: Path) -> dict[str, Any]:
+    """Returns what a tokenizer_config.json or special_tokens_map.json has, if there is such a file.
+    Raises ConfigError naming a field of another type than it must have."""
+    settings = read_json_if_any(file)
+    for name, is_allowed, allowed in (
+        *((f"{role}_token", _is_token, _TOKEN_FORMS) for role in _TOKEN_ROLES),
+        ("chat_template", _is_template, "a text, or a list of objects with a name and a template"),
+        ("added_tokens_decoder", _is_decoder, "an object of ids and objects with a content"),
+    ):
+        value = settings.get(name)
+        if value is not None and not is_allowed(value):
+            raise ConfigError(f"{file}: {name} is {value!r:.80}; it must be {allowed}")
+    return settings
+
+
+_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_TOKEN_FORMS = "a text, or an object that has the text as content"
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
+def _is_template(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and all(
+            isinstance(each, dict)
+            and all(isinstance(each.get(key), str) for key in ("name", "template"))
+            for each in value
+        )
+    )
+
+
+def _is_decoder(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        token_id.isdecimal() and isinstance(each, dict) and isinstance(each.get("content"), str)
+        for token_id, each in value.items()
+    )

@@ -1,0 +1,90 @@
+"""Logs of runs: kept after the end, bounded, and found by a worker's id."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.logs.run_logs import (
+    RUNS_KEPT,
+    RunLogs,
+    find_log,
+    lines,
+    runs_folder,
+    show_log,
+)
+from tandem.errors import OperateError
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def run(tmp_path: Path, name: str, text: str) -> RunLogs:
+    folder = tmp_path / name
+    folder.mkdir()
+    made = RunLogs(folder, name)
+    (folder / "logs" / "decode-0.log").write_text(text)
+    return made
+
+
+def test_a_log_stays_when_its_run_folder_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "a", "first\n").close()
+    shutil.rmtree(tmp_path / "a")
+    show_log(find_log("decode-0"), follow=False)
+    assert capsys.readouterr().out == "first\n"
+    run(tmp_path, "b", "second\n").close()
+    show_log(find_log("decode-0"), follow=False)
+    assert capsys.readouterr().out == "second\n"
+
+
+def test_the_last_runs_are_kept_and_those_that_live(tmp_path: Path) -> None:
+    living = run(tmp_path, "0-lives", "x")
+    for number in range(1, RUNS_KEPT + 3):
+        run(tmp_path, f"{number}", "x").close()
+    kept = sorted(path.name.partition("-")[2] for path in runs_folder().iterdir())
+    newest = [str(number) for number in range(3, RUNS_KEPT + 3)]
+    assert kept == ["0-lives", *newest]
+    living.close()
+    run(tmp_path, "last", "x").close()
+    assert len(list(runs_folder().iterdir())) == RUNS_KEPT
+
+
+def test_an_unknown_worker_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(OperateError, match="has: none"):
+        find_log("decode-0")
+    run(tmp_path, "a", "x").close()
+    for name in ("decode-1", "../../decode-1"):
+        with pytest.raises(OperateError, match="has: decode-0"):
+            find_log(name)
+
+
+def test_a_log_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "decode-0.log"
+    path.write_text("one\n")
+    is_over = threading.Event()
+    followed = lines(path, is_over.is_set)
+    assert next(followed) == "one\n"
+    with path.open("a") as stream:
+        stream.write("two\n")
+    assert next(followed) == "two\n"
+    is_over.set()
+    assert list(followed) == []
+
+
+def test_without_a_place_for_them_logs_stay_in_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    made = RunLogs(folder, "a")
+    assert made.folder == folder / "logs"
+    made.close()

@@ -1,0 +1,218 @@
+"""The Triton path against the torch reference: the same tokens, whole and in mixed steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.common.config.engine import EngineConfig
+from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.triton.decode_graphs import bucket_sizes
+from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews, write_step
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
+from tests.lora_adapters import ALL, describe, write_adapter
+from tests.step_batches import mixed_steps, place
+from tests.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+FAMILIES = (
+    "llama",
+    pytest.param("llama-linear-biases", marks=pytest.mark.slow),
+    pytest.param("llama-small-heads", marks=pytest.mark.slow),
+    pytest.param("qwen3", marks=pytest.mark.slow),
+    pytest.param("smollm3", marks=pytest.mark.slow),
+    pytest.param("olmo2", marks=pytest.mark.slow),
+    pytest.param("granite", marks=pytest.mark.slow),
+    pytest.param("phi3", marks=pytest.mark.slow),
+    "gpt-oss",
+    pytest.param("deepseek-v2", marks=pytest.mark.slow),
+    pytest.param("deepseek-v2-groups", marks=pytest.mark.slow),
+    pytest.param("deepseek-v3", marks=pytest.mark.slow),
+    pytest.param("deepseek-v3-halves", marks=pytest.mark.slow),
+    pytest.param("mixtral", marks=pytest.mark.slow),
+    pytest.param("qwen3-moe", marks=pytest.mark.slow),
+    pytest.param("gemma2", marks=pytest.mark.slow),
+    "gemma3",
+)
+WINDOWS = {
+    "phi3": 8,
+    "mixtral": 8,
+    "gpt-oss": 8,
+    "gemma2": 8,
+    "gemma3": 8,
+}  # tokens; shorter than the longest prompt
+PROMPTS = [list(range(1, 20)), [5, 9, 2], [7]]
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def runner_of(folder: ModelFolder, kernels: str, kv_dtype: str = "float32") -> ModelRunner:
+    config = EngineConfig(
+        model=str(folder.path), dtype="float32", block_size=8, max_num_seqs=5, max_model_len=96
+    )
+    return ModelRunner(folder, replace(config, kernels=kernels, kv_dtype=kv_dtype))  # type: ignore[arg-type]
+
+
+def greedy(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], num_output_tokens: int
+) -> list[list[int]]:
+    """Chunked prefill of all prompts at once, then decode of all, in a batch of changing size."""
+    sequences = place(runner, [[*prompt, *[0] * num_output_tokens] for prompt in prompts])
+    lens = [len(prompt) for prompt in prompts]
+    made: list[list[int]] = [[] for _ in prompts]
+    tokens = [list(prompt) for prompt in prompts]
+    while any(len(m) < num_output_tokens for m in made):
+        going = [i for i in range(len(prompts)) if len(made[i]) < num_output_tokens - i]
+        going = going or [i for i in range(len(prompts)) if len(made[i]) < num_output_tokens]
+        slices = []
+        for i in going:
+            sequences[i].token_ids = tokens[i]
+            slices.append(sequences[i].take(16))
+        logits = runner.forward(StepBatch(slices))
+        for i, row in zip(going, logits, strict=True):
+            if sequences[i].done == len(tokens[i]):
+                made[i].append(int(row.argmax()))
+                tokens[i].append(made[i][-1])
+    assert lens == [len(prompt) for prompt in prompts]
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_as_torch(family: str, tmp_path: Path) -> None:
+    more = {"sliding_window": WINDOWS[family]} if family in WINDOWS else {}
+    folder, _ = make_tiny_model(family, tmp_path, **more)
+    expected = greedy(runner_of(folder, "torch"), PROMPTS, 4)
+    assert greedy(runner_of(folder, "triton"), PROMPTS, 4) == expected
+
+
+# Of the kernels alone, tests/unit/kernels/triton has both types in CI.
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_the_same_tokens_as_torch_over_quantized_kv(
+    family: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    more = {"sliding_window": WINDOWS[family]} if family in WINDOWS else {}
+    folder, _ = make_tiny_model(family, tmp_path, **more)
+    by_torch, by_triton = (runner_of(folder, kernels, kv_dtype) for kernels in ("torch", "triton"))
+    assert greedy(by_triton, PROMPTS, 4) == greedy(by_torch, PROMPTS, 4)
+    for ours, theirs in zip(by_triton.pools, by_torch.pools, strict=True):
+        assert (ours.memory == theirs.memory).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ALL),
+        (
+            "deepseek-v3",
+            ("q_b_proj", "q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP),
+        ),
+        pytest.param(
+            "deepseek-v2",
+            ("kv_b_proj", "q_proj", "kv_a_proj_with_mqa", "o_proj"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_adapters_beside_the_base_as_torch_computes_them(
+    family: str, targets: Sequence[str], tmp_path: Path
+) -> None:
+    # Of DeepSeek V3's layers only the first is dense.
+    folder, _ = make_tiny_model(family, tmp_path / "model", num_hidden_layers=2)
+    paths = [tmp_path / name for name in ("one", "two")]
+    for seed, path in enumerate(paths):
+        modules = (targets, targets[:1])[seed]
+        write_adapter(path, folder.config, seed=seed, r=4 + seed, target_modules=list(modules))
+    adapters = [describe(path.name, path, folder.config) for path in paths]
+    digests = ["", *(adapter.digest for adapter in adapters)]
+    found = []
+    for kernels in ("torch", "triton"):
+        runner = runner_of(folder, kernels)
+        for adapter in adapters:
+            runner.add_adapter(runner.load_adapter(adapter))
+        logits = []
+        sequences = place(runner, [[*prompt, 3] for prompt in PROMPTS])
+        for num_tokens in (2, 30, 1):
+            going = [i for i, s in enumerate(sequences) if s.done < len(s.token_ids)]
+            slices = [sequences[i].take(num_tokens)._replace(adapter=digests[i]) for i in going]
+            if slices:
+                logits.append(runner.forward(StepBatch(slices)).clone())
+        found.append(torch.cat(logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_logits_in_steps_of_any_mixture(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("qwen3", tmp_path, num_hidden_layers=2)
+    prompts = [random.Random(i).choices(range(203), k=n) for i, n in enumerate((1, 13, 9))]
+    by_torch = mixed_steps(runner_of(folder, "torch"), prompts, (1, 3, 8), seed=4)
+    by_triton = mixed_steps(runner_of(folder, "triton"), prompts, (1, 3, 8), seed=4)
+    for expected, actual in zip(by_torch, by_triton, strict=True):
+        assert actual[:2] == expected[:2]
+        torch.testing.assert_close(actual[2].cpu(), expected[2].cpu(), rtol=1e-4, atol=1e-4)
+
+
+def test_kv_is_told_of_once_when_somebody_waits(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path)
+    runner = runner_of(folder, "triton")
+    (sequence,) = place(runner, [[1, 2, 3, 4]])
+    told: list[int] = []
+    runner.forward(StepBatch([sequence.take(3)]), lambda: told.append(3))
+    runner.forward(StepBatch([sequence.take(1)]), lambda: told.append(4))
+    assert told == [3, 4]
+
+
+def test_the_step_as_one_array() -> None:
+    chunk = SequenceSlice([4, 5, 6], 10, [7, 2], False)
+    single = SequenceSlice([9], 5, [3], True)
+    step = write_step(StepBatch([chunk, single]), block_size=8)
+    assert step.token_ids.tolist() == [9, 4, 5, 6]
+    assert step.positions.tolist() == [4, 7, 8, 9]
+    assert step.slots.tolist() == [[3 * 8 + 4, 7 * 8 + 7, 2 * 8, 2 * 8 + 1]]
+    assert step.context_lens.tolist() == [5, 10]
+    assert step.query_starts.tolist() == [0, 3]
+    assert step.logit_rows.tolist() == [0]
+    assert step.block_tables.tolist() == [[[3, 0], [7, 2]]]
+
+
+def test_rows_of_a_decode_step_follow_their_tables() -> None:
+    shape = StepShape(3, 3, 3, 3, 4)
+    array = torch.full((sum(shape.sizes),), 77, dtype=torch.int32)
+    rows = DecodeRows(array, shape)
+    tables = [[5, 6], [8]]
+    for _ in range(2):
+        slices = [SequenceSlice([1], 8 * len(t), t, True) for t in tables]
+        rows.write(slices, 8)
+        views = StepViews.of(array, shape)
+        for row, table in enumerate(tables):
+            assert views.block_tables[0, row, : len(table)].tolist() == table
+        assert views.slots[0].tolist() == [t[-1] * 8 + 7 for t in tables] + [-1] * (3 - len(tables))
+        assert views.context_lens.tolist() == [8 * len(t) for t in tables] + [0] * (3 - len(tables))
+        tables[0][0] = 4  # a twin took its place
+        tables[0].append(9)
+        tables[1] = [2, 3]
+
+
+def test_buckets_end_with_the_maximum() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(5) == [1, 2, 4, 5]
+    assert bucket_sizes(24) == [1, 2, 4, 8, 16, 24]
+    assert bucket_sizes(400)[-3:] == [320, 384, 400]
+
+
+def test_triton_is_refused_where_it_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path)
+    config = EngineConfig(model=str(folder.path), device="cpu", kernels="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
+        ModelRunner(folder, config)
+    with pytest.raises(ConfigError, match="invariant"):
+        ModelRunner(folder, replace(config, numerics="invariant"))
