@@ -1,4 +1,4 @@
-"""Growing waits for loops that make attempts of their own. The rules are tenacity's."""
+"""Growing delays for loops that retry. They use tenacity's rules."""
 
 from tenacity import RetryCallState, Retrying, wait_exponential, wait_random_exponential
 from tenacity.wait import wait_base
@@ -9,7 +9,7 @@ def doubling(first_s: float, longest_s: float) -> wait_base:
 
 
 def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
-    """Draws half of each wait, so that clients that failed together do not return together."""
+    """Randomizes half of each delay, so that clients that failed together do not retry together."""
     half_s = first_s / 2
     longest_half_s = longest_s / 2
     return wait_exponential(half_s, longest_half_s) + wait_random_exponential(
@@ -18,18 +18,18 @@ def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
 
 
 class Backoff:
-    """The waits of one loop, by one of the rules above."""
+    """The delays of one loop, by one of the rules above."""
 
     def __init__(self, wait: wait_base) -> None:
         self._wait = wait
         self._state = RetryCallState(Retrying(), None, (), {})
 
     def reset(self) -> None:
-        """Makes the next wait the first one again."""
+        """Resets the next delay to the first one."""
         self._state.attempt_number = 1
 
     def next_s(self) -> float:
-        """Returns the seconds to wait now; the next wait is longer."""
+        """Returns the delay in seconds; the next one is longer."""
         wait_s = self._wait(self._state)
         self._state.attempt_number += 1
         return wait_s

@@ -1,11 +1,11 @@
-"""The chained hash that names a KV block by everything its contents depend on.
+"""The chained hash that identifies a KV block by everything its contents depend on.
 
-A block's hash covers its tokens and, through its parent, all tokens before it; the chain's root
-covers what else decides the numbers in it (model, dtypes, block size) and the tenant's salt. Two
-workers that hold the same hash hold the same KV. Stable across processes, runs and machines.
-
-Whole prompts are hashed by _block_hash.c (128K tokens in 2.7 ms, the GIL let go for most of it);
-where it could not be compiled by hashlib, seven times slower.
+A block's hash covers its tokens and, through its parent, all tokens before it. The chain's root
+covers everything else that determines its numbers (model, dtypes, block size) and the tenant's
+salt. Two workers with the same hash have the same KV. The hash is stable across processes, runs and
+machines.
+_block_hash.c hashes whole prompts (128K tokens in 2.7 ms, mostly without the GIL). If it could not
+be compiled, hashlib does it, seven times slower.
 """
 
 import hmac
@@ -39,7 +39,9 @@ def chain_root(
     adapter: str = "",
     cache_salt: bytes = b"",
 ) -> bytes:
-    """The parent of every first block: 16 bytes over what all blocks of a chain share."""
+    """Returns the parent of every first block: 16 bytes over the common properties of a chain's
+    blocks.
+    """
     fields = (model_fingerprint, compute_dtype, numerics, kv_dtype, str(block_size), adapter)
     digest = blake2b(digest_size=HASH_BYTES, key=_KEY)
     for field in (*(f.encode() for f in fields), cache_salt):
@@ -49,20 +51,20 @@ def chain_root(
 
 
 class Chain(NamedTuple):
-    """The root and the block size of the block hashes of a prompt."""
+    """The root and the block size for the block hashes of a prompt."""
 
     root: bytes
     block_size: int
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """16 bytes of keyed BLAKE2b over (parent, token ids as little-endian uint32)."""
+    """Returns 16 bytes of keyed BLAKE2b over (parent, token ids as little-endian uint32)."""
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return blake2b(parent + packed, digest_size=HASH_BYTES, key=_KEY).digest()
 
 
 def hash_blocks(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Hashes of the full blocks of `token_ids`, in order; a partly filled last block has none."""
+    """Returns the hashes of the full blocks of `token_ids`, in order."""
     if _block_hash is not None:
         return _block_hash.chain(root, token_ids, block_size, _KEY)
     return _hash_blocks_plainly(root, token_ids, block_size)
@@ -77,5 +79,5 @@ def _hash_blocks_plainly(root: bytes, token_ids: Sequence[int], block_size: int)
 
 
 def tenant_salt(server_secret: bytes, tenant: str) -> bytes:
-    """HMAC(server secret, tenant): a salt that clients can neither choose nor guess."""
+    """Returns HMAC(server secret, tenant): a salt that clients can neither choose nor guess."""
     return hmac.digest(server_secret, tenant.encode(), "sha256")[:HASH_BYTES]

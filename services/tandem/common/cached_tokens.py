@@ -1,4 +1,4 @@
-"""A prompt's cached tokens, counted by where their KV was: plain data that travels by msgspec."""
+"""A prompt's cached tokens by the location of their KV: plain data that is encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import msgspec
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Counts of a prompt's first tokens; a part comes after those above it in the prompt."""
+    """Counts of a prompt's first tokens. The parts follow each other in the prompt, in this
+    order.
+    """
 
     device: int = 0  # in the KV pool of a worker that serves the request
     host: int = 0  # in that worker's host memory
     disk: int = 0  # on its disk
     store: int = 0  # in the object store that all workers share
-    peer: int = 0  # in the pool of another worker, and pulled from it
+    peer: int = 0  # in another worker's pool, from which they were pulled
 
     @property
     def total(self) -> int:
         return self.device + self.host + self.disk + self.store + self.peer
 
     def first(self, num_tokens: int) -> CachedTokens:
-        """Returns the counts of the first `num_tokens` tokens alone."""
+        """Returns the counts of the first `num_tokens` tokens only."""
         parts = []
         left = num_tokens
         for part in msgspec.structs.astuple(self):
@@ -28,8 +30,10 @@ class CachedTokens(msgspec.Struct, frozen=True):
         return CachedTokens(*parts)
 
     def then(self, other: CachedTokens) -> CachedTokens:
-        """Returns these counts, and those of `other` for the tokens after them. The total is the
-        larger one of both."""
+        """Returns these counts plus those of `other` for the tokens after them.
+
+        The total is the larger one of both.
+        """
         return self + (other - other.first(self.total))
 
     def __add__(self, other: CachedTokens) -> CachedTokens:

@@ -1,4 +1,4 @@
-"""The dtypes of computation and KV, and their sizes, without a tensor library."""
+"""The dtypes of computation and KV and their sizes, without a tensor library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bits of a number of K and of V. A row of a token's numbers of a head that has fewer than 16 bits
-# each has a scale beside it.
+# Bits per number of K and of V. With fewer than 16 bits, each token has one scale per head beside
+# its numbers.
 KV_BITS = {
     "bfloat16": (16, 16),
     "float16": (16, 16),
@@ -19,21 +19,23 @@ KV_BITS = {
     "k8v4": (8, 4),
     "int4": (4.5, 4),  # a quarter of a key's numbers have 6 bits (tandem_kernels.kv_int4_keys)
 }
-_SCALE_BYTES = 2  # float16
-_PART_MULTIPLE = 64  # of bytes, where there are scales: a cache line
-_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's two, arm64's one
+_SCALE_BYTES = 2  # size of a float16 scale
+_PART_MULTIPLE = 64  # a part with scales is padded to this multiple, a cache line
+_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 has two such flags, arm64 one
 
 
 class RotatedKey(NamedTuple):
-    """The end of a quantized row of latent attention, which is kept as it is computed."""
+    """The last part of a quantized row of latent attention, which is not quantized."""
 
     dim: int
     dtype: str  # a key of DTYPE_BYTES
 
 
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
-    """A key of DTYPE_BYTES, not quantized. `has_bfloat16` tells whether the hardware multiplies
-    it."""
+    """Returns the dtype of computation, a key of DTYPE_BYTES.
+
+    `has_bfloat16`: the hardware has bfloat16 multiplication.
+    """
     if config.numerics == "invariant":
         return "float32"
     if config.dtype != "auto":
@@ -42,7 +44,7 @@ def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Returns whether this CPU multiplies bfloat16; emulated, it is slower than float32."""
+    """Returns whether this CPU multiplies bfloat16; emulation is slower than float32."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
             flags = next(
@@ -61,8 +63,10 @@ def is_quantized(kv_dtype: str) -> bool:
 def kv_row_bytes(
     kv_dtype: str, head_dim: int, has_values: bool = True, rotated: RotatedKey | None = None
 ) -> tuple[int, int]:
-    """Returns the bytes of a token's K and of its V, of one layer of one head, without scales; of
-    quantized latents those of the latent and of the rotated key."""
+    """Returns the bytes of a token's K and of its V in one layer of one head, without scales.
+
+    For quantized latents these are the bytes of the latent and of the rotated key.
+    """
     keys, values = KV_BITS[kv_dtype]
     if rotated is not None:
         latent_dim = head_dim - rotated.dim
@@ -77,8 +81,10 @@ def kv_part_bytes(
     has_values: bool = True,
     rotated: RotatedKey | None = None,
 ) -> int:
-    """Returns the bytes of K and V of one layer of one head in a block; block_layout.py has their
-    order."""
+    """Returns the bytes of K and V of one layer of one head in a block.
+
+    block_layout.py has their order.
+    """
     num_bytes = block_size * sum(kv_row_bytes(kv_dtype, head_dim, has_values, rotated))
     if not is_quantized(kv_dtype):
         return num_bytes

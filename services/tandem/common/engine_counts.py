@@ -1,4 +1,4 @@
-"""Counts of a worker's engine since the worker started: plain data that travels by msgspec."""
+"""Counts of a worker's engine since the worker's start: plain data that is encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 
 from tandem.common.cached_tokens import CachedTokens
 
-# Upper bounds of the tokens of a step, as vLLM's; the last bucket has none.
+# Upper bounds of the tokens per step, as in vLLM; the last bucket has none.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# The same of pulls over NIXL: seconds, seconds, bytes and blocks.
+# Upper bounds for pulls over NIXL: seconds, seconds, bytes and blocks.
 PULL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 POST_S = (0.001, *PULL_S)
 PULL_BYTES = tuple(2**exponent for exponent in range(11, 34, 2))
@@ -19,33 +19,36 @@ PULL_BLOCKS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_0
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):
-    """A histogram: the sum of what was observed, and how often it was in each bucket."""
+    """A histogram: the sum of the observations and the number in each bucket."""
 
     total: float = 0.0
-    buckets: tuple[int, ...] = ()  # one for each bound, and one above the last; empty: no bounds
+    buckets: tuple[int, ...] = ()  # one for each bound and one above the last; empty without bounds
 
 
 class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Monotonic counts of pulls over NIXL, kept by the reader; `num_expired` by the producer."""
+    """Monotonic counts of pulls over NIXL. The producer counts `num_expired`, the consumer the
+    rest.
+    """
 
-    seconds: Observed = Observed()  # of whole pulls, in the buckets of PULL_S
-    post_s: Observed = Observed()  # part of them in which NIXL took the reads: POST_S
-    num_bytes: Observed = Observed()  # PULL_BYTES
-    num_blocks: Observed = Observed()  # PULL_BLOCKS
-    num_failed: int = 0  # pulls that failed, not those that were given up
-    num_unconfirmed: int = 0  # leases that were released here, of which no confirmation came
-    num_expired: int = 0  # leases that ended after their KV was complete, without a release
+    seconds: Observed = Observed()  # durations of whole pulls, in the buckets of PULL_S
+    # time spent in NIXL's start of the reads, in the buckets of POST_S
+    post_s: Observed = Observed()
+    num_bytes: Observed = Observed()  # in PULL_BYTES
+    num_blocks: Observed = Observed()  # in PULL_BLOCKS
+    num_failed: int = 0  # failed pulls, without cancelled ones
+    num_unconfirmed: int = 0  # leases for which `release` was sent and not confirmed
+    num_expired: int = 0  # leases that ended without a release after their KV was complete
 
 
 class EngineCounts(msgspec.Struct, frozen=True):
-    """Counts that only grow. Each prompt counts at the worker that makes its tokens."""
+    """Counts that only grow. Each prompt counts on the worker that generates its tokens."""
 
     num_preemptions: int = 0
     prompt_tokens: int = 0
     cached_here: int = 0  # prompt tokens whose KV was in the worker's pool
     cached_elsewhere: int = 0  # prompt tokens whose KV a tier or a peer had
-    step_tokens: int = 0  # that all steps computed
-    steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # by the tokens that they computed
+    step_tokens: int = 0  # total of all steps
+    steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # number of steps, by their tokens
     nixl: NixlCounts = NixlCounts()
 
 
@@ -91,7 +94,7 @@ class NixlTally:
 
     @property
     def counts(self) -> NixlCounts:
-        """Returns the counts so far."""
+        """The counts so far."""
         return NixlCounts(
             seconds=self._seconds.observed,
             post_s=self._post_s.observed,
@@ -127,7 +130,7 @@ class EngineTally:
 
     @property
     def counts(self) -> EngineCounts:
-        """Returns the counts so far."""
+        """The counts so far."""
         return EngineCounts(
             num_preemptions=self._num_preemptions,
             prompt_tokens=self._prompt_tokens,

@@ -1,13 +1,11 @@
-"""A KV budget of one sequence, as a request asks for it: plain data that travels by msgspec.
+"""The KV budget of one sequence, as requested: plain data that is encoded by msgspec.
 
-With `heavy_hitters` a sequence keeps the blocks that attracted most attention
+With `heavy_hitters` a sequence keeps the blocks that received the most attention
 (engine/cache/heavy_hitters.py). With `sinks_window` the token at position i sees the keys at
 positions j with
-
     j < sinks  or  i - (tokens - sinks) < j <= i
-
-so `tokens` of them at most, itself the last. Nothing else enters the mask: no chunk, block, worker
-or migration. Layers with a sliding window of their own keep that instead.
+so at most `tokens` of them, its own included. The mask does not depend on chunks, blocks, workers
+or migrations. Layers with their own sliding window use that instead.
 """
 
 from typing import NamedTuple
@@ -25,13 +23,13 @@ BUDGET_TOKENS_MAX = 2**31 - 1
 class VisibleKeys(NamedTuple):
     """The keys that each token sees."""
 
-    num_first: int  # of the context
-    num_last: int  # the token's own is one of them
+    num_first: int  # first keys of the context
+    num_last: int  # last keys, including the token's own
 
 
 class KvBudget(msgspec.Struct, frozen=True):
-    tokens: int  # KV that a token sees at most
-    sinks: int = SINKS_DEFAULT  # first tokens, which all see
+    tokens: int  # largest number of keys that a token sees
+    sinks: int = SINKS_DEFAULT  # first tokens, which all tokens see
     policy: str = SINKS_WINDOW
 
     @property
@@ -45,7 +43,7 @@ class KvBudget(msgspec.Struct, frozen=True):
 
 
 def check_budget(budget: KvBudget) -> None:
-    """Raises BadRequest naming what is wrong with a budget, and what is allowed."""
+    """Raises BadRequest for an invalid budget; the message says what is allowed."""
     if wrong := _what_is_wrong(budget):
         raise BadRequest(f"kv_budget is not valid: its {wrong}", param="kv_budget")
 

@@ -33,21 +33,23 @@ from tandem.errors import ConfigError
 T = TypeVar("T")
 
 _OPTIONS = Group("Options", sort_key=0)
-_arguments: dict[type[Any], tuple[Argument, ...]] = {}  # by class: to collect them takes 10 ms
+# keyed by class, because collecting them takes 10 ms
+_arguments: dict[type[Any], tuple[Argument, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Allowed numbers or texts."""
+    """The allowed range of a number, or the pattern of a text."""
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
-    pattern: str | None = None  # matched by the whole text
+    pattern: str | None = None  # must match the whole text
 
     def fault(self, value: Any) -> str:
-        """Says which condition the value breaks; empty if it breaks none."""
-        if self.least is not None and not value >= self.least:  # written so that NaN fails
+        """Returns the condition that the value violates; "" if it violates none."""
+        # comparisons are written so that NaN fails
+        if self.least is not None and not value >= self.least:
             return f"be at least {self.least}"
         if self.above is not None and not value > self.above:
             return f"be above {self.above}"
@@ -59,12 +61,12 @@ class Bounds:
 
 
 def option_name(field_name: str) -> str:
-    """Name of a field's option: without the unit, which the help text tells."""
+    """Returns the name of a field's option, without the unit, which is in the help text."""
     return field_name.removesuffix("_s").replace("_", "-")
 
 
 def by_comma(metavar: str, convert: Callable[[str], Any]) -> Parameter:
-    """An option whose value is a list with commas. `convert` makes a tuple or a mapping of it."""
+    """Returns the parameter of a comma-separated list; `convert` returns a tuple or a mapping."""
 
     def converter(_: object, tokens: Sequence[Token]) -> Any:
         return convert(tokens[-1].value)
@@ -80,7 +82,7 @@ def by_comma(metavar: str, convert: Callable[[str], Any]) -> Parameter:
 
 
 def to_int(text: str) -> int:
-    """The whole number that a text says. Raises ValueError with a message for people."""
+    """Returns the whole number in a text. Raises ValueError with a message for users."""
     try:
         return int(text)
     except ValueError:
@@ -99,17 +101,17 @@ Name = Annotated[Text, Bounds(pattern="[A-Za-z0-9._-]*")]
 NotNegative = Annotated[float, Bounds(least=0)]
 Seconds = NotNegative
 PositiveSeconds = Annotated[float, Bounds(above=0)]
-# None is 0 on the command line.
+# 0 on the command line means None.
 PositiveOrNone = Annotated[
     int | None, Bounds(least=1), Parameter(converter=_number_or_none, show_default=lambda _: "0")
 ]
 Switch = Annotated[bool, Parameter(negative=())]
-Constant = Annotated[T, Parameter(parse=False)]  # a setting that is no option
+Constant = Annotated[T, Parameter(parse=False)]  # a setting without an option
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Base of the settings: each value is checked against its type when an object is made."""
+    """Base of the settings. Each value is checked against its type at construction."""
 
     def __post_init__(self) -> None:
         for argument in arguments(type(self)):
@@ -118,11 +120,11 @@ class Options:
         self.check_together()
 
     def check_together(self) -> None:
-        """Raises ConfigError if values that are right alone do not go together."""
+        """Raises ConfigError if values that are valid alone cannot be combined."""
 
 
 def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:
-    """Settings from a command line. A wrong one ends the process: one line, status 2."""
+    """Returns the settings of a command line. A wrong one ends the process: one line, status 2."""
     try:
         return parse(made, program, sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
@@ -131,7 +133,7 @@ def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:
 
 
 def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
-    """Settings from a command line. Raises ConfigError in one line, SystemExit after --help."""
+    """Returns the settings of a command line. Raises ConfigError, or SystemExit after --help."""
     app = make_app(made, program)
     try:
         command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
@@ -144,12 +146,12 @@ def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
 
 
 def extended(settings: Options, made: type[T], **more: object) -> T:
-    """An object of a subclass: the values of `settings`, and more."""
+    """Returns an object of a subclass with the values of `settings` and `more`."""
     return made(**{f.name: getattr(settings, f.name) for f in fields(settings)} | more)
 
 
 def to_argv(settings: Options) -> list[str]:
-    """Command line that makes equal settings. Options at their defaults are left out."""
+    """Returns a command line for equal settings. Options at their defaults are left out."""
     line: list[str] = []
     for argument in arguments(type(settings)):
         value = reduce(getattr, argument.keys, settings)
@@ -162,7 +164,7 @@ def to_argv(settings: Options) -> list[str]:
 
 
 def to_text(value: Any) -> str:
-    """The value as it stands on a command line."""
+    """Returns the value as it is written on a command line."""
     if isinstance(value, Mapping):
         value = [f"{key}={entry}" for key, entry in value.items()]
     if isinstance(value, list | tuple):
@@ -171,7 +173,7 @@ def to_text(value: Any) -> str:
 
 
 def make_app(made: type[Any], program: str = "") -> App:
-    """The command line of the settings. The docstring of the class is its description."""
+    """Returns the command line of the settings. The docstring of the class is its description."""
 
     def collect(settings: Any) -> Any:
         return settings or made()
@@ -186,7 +188,7 @@ def make_app(made: type[Any], program: str = "") -> App:
         help_format="plaintext",
         version_flags=(),
         group_parameters=_OPTIONS,
-        # The last of several wins, as on most command lines.
+        # The last of repeated options is used, as on most command lines.
         default_parameter=Parameter(name_transform=option_name, allow_repeating=True),
     )
     app.default(collect)
@@ -195,7 +197,7 @@ def make_app(made: type[Any], program: str = "") -> App:
 
 
 def arguments(made: type[Any]) -> tuple[Argument, ...]:
-    """All settings of a class and of those inside it. `parse` is False for the constants."""
+    """Returns all settings of a class, nested ones included. `parse` is False for constants."""
     if made not in _arguments:
         found = make_app(made).assemble_argument_collection(parse_docstring=False)
         _arguments[made] = tuple(a for a in found if a.name != "*")
@@ -203,12 +205,12 @@ def arguments(made: type[Any]) -> tuple[Argument, ...]:
 
 
 def choices(argument: Argument) -> tuple[str, ...]:
-    """Allowed words; empty if the option is no choice."""
+    """Returns the allowed words; empty if the option is not a choice."""
     return get_args(argument.hint) if get_origin(argument.hint) is Literal else ()
 
 
 def bounds(argument: Argument) -> Bounds:
-    """Allowed numbers or texts of a setting."""
+    """Returns the allowed range or pattern of a setting."""
     found = get_args(argument.field_info.annotation)[1:]
     return next((bound for bound in found if isinstance(bound, Bounds)), Bounds())
 
@@ -223,7 +225,7 @@ def _check(argument: Argument, value: Any) -> None:
 
 
 def one_line(error: CycloptsError) -> str:
-    """Says in one line what is wrong with a command line."""
+    """Returns one line that describes a wrong command line."""
     if isinstance(error, UnusedCliTokensError):
         extra = " ".join(error.unused_tokens or ())
         return f"nothing takes the argument {extra!r}; --help lists what is taken"
@@ -237,6 +239,8 @@ def one_line(error: CycloptsError) -> str:
 
 
 def _shown_name(argument: Argument) -> str:
-    """Returns the name as in the usage line, where an argument may stand without its option."""
+    """Returns the name as in the usage line, where an argument may be written without its
+    option.
+    """
     is_positional = argument.index is not None
     return argument.name.lstrip("-").upper() if is_positional else argument.name

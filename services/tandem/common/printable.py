@@ -1,16 +1,15 @@
-"""Makes text from outside safe to show: in a line of a log, on a terminal, in a table. Pure.
+"""Makes untrusted text safe to show in a log line, on a terminal or in a table. Pure.
 
-Some characters end a line, move a terminal's cursor, change its title or reorder what stands
-beside them: control characters (C0 and C1), U+2028 and U+2029, bidi overrides and other invisible
-characters, lone surrogates. They are written as Python's `repr` writes them, such as `\\x1b`.
+Some characters end a line, move a terminal's cursor, change its title or reorder the text beside
+them: control characters (C0 and C1), U+2028 and U+2029, bidi overrides and other invisible
+characters, lone surrogates. They are escaped as by Python's `repr`, such as `\\x1b`.
 """
 
 from typing import Any
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Returns the text with each character escaped that is not printable. `keep` names those that
-    stay as they are."""
+    """Returns the text with unprintable characters escaped, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""State machines: an enum of states, and one table of the transitions that are allowed."""
+"""State machines: an enum of states and one table of allowed transitions."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -8,11 +8,11 @@ S = TypeVar("S", bound=Enum)
 
 
 class ForbiddenTransition(AssertionError):
-    """A state machine was to make a transition that its table does not have: a bug of ours."""
+    """A state machine was moved along a transition that its table does not have, which is a bug."""
 
 
 def transition(state: S, to: S, allowed: Mapping[S, Collection[S]]) -> S:
-    """Returns `to`. Raises ForbiddenTransition unless the table has the way there from `state`."""
+    """Returns `to`. Raises ForbiddenTransition if the table does not allow it from `state`."""
     if to not in allowed[state]:
         raise ForbiddenTransition(f"{state} -> {to}")
     return to

@@ -1,14 +1,14 @@
-"""Looks into the tree in Redis: whether it says what a worker really holds, and how large it is.
+"""Compares the prefix tree in Redis with the blocks that a worker holds, and measures the tree.
 
-For audits and metrics; nothing here is on a request's path. Each call of Redis is bounded, so that
-it holds up look-ups for a millisecond or two.
+This module serves audits and metrics; it is not on a request's path. Each Redis call is bounded and
+delays look-ups by one or two milliseconds.
 
-Both sides of an audit change meanwhile: what a worker stored or evicted a moment ago is on its way
-to the tree. So a range of buckets in which they differ is read again, and only what differs at each
-look counts: a publisher that lives is done with anything within the pauses. A block that is evicted
-and comes back all the time is no difference: from the second look on a block is held only if it is
-before and after the tree is read. Nor is a log that has begun between two looks: the looks at its
-entries begin with it.
+Both sides change during an audit, because recent changes of a worker are still on their way to the
+tree. So a range of buckets that differs is read several times, and only a difference found in every
+look counts: a working publisher publishes any change within the pauses. Two cases are no
+difference. A block that is evicted and stored repeatedly: from the second look on, a block counts
+as held only if it is held before and after the tree is read. A log that began between two looks:
+the count of looks restarts with it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tandem.net.store.client import Client
 from tandem.prefix_index.entries import NUM_BUCKETS, split_entries
 from tandem.prefix_index.redis import RedisIndex, lua_script
 
-CALL_ENTRIES = 2048  # looked at in one call, about 1 ms of Redis's time
-_RANGE_ENTRIES = 32_768  # of one comparison
+CALL_ENTRIES = 2048  # Number of entries that one call reads, about 1 ms of Redis's time
+_RANGE_ENTRIES = 32_768  # Number of entries that one comparison covers
 
-# What a worker holds from one bucket on and before another, as entries.
+# Returns the entries that a worker holds in the buckets from the first one up to the second.
 Held = Callable[[int, int], Awaitable[set[bytes]]]
 
 
@@ -33,11 +33,11 @@ Held = Callable[[int, int], Awaitable[set[bytes]]]
 class Differences:
     """Blocks that are `missing` (held, not in the tree) or `stale` (in the tree, not held)."""
 
-    num_checked: int = 0  # entries that either side has
+    num_checked: int = 0  # entries on either side
     missing: int = 0
     stale: int = 0
-    in_tree: bool = True  # whether the worker has a log there at all
-    error: str = ""  # why nothing could be compared
+    in_tree: bool = True  # whether the worker has a log in the tree
+    error: str = ""  # reason if nothing could be compared
 
     @property
     def any(self) -> bool:
@@ -56,12 +56,12 @@ class Differences:
 @dataclass(frozen=True, slots=True)
 class TreeWorker:
     num_blocks: int
-    silent_s: int  # since it last published; a worker does so each second
+    silent_s: int  # seconds since its last publication; a worker publishes every second
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """Figures of all shards together; `num_bytes` is measured on a sample."""
+    """Sizes of all shards together. `num_bytes` is estimated from a sample."""
 
     num_entries: int
     num_swept: int
@@ -70,23 +70,26 @@ class TreeStats:
 
 
 class TreeInspector:
-    """One cluster's tree. Errors of Redis pass through."""
+    """Reads one cluster's tree. Redis errors propagate."""
 
     def __init__(
         self, redis: Client, index: RedisIndex, *, looks: int = 3, pause_s: float = 1.0
     ) -> None:
-        """A difference that is there at each of `looks`, `pause_s` apart, is one."""
+        """A difference counts if each of `looks` finds it; looks are `pause_s` apart."""
         self.looks, self.pause_s = looks, pause_s
         self._redis = redis
         self._index = index
         self._entries, self._stats = lua_script("entries"), lua_script("stats")
 
     async def audit(self, worker_id: str, held: Held, *, sample: int | None = None) -> Differences:
-        """Compares all entries, or about `sample` (empty buckets counted in) from a random bucket
-        on. Errors of `held` pass through."""
+        """Compares all entries, or about `sample` of them from a random bucket on.
+
+        An empty bucket counts as one entry of the sample. Errors of `held` propagate.
+        """
         first = 0 if sample is None else random.randrange(NUM_BUCKETS)
         found = Differences()
-        for at, end in ((first, NUM_BUCKETS), (0, first)):  # so that a small tree is seen whole
+        # wrap around, so that all of a small tree is compared
+        for at, end in ((first, NUM_BUCKETS), (0, first)):
             while at < end and (sample is None or sample > 0):
                 part, stopped = await self._compare(
                     worker_id, held, at, end, _RANGE_ENTRIES if sample is None else sample
@@ -115,16 +118,16 @@ class TreeInspector:
     async def _compare(
         self, worker_id: str, held: Held, first: int, end: int, entries: int
     ) -> tuple[Differences, int]:
-        """Returns the differences that stayed, and the bucket that the comparison ended before."""
+        """Returns the lasting differences and the bucket at which the comparison stopped."""
         missing, stale = set[bytes](), set[bytes]()
-        num_looks, was_there = 0, True  # looks in a row at a log, or at none
+        num_looks, was_there = 0, True  # consecutive looks that found a log, or none
         for look in range(2 * self.looks):
             before = None
             if look:
                 await asyncio.sleep(self.pause_s)
                 before = await held(first, end)
             said = await self._read(worker_id, first, end, entries)
-            # Buckets that filled up since the first look are read all the same.
+            # Later looks read the same buckets in full, even if they have grown.
             entries = NUM_BUCKETS + (1 << 30)
             claimed, end = said or (set(), end)
             after = await held(first, end)
@@ -136,16 +139,16 @@ class TreeInspector:
             stale = surplus & stale if num_looks > 1 else surplus
             if num_looks == self.looks or (said and not missing and not stale):
                 break
-        if num_looks < self.looks:  # its log comes and goes, or nothing differs
+        if num_looks < self.looks:  # the log appeared and disappeared, or nothing differs
             missing, stale = set(), set()
         return Differences(len(claimed | after), len(missing), len(stale), was_there), end
 
     async def _read(
         self, worker_id: str, at: int, end: int, budget: int
     ) -> tuple[set[bytes], int] | None:
-        """Returns the hashes in the buckets from `at` on, and the bucket after the last of them.
+        """Returns the entries in the buckets from `at` on, and the bucket after the last one read.
 
-        It looks at about `budget` entries at most. None: the worker has no log there.
+        It reads at most about `budget` entries. Returns None if the worker has no log.
         """
         found = await self._index.find(worker_id)
         if found is None:

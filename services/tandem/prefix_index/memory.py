@@ -1,8 +1,8 @@
-"""The prefix tree in this process's memory: for the simulator and for tests.
+"""A prefix tree in this process's memory, for the simulator and for tests.
 
-A block's holders are one integer, a bit for each worker's slot, so that a look-up costs the same
-for one worker and for a thousand. It gallops over the depth as lua/match.lua does. A dropped
-worker's bits stay until `sweep` has cleared them; only then its slot is free again.
+The holders of a block are an integer with one bit for each worker's slot, so a look-up costs the
+same for one worker and for a thousand. The look-up gallops over the depth, as lua/match.lua does.
+Bits of a dropped worker stay until `sweep` has cleared them; only then is its slot free again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,12 @@ class MemoryIndex:
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
-        self._holders: dict[bytes, int] = {}  # block hash -> bits of slots, dropped ones among them
-        self._worker_ids: list[str] = []  # by slot
+        self._holders: dict[bytes, int] = {}  # block hash -> mask of slots, dropped slots included
+        self._worker_ids: list[str] = []  # index: slot
         self._free_slots: list[int] = []
-        self._live = 0  # bits of the slots in use
-        self._dropped = 0  # bits of the slots to sweep
-        self._sweeping = 0  # the part of them that the sweep under way clears
+        self._live = 0  # mask of the slots in use
+        self._dropped = 0  # mask of the dropped slots that await a sweep
+        self._sweeping = 0  # mask of the dropped slots that the current sweep clears
         self._unswept: Iterator[bytes] = iter(())
 
     async def reset(self, worker_id: str, epoch: str) -> None:
@@ -125,7 +125,9 @@ class MemoryIndex:
     def _narrow(
         self, hashes: Sequence[bytes], mask: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Reports all of `mask`: all hold block `low`, none holds block `high`."""
+        """Sets the depths of the workers in `mask`; all of them hold block `low`, none holds
+        `high`.
+        """
         while mask and low:
             if high - low == 1:
                 self._report(mask, low, depths)
@@ -151,5 +153,7 @@ _ZERO_IS_FALSE = bytes.maketrans(b"0", b"\0")
 
 
 def _flags(mask: int) -> bytes:
-    """Returns a byte for each bit, the lowest first: a thousand without a step of Python."""
+    """Returns one byte for each bit, lowest first. It uses no Python loop, even for 1,000
+    workers.
+    """
     return bin(mask)[:1:-1].encode().translate(_ZERO_IS_FALSE)

@@ -1,12 +1,13 @@
-"""The global prefix tree: the workers that hold each KV block. A cache of facts the workers own.
+"""The global prefix tree, which records the workers that hold each KV block.
 
-Each worker's events are a log with sequence numbers, parents before children. A batch whose number
-is not the next one, or of another epoch than the tree knows, is answered False and changes nothing:
-the worker then takes a new epoch (`reset`) and publishes everything it holds again. So the tree is
-prefix-closed for each worker: who holds a block holds its parents. A hit is a hint; holders check.
-
-Of a model with windows that give back blocks, the events tell of the blocks after which a request
-can go on, and the tree is not prefix-closed: `match` then looks for the deepest such block.
+The workers own the facts; the tree is a cache of them.
+Each worker's events form a log with sequence numbers, parents before children. A batch is rejected
+with False and changes nothing if its number is not the next one or its epoch is not the tree's. The
+worker then takes a new epoch (`reset`) and publishes all its blocks again. So the tree is
+prefix-closed for each worker: a worker that holds a block holds its parents. A match is a hint,
+which the holder checks.
+If a model has windows that free blocks, the events name the blocks after which a request can
+continue, and the tree is not prefix-closed. `match` then looks for the deepest such block.
 """
 
 from collections.abc import Sequence
@@ -14,10 +15,10 @@ from typing import Protocol
 
 
 class PrefixIndex(Protocol):
-    """Interface of a tree; all implementations pass the tests in tests/unit/prefix_index/."""
+    """Interface of a tree. All implementations pass the tests in tests/unit/prefix_index/."""
 
     async def reset(self, worker_id: str, epoch: str) -> None:
-        """Forgets what the worker had and starts a log at sequence number 0 for `epoch`."""
+        """Forgets the worker's blocks and starts a log at sequence number 0 for `epoch`."""
 
     async def publish(
         self,
@@ -27,24 +28,26 @@ class PrefixIndex(Protocol):
         stored: Sequence[bytes],
         removed: Sequence[bytes],
     ) -> bool:
-        """Applies one batch (stored, parents first, then removed, children first).
+        """Applies one batch: stored blocks, parents first, then removed blocks, children first.
 
-        True when applied. False for a gap, a repeat or another epoch: nothing changed.
+        Returns False for a gap, a repeat or another epoch; nothing has changed then.
         """
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
-        """Returns how many leading blocks each worker can go on from; workers with none are left
-        out.
+        """Returns for each worker the number of leading blocks after which it can continue.
 
-        One round trip. Only workers that were not forgotten count. `closed` False: the model has
-        windows, and an entry says only that a request can go on after that block.
+        Workers with none, and forgotten workers, are left out. It takes one round trip. `closed` is
+        False for a model with windows, where an entry says only that a request can continue after
+        that block.
         """
 
     async def forget(self, worker_id: str) -> None:
-        """Drops a worker: it never matches again until its next `reset`."""
+        """Drops a worker. It does not match again until its next `reset`."""
 
     async def num_blocks(self, worker_id: str) -> int:
-        """Returns how many blocks the tree holds for the worker."""
+        """Returns the number of blocks that the tree holds for the worker."""
 
     async def sweep(self, limit: int) -> bool:
-        """Does a part of the upkeep, on at most `limit` entries; False when none is left."""
+        """Clears bits of dropped workers in at most `limit` entries; returns False if none are
+        left.
+        """

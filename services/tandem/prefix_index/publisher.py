@@ -1,20 +1,20 @@
-"""Publishes what one worker holds: the worker's own set is the truth, the tree converges to it.
+"""Publishes the blocks that one worker holds, so that the tree converges to the worker's own set.
 
-States of the loop, all in one task:
+States of the loop, which is one task:
 
-    behind    the tree has no log of this epoch, or is not known to have it: `reset` under a new
-              epoch, then everything held is waiting to be published again
-    in step   changes since the last batch are published every `interval_s`; without changes an
-              empty batch every `heartbeat_s` keeps the worker's slot and finds a tree that was lost
+    behind    the tree has no log of this epoch, or may have none: `reset` starts one under a new
+              epoch, and all held blocks wait to be published again
+    in step   changes since the last batch are published every `interval_s`; without changes, an
+              empty batch every `heartbeat_s` keeps the worker's slot and detects a lost tree
 
-A refused batch, an error of Redis or a deadline leads from `in step` to `behind`; failed attempts
-are spaced by a growing, jittered delay. `add` only changes two dicts, so Redis being slow, down or
-empty never delays the engine, and no event is lost: waiting changes that cancel each other vanish,
-which bounds them by what the worker and the tree hold. Order is kept where it matters: blocks are
-stored parents first, then others are removed children first.
+A rejected batch, a Redis error or a deadline leads from `in step` to `behind`; retries have a
+growing, jittered delay. `add` only changes two dicts, so a slow, stopped or empty Redis never
+delays the engine, and no event is lost. Waiting changes that cancel each other are dropped, so
+their number is bounded by the blocks of the worker and of the tree. Blocks are stored parents
+first, then others are removed children first.
 
-An epoch is `PROCESS_EPOCH:COUNTER`; the counter grows with each log begun. It is part of the
-worker's record (`WorkerRecord.epoch`), so that a record and a log can be told to belong together.
+An epoch is `PROCESS_EPOCH:COUNTER`; the counter grows with each new log. The worker's record has it
+too (`WorkerRecord.epoch`), which shows that a record and a log belong together.
 """
 
 import asyncio
@@ -36,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PublisherConfig:
-    interval_s: float = 0.03  # between two batches while there is something to publish
+    interval_s: float = 0.03  # pause between two batches while changes wait
     heartbeat_s: float = 1.0
     # Bounds how long one batch occupies Redis, and so how long a look-up may wait for it.
     batch_blocks: int = 256
-    deadline_s: float = 2.0  # of each call
+    deadline_s: float = 2.0  # deadline of each Redis call
     backoff_min_s: float = 0.1
     backoff_max_s: float = 2.0
-    sweep_entries: int = 2048  # upkeep done with each heartbeat, about 1 ms of Redis's time
+    sweep_entries: int = 2048  # entries swept with each heartbeat, about 1 ms of Redis's time
 
 
 class Publisher:
-    """Publishes one worker's log, on one event loop: `start`, then `add`, then `aclose`."""
+    """Publishes one worker's log on one event loop: `start`, then `add`, then `aclose`."""
 
     def __init__(
         self,
@@ -64,20 +64,21 @@ class Publisher:
         self._process_epoch = process_epoch
         self._on_epoch = on_epoch
         self._config = config or PublisherConfig()
-        # Never shorter than `backoff_min_s`, though half of each wait is drawn.
+        # Half of each delay is random, so this base keeps it at `backoff_min_s` or more.
         self._backoff = Backoff(
             doubling_at_random(2 * self._config.backoff_min_s, self._config.backoff_max_s)
         )
-        self.num_logs = 0  # epochs so far
+        self.num_logs = 0  # number of epochs so far
         self._next_number = 0
         self._in_step = False
-        # Ordered sets. Held: parents before children. The tree holds held - to_store + to_remove.
+        # These dicts are ordered sets. `_held` has parents before children. The tree's content is
+        # held - to_store + to_remove.
         self._held: dict[bytes, None] = {}
         self._to_store: dict[bytes, None] = {}
         self._to_remove: dict[bytes, None] = {}
         self._num_in_flight = 0
-        self.num_published = 0  # changes that the tree took, ever
-        self._sweep_at = 0.0  # monotonic seconds
+        self.num_published = 0  # total number of changes that the tree accepted
+        self._sweep_at = 0.0  # in time.monotonic() seconds
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -87,14 +88,14 @@ class Publisher:
 
     @property
     def lag(self) -> int:
-        """Number of changes that the tree does not have; without a log there, all blocks held."""
+        """Number of changes that the tree does not have yet; all held blocks if it has no log."""
         if not self._in_step:
             return len(self._held)
         return len(self._to_store) + len(self._to_remove) + self._num_in_flight
 
     @property
     def in_step(self) -> bool:
-        """True if the tree took the last batch, and nothing waits."""
+        """True if the tree accepted the last batch and no change waits."""
         return self._in_step and not self.lag
 
     @property
@@ -128,7 +129,7 @@ class Publisher:
             self._changed.set()
 
     async def aclose(self) -> None:
-        """Ends the log; the tree forgets the worker at once if Redis answers in time."""
+        """Ends the log. The tree forgets the worker at once if Redis answers in time."""
         if self._task is not None:
             await cancel(self._task)
             self._task = None
@@ -153,13 +154,13 @@ class Publisher:
                     failures += 1
                     logger.warning("the prefix tree lost step with epoch %s", self.epoch)
             except (*UNREACHABLE, TandemError) as error:
-                # Whether the call was applied is not known, so the log cannot go on.
+                # It is unknown whether the call was applied, so the log cannot continue.
                 self._in_step = False
                 failures += 1
                 if failures == 1:
                     logger.warning("the prefix tree is out of reach: %r", error)
             except Exception:
-                # A bug; but a worker that publishes nothing any more would cost more than a log.
+                # This is a bug. A new log costs less than a worker that stops publishing.
                 self._in_step = False
                 failures += 1
                 logger.exception("publishing to the prefix tree broke")
@@ -178,8 +179,8 @@ class Publisher:
         logger.info("publishing %d blocks under epoch %s", len(self._held), self.epoch)
 
     async def _publish_batch(self) -> bool:
-        """Publishes a batch, empty if nothing waits: all that is to be stored precedes removals."""
-        # What is in flight no longer waits: an event that comes meanwhile must not cancel it.
+        """Publishes one batch, empty if nothing waits. Stores precede removals."""
+        # Blocks in flight leave the waiting sets, so that a new event cannot cancel them.
         stored = _take(self._to_store, self._config.batch_blocks)
         removed = _take(self._to_remove, self._config.batch_blocks - len(stored))
         self._num_in_flight = len(stored) + len(removed)

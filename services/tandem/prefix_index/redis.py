@@ -5,19 +5,25 @@ it. Keys of shard 0, 1, ... of a cluster, all in the hash slot of their shard's 
 
     {tandem:CLUSTER:SHARD}:prefix          HASH, the shard's state:
         live        mask of slots whose bits count; dropping a bit forgets a worker at once
-        dirty       mask of slots that were dropped and whose bits were not swept yet
-        sweeping    mask of slots that this round of the sweep clears; cursor: its next bucket
-        entries     how many blocks the buckets have; swept: entries that lost a dropped slot's bit
-        next        1 when a worker found this shard full, so that there is a further shard
-        slot:ID     the slot of worker ID; and of each live slot N:
-        worker:N    its worker; epoch:N, seq:N  its log's epoch and next sequence number;
-        seen:N      when it last published, in seconds of Redis's clock; blocks:N  how many it holds
+        dirty       mask of dropped slots whose bits are not swept yet
+        sweeping    mask of slots that the current sweep clears
+        cursor      next bucket of the current sweep
+        entries     number of blocks in the buckets
+        swept       number of entries from which a sweep removed a dropped slot's bit
+        next        1 if a worker found this shard full, so that the next shard exists
+        slot:ID     slot of worker ID; each live slot N has:
+        worker:N    id of its worker
+        epoch:N     epoch of its log
+        seq:N       next sequence number of its log
+        seen:N      time of the last publication, in seconds of Redis's clock
+        blocks:N    number of blocks that it holds
     {tandem:CLUSTER:SHARD}:prefix:b:XX     HASH of the blocks whose hash begins with the bytes XX:
         bytes 2 to 9 of the hash -> mask. Small enough to stay a listpack up to 30 million blocks.
 
 The server must not evict keys (`maxmemory-policy noeviction`): a hole would break prefix closure.
-Shards are found by following `next` from shard 0; a look-up asks all known ones in one pipeline and
-learns of a new one for the next look-up. Errors of redis-py pass through. Needs Redis 6.2.
+Shards are found by following `next` from shard 0. A look-up queries all known shards in one
+pipeline; a shard that it discovers is queried from the next look-up on. Errors of redis-py
+propagate. Needs Redis 6.2.
 """
 
 import asyncio
@@ -32,26 +38,30 @@ from tandem.net.store.script import Script
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64
 SILENT_S = 60
-LOOKUPS_AT_ONCE_MAX = 8  # each has a connection of its own; Redis takes one at a time anyhow
+# Each look-up at the same time needs a connection; Redis runs one call at a time anyway
+LOOKUPS_AT_ONCE_MAX = 8
 
 
 class RedisIndex:
-    """One client's view of a cluster's tree. Any number of them work on the same tree."""
+    """One client's view of a cluster's tree. Any number of clients may use the same tree."""
 
     def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
-        """`silent_s`: the sweep drops a worker that publishes nothing for this long."""
+        """`silent_s`: the sweep drops a worker that has not published for this long."""
         self._redis = redis
         self._cluster_id = cluster_id
         self._silent_s = silent_s
-        self._num_shards = 1  # those known to exist
-        self._shard_of: dict[str, int] = {}  # workers whose log was started here
+        self._num_shards = 1  # number of shards known to exist
+        self._shard_of: dict[str, int] = {}  # worker id -> shard of its log
         self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         self._match, self._publish = lua_script("match"), lua_script("publish")
         self._reset, self._sweep = lua_script("drop", "reset"), lua_script("drop", "sweep")
 
     async def open(self) -> None:
-        """Opens connections, loads the look-up's script and finds all shards, so that a first burst
-        of look-ups is quick and misses nobody. Not needed: they do all of it by and by."""
+        """Opens connections, loads the look-up's script and finds all shards.
+
+        This makes a first burst of look-ups fast and complete. Without it, look-ups do the same
+        step by step.
+        """
         await warm(self._redis, LOOKUPS_AT_ONCE_MAX)
         await self._match.load(self._redis)
         num_shards = 0
@@ -98,7 +108,7 @@ class RedisIndex:
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
         chain = b"".join(block_hashes)
-        async with self._turns:  # waiting is shorter than opening a connection
+        async with self._turns:  # waiting is faster than opening a connection
             replies = await self._match.on_each(self._redis, self._keys(), chain, int(closed))
         self._learn(replies[-1][0])
         return {
@@ -136,12 +146,12 @@ class RedisIndex:
         return [self.key(shard) for shard in range(self._num_shards)]
 
     def _learn(self, more: int) -> None:
-        """Learns from the last known shard's reply whether a further one exists."""
+        """Adds the next shard if the last known shard's reply says that it exists."""
         if more and self._num_shards < _SHARDS_MAX:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
-        """Returns the worker's shard and slot; None without a log."""
+        """Returns the worker's (shard, slot); None if it has no log."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:

@@ -1,4 +1,4 @@
-"""`tandem router`: one replica. Secrets come from the environment, see config."""
+"""The program `tandem router`: one replica. Secrets come from the environment, see config."""
 
 import sys
 
@@ -6,9 +6,12 @@ from tandem.common.process.early_end import end_on_sigterm, quietly
 
 
 def main() -> int:
-    """Exit status 2 for wrong settings, 1 for a taken port or a model that cannot be loaded; one
-    line says why."""
-    # Tokenizer processes import this module again: all that is heavy is imported inside.
+    """Returns the exit status: 2 for wrong settings, 1 for a used port or a model that fails to
+    load.
+
+    One line on stderr has the reason.
+    """
+    # Tokenizer processes import this module again, so heavy imports are inside.
     from tandem.common.config.cluster import ClusterConfig
     from tandem.common.config.router import RouterConfig, RouterOptions
     from tandem.common.options import extended, read

@@ -1,11 +1,10 @@
-"""Ends a process before its memory harms others on its machine.
+"""Ends a process before its memory use harms others on its machine.
 
     grew by less than the limit --the limit--> `give_way`: the process drains, and ends
                                                --half as much again, or 256 MiB--> it ends at once
-
-gRPC's core never frees the tables of some headers (HPACK), and anyone who reaches its port can make
-it build them, without an API key: 0.25 to 0.9 MB for each 15 KB that is sent. RLIMIT_DATA stands
-behind this watch, whose thread may come too late. Child processes inherit it.
+gRPC's core never frees the tables of some headers (HPACK). Anyone who can reach its port can make
+it build them, without an API key: 0.25 to 0.9 MB for each 15 KB sent. RLIMIT_DATA is a second bound
+in case this thread runs too late. Child processes inherit it.
 """
 
 import logging
@@ -18,17 +17,18 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
-_ABOVE_BYTES_MIN = 256 << 20  # above the limit, in which a drain may cut those who fill the memory
-_BEHIND_BYTES = 1 << 30  # of address space above the limit: stacks of threads count there, too
+# above the limit, as room in which the drain can still end the clients that fill the memory
+_ABOVE_BYTES_MIN = 256 << 20
+_BEHIND_BYTES = 1 << 30  # address space above the limit, because thread stacks count towards it
 _LOADED_BYTES_MAX = 256 << 20  # a model's tokenizer takes less
 _PAGE_BYTES = resource.getpagesize()
 
 
 class MemoryWatch:
-    """Watches how much this process has grown since `start`, or since a `rebase`."""
+    """Watches how much this process has grown since `start` or the last `rebase`."""
 
     def __init__(self, growth_bytes_max: int, give_way: Callable[[str], object]) -> None:
-        """`give_way` is called once, in the watch's thread, with a sentence that says why."""
+        """`give_way` is called once, in the watch's thread, with the reason as a sentence."""
         self._growth_bytes_max = growth_bytes_max
         self._hard_bytes = growth_bytes_max + max(growth_bytes_max // 2, _ABOVE_BYTES_MIN)
         self._give_way = give_way
@@ -40,14 +40,16 @@ class MemoryWatch:
         threading.Thread(target=self._run, name="memory-watch", daemon=True).start()
 
     def rebase(self) -> None:
-        """Counts from now on: what the process has loaded by now is no growth. The port is open
-        meanwhile, so not everything may be loaded."""
+        """Starts counting again, because loaded data is no growth.
+
+        The port is open meanwhile, so only a bounded amount counts as loaded.
+        """
         self._base_bytes = min(resident_bytes(), self._base_bytes + _LOADED_BYTES_MAX)
         self._bound_data()
 
     def _bound_data(self) -> None:
-        """Sets RLIMIT_DATA. What has grown since the base is no part of it."""
-        data_bytes = _statm()[5] * _PAGE_BYTES  # private memory that can be written
+        """Sets RLIMIT_DATA. The growth since the base does not raise it."""
+        data_bytes = _statm()[5] * _PAGE_BYTES  # private writable memory
         grown_bytes = resident_bytes() - self._base_bytes
         bound = data_bytes - grown_bytes + self._hard_bytes + _BEHIND_BYTES
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -73,7 +75,7 @@ class MemoryWatch:
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process has in RAM."""
+    """Returns the resident memory of this process in bytes."""
     return _statm()[1] * _PAGE_BYTES
 
 

@@ -1,13 +1,14 @@
-"""The protocol that every transport implements, whatever moves the bytes.
+"""The protocol that every transport implements.
 
-A transport connects this worker to one peer and reads blocks of the peer's pool into blocks of its
-own. A worker's memory is never written by a peer.
+A transport connects this worker to one peer and reads blocks from the peer's pool into the local
+pool. A peer never writes a worker's memory.
 
-    made --> connected (again, to measure it anew) --> pull, pull, ... --> closed
+    created --> connected (repeatable: each time measures the pair) --> pull, pull, ... --> closed
 
-A pull belongs to a live lease. It either puts every byte in place before its deadline or raises an
-error of the tree (errors.py); then nothing of it may be trusted. The engine learns of a sequence
-that gives up its pulls before anyone else gets the blocks: no byte lands in them after that.
+A pull belongs to a live lease. It either puts every byte in place before its deadline or raises a
+TandemError (errors.py); after an error the contents of its blocks are undefined. If a sequence
+gives up its pulls, the engine is informed before the blocks go to another sequence, and no byte
+lands in them after that.
 """
 
 from collections.abc import Sequence
@@ -16,14 +17,14 @@ from typing import Protocol
 
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
-PROBE_BYTES = 4 << 20  # size of the largest reads that measure a pair
+PROBE_BYTES = 4 << 20  # Size in bytes of the largest reads that measure a pair
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
-    """A pull reads `producer_block_ids` of a peer into `local_block_ids`, pairwise.
+    """A read of the peer's blocks `producer_block_ids` into `local_block_ids`, pairwise.
 
-    The local blocks are the sequence's.
+    The local blocks belong to the sequence.
     """
 
     lease_id: str
@@ -34,23 +35,24 @@ class BlockPull:
 
 
 class Transport(Protocol):
-    """A transport is one way to one peer. It belongs to one event loop."""
+    """A connection to one peer. It belongs to one event loop."""
 
     @property
     def name(self) -> str:
-        """The name that workers and metrics use for it: "nixl" or "grpc"."""
+        """The name of the transport in workers and metrics: "nixl" or "grpc"."""
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
-        """Makes the peer readable and measures reads from it: the bytes and seconds of each.
+        """Makes the peer readable and measures reads from it; returns (bytes, seconds) of each
+        read.
 
-        May be called again. Raises TandemError when the peer cannot be read.
+        May be called again. Raises TandemError if the peer cannot be read.
         """
 
     async def pull(self, pull: BlockPull) -> float:
-        """Returns the seconds that the bytes took, as soon as all are in place.
+        """Reads the blocks and returns the duration in seconds once all bytes are in place.
 
-        Raises LeaseLost or another TandemError otherwise. It may be cancelled.
+        Raises LeaseLost or another TandemError if it fails. It may be cancelled.
         """
 
     def close(self) -> None:
-        """Ends what is under way. Nothing may be called afterwards."""
+        """Ends all pulls. No method may be called afterwards."""

@@ -1,14 +1,13 @@
-"""Computes the bytes that one tensor-parallel rank reads of a producer; their degrees may differ.
+"""Computes the byte ranges that one tensor-parallel rank reads from a producer.
 
-Heads are a block's outermost axis, so a rank's share of another rank's block is one span:
-
+The two workers may have different degrees. Heads are a block's outermost axis, so a rank's share of
+another rank's block is one span:
     whole block         [ head 0 | head 1 | head 2 | head 3 ]   one head: all its layers
     producer, degree 2  [ rank 0          | rank 1          ]
     consumer, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]   rank 2 reads half of producer rank 1
     consumer, degree 1  [ rank 0                            ]   reads producer ranks 0 and 1
     producer, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]   each head is held twice
-
-Arithmetic alone: it opens no transfer and knows no addresses, only offsets into ranks' pools.
+This module is arithmetic only: it opens no transfer and knows offsets into pools, not addresses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +16,15 @@ from dataclasses import dataclass, replace
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import Incompatible
 
-# Of the whole model's layout; num_blocks is each side's own.
+# Both workers' whole-model layouts must agree in these fields; num_blocks may differ.
 _EQUAL = ("num_kv_heads", "num_layers", "block_size", "head_dim", "dtype", "has_values", "rotated")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPairs:
-    """Blocks to read, pairwise: `producer_ids[i]` of the peer into `local_ids[i]` here."""
+    """Blocks to read, pairwise: `producer_ids[i]` of the peer into `local_ids[i]` of this
+    worker.
+    """
 
     producer_ids: Sequence[int]
     local_ids: Sequence[int]
@@ -37,11 +38,12 @@ class BlockPairs:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The pools of all ranks of one worker: what is cut, and into how many.
+    """The KV layout of one worker's tensor-parallel ranks.
 
-    `whole` has all KV heads of the model and the number of blocks of each rank's pool. Rank r of
-    T has the heads from r*H//T on: H/T of them, or one when T is larger, which T/H ranks hold.
-    Raises Incompatible when neither number divides the other.
+    `whole` has all KV heads of the model and the number of blocks of each rank's pool. With H heads
+    and degree T, rank r holds H/T heads from head r*H//T on. If T is larger than H, each rank holds
+    one head, and T/H ranks hold the same one. Raises Incompatible if neither number divides the
+    other.
     """
 
     whole: BlockLayout
@@ -58,16 +60,16 @@ class ParallelLayout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same heads."""
+        """Number of ranks that hold the same heads."""
         return max(1, self.degree // self.whole.num_kv_heads)
 
     @property
     def rank_layout(self) -> BlockLayout:
-        """Layout of each rank's own pool."""
+        """The layout of each rank's own pool."""
         return replace(self.whole, num_kv_heads=self.heads_per_rank)
 
     def heads(self, rank: int) -> range:
-        """The model's heads that the rank holds."""
+        """Returns the indices of the model's KV heads that the rank holds."""
         if not 0 <= rank < self.degree:
             raise ValueError(f"there is no rank {rank} in a degree of {self.degree}")
         first = rank * self.whole.num_kv_heads // self.degree
@@ -76,7 +78,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of bytes that is contiguous on both sides; offsets are from each rank's pool."""
+    """A byte range that is contiguous on both sides. Offsets start at each rank's pool."""
 
     producer_offset: int
     local_offset: int
@@ -85,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RankRead:
-    """The parts to read of one producer rank, in the order of the blocks."""
+    """The byte ranges to read from one producer rank, in block order."""
 
     producer_rank: int
     parts: tuple[Part, ...]
@@ -94,10 +96,11 @@ class RankRead:
 def descriptors(
     producer: ParallelLayout, local: ParallelLayout, blocks: BlockPairs, *, local_rank: int
 ) -> list[RankRead]:
-    """Returns what `local_rank` reads to have its heads of `blocks`, from the fewest ranks.
+    """Returns the reads that give `local_rank` its heads of `blocks`, from as few ranks as
+    possible.
 
-    Of ranks that hold the same heads, consumers take different ones in turn.
-    Raises Incompatible naming all that differs besides the degree and the number of blocks.
+    If several producer ranks hold the same heads, consumer ranks are spread over them. Raises
+    Incompatible that names every layout difference other than the degree and the number of blocks.
     """
     _check_alike(producer.whole, local.whole)
     wanted = local.heads(local_rank)

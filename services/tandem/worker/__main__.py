@@ -1,4 +1,4 @@
-"""`tandem worker --role decode ...`: one worker, with or without Ray around it."""
+"""The program `tandem worker --role decode ...`: one worker, with or without Ray."""
 
 import signal
 from typing import TYPE_CHECKING
@@ -8,11 +8,13 @@ from tandem.common.process.early_end import end_on_sigterm, quietly
 if TYPE_CHECKING:
     from tandem.common.config.worker import WorkerConfig
 
-_CLOSE_MAX_S = 12.0  # after the drain's deadline; the chart's grace period is 15 s longer than that
+# Longest time from the drain's deadline to the exit; the chart's grace period is 15 s longer than
+# the drain
+_CLOSE_MAX_S = 12.0
 
 
 def main() -> None:
-    # Imported late: SIGTERM ends the program meanwhile.
+    # Import late, so that SIGTERM can end the program during the imports.
     import asyncio
     import logging
     import uuid
@@ -38,7 +40,7 @@ async def _run(config: "WorkerConfig") -> None:
     import asyncio
     import faulthandler
 
-    # Imported late: --help and wrong settings answer at once.
+    # Import late, so that --help and wrong settings are answered quickly.
     from tandem.errors import ConfigError, Incompatible, TandemError
     from tandem.worker.lifecycle.loading import tell_failed
     from tandem.worker.lifecycle.servicer import Servicer
@@ -48,7 +50,7 @@ async def _run(config: "WorkerConfig") -> None:
 
     def stop() -> None:
         worker.stop(config.drain_deadline_s)
-        # One that does not come to its end says where it stands before kubelet kills it.
+        # If the worker does not end in time, log its stacks before kubelet kills it.
         faulthandler.dump_traceback_later(config.drain_deadline_s + _CLOSE_MAX_S, exit=True)
 
     loop = asyncio.get_running_loop()

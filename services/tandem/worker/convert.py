@@ -1,4 +1,4 @@
-"""Between the messages of proto/tandem/v1/worker.proto and the plain data of the parts."""
+"""Converts between the messages of proto/tandem/v1/worker.proto and plain data types."""
 
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +21,7 @@ _Plain = TypeVar("_Plain", bound=msgspec.Struct)
 
 
 def plain_of(kind: type[_Plain], source: object, **fields: Any) -> _Plain:
-    """Returns plain data; what `fields` does not name is in `source` under the same name."""
+    """Builds a `kind` from `fields`; every other field is copied from `source` by name."""
     same = (name for name in kind.__struct_fields__ if name not in fields)
     return kind(**{name: getattr(source, name) for name in same}, **fields)
 
@@ -43,8 +43,11 @@ def sequence_spec(
     first_token_s: float = 0.0,
     late_s: float = 0.0,
 ) -> SequenceSpec:
-    """Returns the engine's form of a sequence that came now, `late_s` seconds later than it might
-    have."""
+    """Returns the engine's spec of a sequence that has just arrived.
+
+    `late_s` is the time in seconds that its message spent in transit; it shortens the deadline
+    `first_token_s`.
+    """
     return SequenceSpec(
         sequence_id=sequence_id,
         token_ids=list(message.token_ids),
@@ -90,7 +93,9 @@ def adapter_of(message: pb.SequenceInput | pb.AddAdapterRequest) -> Adapter | No
 
 
 def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
-    """Returns the wishes for a request's KV; an old router has none, or no priority."""
+    """Returns the retention of a request's KV. Requests of older routers have none or no
+    priority.
+    """
     if not message.HasField("retention"):
         return NO_RETENTION
     sent = message.retention
@@ -107,8 +112,10 @@ def budget_message(budget: KvBudget | None) -> pb.SequenceKvBudget | None:
 
 
 def cached_of(message: pb.Prefilled) -> CachedTokens:
-    """Returns the cached tokens of a prompt at its prefill worker; without tiers there, or from an
-    old worker, they are all of its pool."""
+    """Returns the cached tokens of a prompt on its prefill worker, by tier.
+
+    Without tiers, or from an older worker, all of them count as cached in its pool.
+    """
     if message.HasField("cached_by_tier"):
         return plain_of(CachedTokens, message.cached_by_tier)
     return CachedTokens(device=message.cached_tokens)

@@ -1,4 +1,4 @@
-"""The parts of a worker that all its services stand on."""
+"""The components that all services of a worker use."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tandem.worker.peers.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """One worker's settings, its engine, and what is measured and told of it."""
+    """One worker's settings, engine link, rates, metrics and tracing."""
 
     config: WorkerConfig
     link: EngineLink

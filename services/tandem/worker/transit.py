@@ -1,14 +1,15 @@
-"""Finds how late a message comes, from its sender's monotonic clock.
+"""Measures the transit delay of messages by their sender's monotonic clock.
 
-Two hosts' clocks have an unknown difference. It is part of each message's age, as is the shortest
-way. So a message is late by as much as it is older than the youngest one of its sender.
+The clocks of two hosts differ by an unknown offset. This offset and the shortest possible delay are
+part of every message's apparent age. So a message is late by the difference between its age and the
+smallest age from its sender.
 """
 
 import math
 import time
 from collections.abc import Callable
 
-_DRIFT = 1e-3  # clocks may run apart by so many seconds a second, and a route may become longer
+_DRIFT = 1e-3  # Allowance for clock drift and route changes, in seconds per second
 
 
 class Transit:
@@ -20,7 +21,9 @@ class Transit:
         self._seen_at = -math.inf
 
     def late_s(self, sent_at_s: float) -> float:
-        """Returns the seconds that a message which has just come is late; 0 without a time."""
+        """Returns by how many seconds a message that has just arrived is late; 0 without a send
+        time.
+        """
         if not sent_at_s:
             return 0.0
         now = self._clock()

@@ -89,7 +89,7 @@ async def test_one_that_leaves_as_its_worker_comes_holds_up_nobody(jobs: Jobs) -
     tasks = jobs.start("a0", "a1", "a2")
     await jobs.wait_begun("a0")
     jobs.fair._num_free += 1  # a worker comes: a1 is let go, and leaves before it hears of it
-    jobs.fair._let_go()
+    jobs.fair._start_next()
     tasks[1].cancel()
     await asyncio.wait([tasks[1]])
     jobs.fair._num_free -= 1

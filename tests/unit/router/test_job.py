@@ -79,12 +79,12 @@ def test_a_hint_counts_for_the_first_submission_alone() -> None:
     hint = PlacementHint("r", 0.0, "decode-0", "prefill-1")
     request = PreparedRequest(ClientRequest("a prompt", hint=hint), 0, [1] * 5, 16, [])
     job = Job(request, Progress([], Timeline()))
-    assert job.wanted == ("decode-0", "prefill-1")
+    assert job.required_workers == ("decode-0", "prefill-1")
     fork = Job(request, Progress([], Timeline()), parent=job)
-    assert fork.wanted == ("", "")
+    assert fork.required_workers == ("", "")
     job.routing.num_submissions = 1
-    assert job.wanted == ("", "")
-    assert job_of().wanted == ("", "")
+    assert job.required_workers == ("", "")
+    assert job_of().required_workers == ("", "")
 
 
 def test_hashes_grow_with_what_was_made() -> None:

@@ -12,8 +12,8 @@ from tandem.errors import DeadlineExceeded, ScaleAway
 from tandem.router.scaling import keep_sizes
 from tandem.router.scaling.keep_sizes import (
     LATE,
+    REPLICAS_ANNOTATION,
     SURGE,
-    TOLD,
     kept_size,
     main,
     read_objects,
@@ -26,7 +26,7 @@ TEMPLATE = Path(__file__).parents[3] / "helm/tandem/templates/_names.tpl"
 def live(
     size: int, *, told: str = "", scaled: bool = False, surged: bool = False
 ) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"annotations": {TOLD: told}} if told else {}
+    metadata: dict[str, Any] = {"annotations": {REPLICAS_ANNOTATION: told}} if told else {}
     if scaled:
         owned = {"f:spec": {"f:replicas": {}}}
         metadata["managedFields"] = [
@@ -63,7 +63,7 @@ def test_objects_are_words() -> None:
 
 
 def test_the_annotation_is_the_charts() -> None:
-    assert f"}}}}{TOLD}{{{{" in TEMPLATE.read_text()
+    assert f"}}}}{REPLICAS_ANNOTATION}{{{{" in TEMPLATE.read_text()
 
 
 def test_outside_a_pod_it_ends_with_a_reason(

@@ -258,7 +258,7 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
     watch.grace_s = 0.0
     watch.owned = {"decode": {"wanted": 2, "running": 2}}
     for _ in range(2):
-        fed.view._noted_at = 0.0
+        fed.view._problems_noted_at = 0.0
         fed.view._note_problems()
     text = "the decode pool has 1 of 2 workers ready (`kubectl get pods` says why)"
     assert told == [("problem", "decode pool", text)]

@@ -67,7 +67,7 @@ class Cluster:
 
     def join(self, worker_id: str, role: str = "") -> None:
         role = role or self.role
-        self.shares.join(worker_id, self.roster.mean_placed(role))
+        self.shares.join(worker_id, self.roster.mean_prefill_share(role))
         self.held[worker_id] = {}
         self.roster.put(WorkerSnapshot(worker_id, worker_id, "", role, "ready", rates=RATES))
         peers = dict.fromkeys(self.held, PAIR)
@@ -87,7 +87,7 @@ class Cluster:
         work = Work(num_blocks * BLOCK + 1, BLOCK)
         depths = {w: min(has.get(conversation, 0), num_blocks) for w, has in self.held.items()}
         matches = {w: depth for w, depth in depths.items() if depth}
-        self.roster.second = self.shares.second(self.now_s)
+        self.roster.second_weight = self.shares.second_weight(self.now_s)
         placement = choose(work, self.roster, matches, self.rng)
         assert placement is not None
         computes = (*placement.prefill_candidates, placement.decode)[0].worker_id
@@ -104,14 +104,14 @@ class Cluster:
 
     def given_s(self) -> dict[str, float]:
         """Prefill of each worker of the pool that computes, in seconds of now."""
-        second = self.shares.second(self.now_s)
-        return {w: self.shares.placed(w) / second for w in self.roster.pool(self.role)}
+        second = self.shares.second_weight(self.now_s)
+        return {w: self.shares.share(w) / second for w in self.roster.pool(self.role)}
 
     def _refresh(self, worker_id: str) -> None:
         known = self.roster.by_id[worker_id]
-        placed = self.shares.placed(worker_id)
+        placed = self.shares.share(worker_id)
         queued = self.queued[worker_id]
-        self.roster.put(replace(known, placed=placed, queued_tokens=queued))
+        self.roster.put(replace(known, prefill_share=placed, queued_tokens=queued))
 
 
 clusters = st.builds(

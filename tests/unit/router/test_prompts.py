@@ -89,8 +89,8 @@ async def test_a_text_that_cannot_fit_is_refused_after_its_first_tokens(
     counted: list[RenderedText] = []
 
     async def noting(tenant: str, cost: float, function: object, *arguments: object) -> object:
-        assert function is not prompts._prepare_there
-        if function is prompts._count_there:
+        assert function is not prompts._prepare_in_process
+        if function is prompts._count_in_process:
             counted.append(arguments[0])  # type: ignore[arg-type]
         return await run(tenant, cost, function, *arguments)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ def test_a_hot_prefix_takes_no_worker_over_the_mean_its_excess_and_one_request(r
     given = dict.fromkeys(names, 0.0)
     rng = Random(0)
     for _ in range(2000):
-        workers = [worker(n, role, rates=TOKEN, placed=given[n]) for n in names]
+        workers = [worker(n, role, rates=TOKEN, prefill_share=given[n]) for n in names]
         if role == "prefill":
             workers.append(worker("d", rates=TOKEN))
         placement = choose(Work(1000), Roster(workers), matches, rng)
@@ -36,7 +36,7 @@ def test_one_conversation_stays_where_its_blocks_are() -> None:
     matches: dict[str, int] = {}
     where = set()
     for turn in range(1, 30):
-        workers = [worker(n, rates=TOKEN, placed=given[n]) for n in given]
+        workers = [worker(n, rates=TOKEN, prefill_share=given[n]) for n in given]
         placement = choose(Work(1600 * turn), Roster(workers), matches, Random(turn))
         assert placement is not None
         name = placement.decode.worker_id
@@ -52,11 +52,11 @@ def test_after_days_shares_are_new_numbers_in_the_same_proportion() -> None:
         shares.join(name, 0.0)
         shares.sent(name, seconds, 0.9 * REBASE_S)
     assert not shares.rebase(0.95 * REBASE_S)
-    before = shares.placed("b") / shares.second(1.1 * REBASE_S)
+    before = shares.share("b") / shares.second_weight(1.1 * REBASE_S)
     assert shares.rebase(1.1 * REBASE_S)
-    assert shares.second(1.1 * REBASE_S) == 1.0
-    assert shares.placed("b") == pytest.approx(before)
-    assert shares.placed("b") == pytest.approx(3 * shares.placed("a"))
+    assert shares.second_weight(1.1 * REBASE_S) == 1.0
+    assert shares.share("b") == pytest.approx(before)
+    assert shares.share("b") == pytest.approx(3 * shares.share("a"))
     shares.leave("a")
     assert not shares.rebase(1.2 * REBASE_S)
 
@@ -67,6 +67,6 @@ def test_a_pause_of_many_days_leaves_no_share() -> None:
     shares.sent("a", 1.0, 10.0)
     week_s = 7 * 86_400.0
     assert shares.rebase(week_s)
-    assert shares.placed("a") == 0.0
+    assert shares.share("a") == 0.0
     shares.sent("a", 2.0, week_s)
-    assert shares.placed("a") == 2.0
+    assert shares.share("a") == 2.0

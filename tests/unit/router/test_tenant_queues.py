@@ -29,7 +29,7 @@ class Room:
 
     async def free(self, places: int) -> None:
         self.places += places
-        self.line.let_go()
+        self.line.release_next()
         await settle()
 
 
@@ -65,7 +65,7 @@ async def test_who_goes_away_holds_up_nobody() -> None:
     tasks[0].cancel()
     await settle()
     room.places = 1
-    room.line.let_go()  # a1 may go, and goes away before it could
+    room.line.release_next()  # a1 may go, and goes away before it could
     tasks[1].cancel()
     await settle()
     assert room.went == ["a2"]
@@ -79,7 +79,7 @@ async def test_one_that_goes_away_in_the_turn_in_which_room_comes_holds_up_nobod
     tasks = await room.start("a0", "a1")
     tasks[0].cancel()  # it has not heard of it when it is let go
     room.places = 1
-    room.line.let_go()
+    room.line.release_next()
     await settle()
     assert room.went == ["a1"]
     assert tasks[0].cancelled()

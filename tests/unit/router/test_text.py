@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
-from tandem.router.parsers.model_format import machine_of
+from tandem.router.parsers.model_format import make_answer_parser
 from tandem.router.request.text import Piece, TextStream
 
 EOS = 2
@@ -114,7 +114,7 @@ def test_tokens_of_reasoning_are_counted_with_their_tags(
 ) -> None:
     thought = tokenizer.encode("<think>\nOne two.\n</think>")
     ids = [*thought, *tokenizer.encode("Three four.")]
-    parser = machine_of(None, REASONING_TAGS["think"], schemas={})
+    parser = make_answer_parser(None, REASONING_TAGS["think"], schemas={})
     pieces = run(TextStream(tokenizer, stop, parser), [*ids, EOS], step, "stop")
     assert "".join(p.reasoning for p in pieces) == "One two."
     assert "".join(p.text for p in pieces) == ("" if stop else "Three four.")
@@ -125,7 +125,7 @@ def test_tokens_of_reasoning_are_counted_with_their_tags(
 
 def test_an_answer_that_does_not_think_has_no_tokens_of_reasoning(tokenizer: Tokenizer) -> None:
     for text in ("<b>", "<thin", "Three"):
-        parser = machine_of(None, REASONING_TAGS["think"], schemas={})
+        parser = make_answer_parser(None, REASONING_TAGS["think"], schemas={})
         pieces = run(TextStream(tokenizer, (), parser), tokenizer.encode(text), 1, "length")
         assert ("".join(p.text for p in pieces), pieces[-1].num_reasoning) == (text, 0)
 
@@ -134,7 +134,7 @@ def test_an_answer_that_does_not_think_has_no_tokens_of_reasoning(tokenizer: Tok
 def test_a_stop_string_behind_the_only_call_is_not_what_stopped(
     tokenizer: Tokenizer, step: int
 ) -> None:
-    parser = machine_of(TOOL_FORMATS["json"], None, schemas={"f": {}}, one_call_only=True)
+    parser = make_answer_parser(TOOL_FORMATS["json"], None, schemas={"f": {}}, one_call_only=True)
     ids = tokenizer.encode('{"name": "f", "arguments": {}} and more')
     pieces = run(TextStream(tokenizer, ["more"], parser), ids, step, "length")
     assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("tool_calls", None)

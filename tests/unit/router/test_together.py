@@ -8,14 +8,14 @@ import pytest
 
 from tandem.errors import BadRequest
 from tandem.router.request.conversation import Conversation, Message
-from tandem.router.request.generator import Together
+from tandem.router.request.generator import BodyRequests
 from tandem.router.request.request import ClientRequest, Sampling
 
 CHAT = Conversation((Message("user", "x"),))
 
 
 def limited(request: ClientRequest, prompt: int, limit: int, most: int = 1000) -> int:
-    return Together(logprobs_max=most).limit_logprobs(request, prompt, limit)
+    return BodyRequests(logprobs_max=most).limit_logprobs(request, prompt, limit)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_completion_without_a_limit_gets_what_fits() -> None:
 
 
 def test_prompts_of_one_body_share_the_bound() -> None:
-    together = Together(3, logprobs_max=1000)
+    together = BodyRequests(3, logprobs_max=1000)
     request = ClientRequest("x", prompt_logprobs=3)
     assert together.limit_logprobs(request, 125, 5) == 5
     assert together.limit_logprobs(request, 125, 5) == 5
@@ -71,7 +71,7 @@ def test_prompts_of_one_body_share_the_bound() -> None:
 
 
 async def test_requests_begin_when_all_are_prepared() -> None:
-    together = Together(2, logprobs_max=1)
+    together = BodyRequests(2, logprobs_max=1)
     first = asyncio.create_task(together.begin())
     await asyncio.sleep(0)
     assert not first.done()

@@ -18,12 +18,12 @@ def test_the_wanted_prefill_worker_is_the_first_candidate_whatever_it_costs() ->
     workers = [worker("d", rates=MEASURED), holder, busy]
     for seed in range(20):
         usual = choose(Work(4000), workers, {"has": 200}, Random(seed))
-        wanted = choose(Work(4000), workers, {"has": 200}, Random(seed), first="busy")
+        wanted = choose(Work(4000), workers, {"has": 200}, Random(seed), required_prefill="busy")
         assert usual is not None
         assert wanted is not None
         assert usual.prefill_candidates == (holder, busy)
         assert wanted.prefill_candidates == (busy, holder)
-        assert wanted.computes is busy
+        assert wanted.prefill_worker is busy
         assert wanted.prefix_holders == (holder,)
         assert wanted.tokens_missing == 4000
 
@@ -33,7 +33,7 @@ def test_a_wanted_prefill_worker_that_cannot_serve_is_not_asked(gone: dict[str, 
     well = worker("p", "prefill")
     wanted = worker("w", "prefill")
     workers = [worker("d"), well, replace(wanted, **gone)]  # type: ignore[arg-type]
-    placement = choose(Work(4000), workers, {}, Random(1), first="w")
+    placement = choose(Work(4000), workers, {}, Random(1), required_prefill="w")
     assert placement is not None
     assert placement.prefill_candidates == (well,)
 
@@ -41,6 +41,8 @@ def test_a_wanted_prefill_worker_that_cannot_serve_is_not_asked(gone: dict[str, 
 def test_of_many_workers_the_wanted_one_is_found() -> None:
     prefills = [worker(f"p{i}", "prefill", rates=MEASURED) for i in range(300)]
     for seed in range(20):
-        placement = choose(Work(1000), [worker("d"), *prefills], {}, Random(seed), first="p77")
+        placement = choose(
+            Work(1000), [worker("d"), *prefills], {}, Random(seed), required_prefill="p77"
+        )
         assert placement is not None
         assert placement.prefill_candidates[0].worker_id == "p77"

@@ -12,11 +12,11 @@ from tandem.common.perf_model.soonest import Prompt as Missing
 from tandem.common.perf_model.soonest import produced_s
 from tandem.worker.decode.prefill_choice import (
     Candidate,
-    Here,
+    LocalWorker,
     PrefillPrompt,
+    candidate_seconds,
+    local_seconds,
     plan_prefill,
-    seconds_at,
-    seconds_here,
     soonest_producer,
 )
 
@@ -46,7 +46,7 @@ pairs = st.builds(PairRate, st.just("nixl"), small, st.floats(1e5, 1e10))
 counts = st.integers(0, 20_000)
 lengths = st.integers(1, 8000)
 heres = st.builds(
-    Here,
+    LocalWorker,
     rates,
     counts,
     st.just(0),
@@ -62,32 +62,32 @@ candidate_lists = st.lists(
 
 @given(lengths, heres, candidate_lists)
 def test_the_choice_is_close_to_the_best_of_all(
-    num_tokens: int, here: Here, candidates: list[Candidate]
+    num_tokens: int, here: LocalWorker, candidates: list[Candidate]
 ) -> None:
     asked = prompt(num_tokens)
-    at = {c.worker_id: seconds_at(asked, c, num_tokens) for c in candidates}
-    best_s = min(seconds_here(asked, here), *at.values())
+    at = {c.worker_id: candidate_seconds(asked, c, num_tokens) for c in candidates}
+    best_s = min(local_seconds(asked, here), *at.values())
     plan = plan_prefill(asked, here, candidates)
-    expected_s = at[plan.candidates[0]] if plan.candidates else seconds_here(asked, here)
+    expected_s = at[plan.candidates[0]] if plan.candidates else local_seconds(asked, here)
     assert plan.seconds == expected_s
     assert expected_s <= best_s * 1.1 / 0.9 + 1e-9
 
 
 @given(lengths, heres, candidate_lists)
 def test_nobody_is_asked_twice_or_when_prefill_here_is_clearly_faster(
-    num_tokens: int, here: Here, candidates: list[Candidate]
+    num_tokens: int, here: LocalWorker, candidates: list[Candidate]
 ) -> None:
     asked = prompt(num_tokens)
     plan = plan_prefill(asked, here, candidates)
     assert len(set(plan.candidates)) == len(plan.candidates)
-    here_s = seconds_here(asked, here)
-    at = {c.worker_id: seconds_at(asked, c, num_tokens) for c in candidates}
+    here_s = local_seconds(asked, here)
+    at = {c.worker_id: candidate_seconds(asked, c, num_tokens) for c in candidates}
     assert all(0.9 * at[w] <= here_s for w in plan.candidates)
 
 
 @given(lengths, heres, candidate_lists, st.integers(1, 50))
 def test_more_running_never_turns_to_prefill_here(
-    num_tokens: int, here: Here, candidates: list[Candidate], more: int
+    num_tokens: int, here: LocalWorker, candidates: list[Candidate], more: int
 ) -> None:
     busier = replace(here, num_running=here.num_running + more)
     if plan_prefill(prompt(num_tokens), here, candidates).candidates:
@@ -101,9 +101,9 @@ def test_the_regret_over_a_grid_is_small_against_brute_force() -> None:
         for pair in (LAN, WAN, PairRate("grpc", 2e-3, 1e8)):
             off = 0.8 + 0.4 * ((number * 7) % 10) / 9
             true = replace(candidate(pair=pair), pair=PairRate("", 2e-3, off * pair.bytes_per_s))
-            at_s = seconds_at(prompt(num_tokens), true, num_tokens)
-            here_s = seconds_here(prompt(num_tokens), Here(CORE))
-            plan = plan_prefill(prompt(num_tokens), Here(CORE), [candidate(pair=pair)])
+            at_s = candidate_seconds(prompt(num_tokens), true, num_tokens)
+            here_s = local_seconds(prompt(num_tokens), LocalWorker(CORE))
+            plan = plan_prefill(prompt(num_tokens), LocalWorker(CORE), [candidate(pair=pair)])
             took_s = at_s if plan.candidates else here_s
             regrets.append(took_s / min(at_s, here_s) - 1)
     assert median(regrets) <= 0.1
@@ -111,48 +111,50 @@ def test_the_regret_over_a_grid_is_small_against_brute_force() -> None:
 
 
 def test_an_idle_cluster_disaggregates_and_a_slow_network_does_not() -> None:
-    assert plan_prefill(prompt(2048), Here(CORE), [candidate()]).candidates == ("p0",)
-    plan = plan_prefill(prompt(2048), Here(CORE), [candidate(pair=WAN)])
+    assert plan_prefill(prompt(2048), LocalWorker(CORE), [candidate()]).candidates == ("p0",)
+    plan = plan_prefill(prompt(2048), LocalWorker(CORE), [candidate(pair=WAN)])
     assert plan.candidates == ()
     assert "2048 tokens missing" in plan.reason
 
 
 def test_those_who_decode_here_count() -> None:
     slow = candidate(pair=PairRate("grpc", 40e-3, 1e7))
-    assert plan_prefill(prompt(1000), Here(CORE), [slow]).candidates == ()
-    busy = Here(CORE, num_running=3)
+    assert plan_prefill(prompt(1000), LocalWorker(CORE), [slow]).candidates == ()
+    busy = LocalWorker(CORE, num_running=3)
     assert plan_prefill(prompt(1000), busy, [slow]).candidates == ("p0",)
 
 
 def test_the_wait_that_a_candidate_named_counts() -> None:
     full = candidate("p0", wait_s=10.0)
     free = candidate("p1", queue_s=0.02)
-    assert plan_prefill(prompt(1000), Here(CORE), [full, free]).candidates == ("p1",)
-    assert plan_prefill(prompt(1000), Here(CORE), [full]).candidates == ()
-    busy = Here(CORE, queue_s=100.0)
+    assert plan_prefill(prompt(1000), LocalWorker(CORE), [full, free]).candidates == ("p1",)
+    assert plan_prefill(prompt(1000), LocalWorker(CORE), [full]).candidates == ()
+    busy = LocalWorker(CORE, queue_s=100.0)
     assert plan_prefill(prompt(1000), busy, [full, free]).candidates == ("p1", "p0")
 
 
 def test_among_equals_the_routers_first_stays_first() -> None:
     first = candidate("p1", queue_s=0.03)
     second = candidate("p0")
-    assert plan_prefill(prompt(1000), Here(CORE), [first, second]).candidates == ("p1", "p0")
+    assert plan_prefill(prompt(1000), LocalWorker(CORE), [first, second]).candidates == ("p1", "p0")
     loaded = candidate("p1", queue_s=0.9)
-    assert plan_prefill(prompt(1000), Here(CORE), [loaded, second]).candidates[0] == "p0"
+    assert plan_prefill(prompt(1000), LocalWorker(CORE), [loaded, second]).candidates[0] == "p0"
 
 
 def test_a_candidate_that_can_pull_the_prefix_is_as_good_as_one_that_has_it() -> None:
     asked = prompt(4100)
     alone = candidate("p0")
     near = candidate("p1", holders=(Holder(4000, LAN),))
-    plan = plan_prefill(asked, Here(CORE), [alone, near])
+    plan = plan_prefill(asked, LocalWorker(CORE), [alone, near])
     assert plan.candidates[0] == "p1"
-    assert plan.seconds < 0.1 * seconds_at(asked, alone, 4100)
+    assert plan.seconds < 0.1 * candidate_seconds(asked, alone, 4100)
 
 
 def test_the_time_to_load_from_a_tier_is_counted_at_its_worker() -> None:
     plain, loads = (candidate(cached_tokens=3840, load_s=load_s) for load_s in (0.0, 0.25))
-    later_s = seconds_at(prompt(4000), loads, 100) - seconds_at(prompt(4000), plain, 100)
+    later_s = candidate_seconds(prompt(4000), loads, 100) - candidate_seconds(
+        prompt(4000), plain, 100
+    )
     assert abs(later_s - 0.25) < 1e-9
 
 
@@ -166,7 +168,7 @@ def test_a_producer_takes_as_long_as_the_candidate(
     nothing = Missing(num_tokens, 16, 0, CORE.prefill, 512)
     producer = soonest_producer(asked, cached)
     assert producer is not None
-    expected_s = min(seconds_at(asked, c, num_tokens) for c in cached)
+    expected_s = min(candidate_seconds(asked, c, num_tokens) for c in cached)
     assert abs(produced_s(nothing, producer, 0) - expected_s) <= 1e-6 * expected_s
 
 

@@ -15,19 +15,19 @@ class Asker:
     """A sequence that follows a lease for so long, unless it is given up."""
 
     def __init__(self, lease_s: float) -> None:
-        self.may_ask = True
-        self.asks: asyncio.Timeout | None = None
+        self.may_prefill_remotely = True
+        self.remote_prefill: asyncio.Timeout | None = None
         self.gave_up = False
         self.task = asyncio.create_task(self._run(lease_s))
 
     async def _run(self, lease_s: float) -> None:
         try:
-            async with asyncio.timeout(None) as self.asks:
+            async with asyncio.timeout(None) as self.remote_prefill:
                 await asyncio.sleep(lease_s)
         except TimeoutError:
             self.gave_up = True
         finally:
-            self.asks = None
+            self.remote_prefill = None
 
 
 def service_of(*askers: Any) -> DecodeService:
@@ -39,14 +39,14 @@ def service_of(*askers: Any) -> DecodeService:
 async def test_leases_have_a_grace_then_they_are_given_up() -> None:
     quick = Asker(0.05)
     slow = Asker(60)
-    decodes = SimpleNamespace(may_ask=True, asks=None)
+    decodes = SimpleNamespace(may_prefill_remotely=True, remote_prefill=None)
     await asyncio.sleep(0)
     started = time.monotonic()
-    await service_of(quick, slow, decodes).ask_nobody(0.2)
+    await service_of(quick, slow, decodes).stop_remote_prefills(0.2)
 
     assert time.monotonic() - started < 2
     assert (quick.gave_up, slow.gave_up) == (False, True)
-    assert not any(s.may_ask for s in (quick, slow, decodes))
+    assert not any(s.may_prefill_remotely for s in (quick, slow, decodes))
 
 
 class Recorded:
@@ -58,11 +58,11 @@ class Recorded:
         decode: Any = SimpleNamespace(
             leave_pool=lambda: self.told.append("leaves"),
             join_pool=lambda: self.told.append("joins"),
-            ask_nobody=self._ask_nobody,
+            stop_remote_prefills=self._stop_remote_prefills,
         )
         self.change = RoleChange("decode", decode, self.prefill, self._tell)
 
-    async def _ask_nobody(self, grace_s: float) -> None:
+    async def _stop_remote_prefills(self, grace_s: float) -> None:
         await asyncio.sleep(0.01)
         self.told.append("asks nobody")
 

@@ -15,15 +15,15 @@ from tandem.errors import ConfigError
 Role = Literal["prefill", "decode"]
 # The pool "grpc" has routers that serve the public gRPC API only: one on each host with a router.
 Pool = Literal["router", "grpc", "prefill", "decode"]
-SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # whose size people set
+SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # pools whose size operators set
 ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
-# URLs of the kinds' own users, for who starts processes: each gets its own as REDIS_URL_VARIABLE.
+# URLs of the users of each kind. A launcher passes a process its own one as REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
-API_KEY_VARIABLE = "TANDEM_API_KEY"  # of the person at the command line; no process gets it
+API_KEY_VARIABLE = "TANDEM_API_KEY"  # for the person at the command line; no process gets it
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
-# Tells a router that it will have to end: it serves on, and is not ready any more.
+# Announces a router's end: it continues to serve but is no longer ready.
 LEAVE_SIGNAL = signal.SIGUSR1
 RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # by which Ray's agents find the settings of their host
 
@@ -38,12 +38,14 @@ class ClusterConfig:
     """URL of Redis, with its password."""
     token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)
     """Token with which calls between the cluster's processes authenticate."""
-    record_ttl_s: float = 5.0  # a worker whose record is older is dead
+    record_ttl_s: float = 5.0  # a worker with an older record is dead
     record_interval_s: float = 1.0
 
     @classmethod
     def from_environment(cls) -> ClusterConfig:
-        """Raises ConfigError naming the variable that is missing."""
+        """Reads the settings from the environment. Raises ConfigError that names a missing
+        variable.
+        """
         values: dict[str, Any] = {}
         for argument in arguments(cls):
             for variable in argument.parameter.env_var or ():

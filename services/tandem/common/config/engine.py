@@ -146,7 +146,7 @@ class EngineOptions(Options):
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the places where blocks that leave the pool are kept, the fastest first."""
+        """Names of the tiers that keep blocks evicted from the pool, fastest first."""
         asked = {
             "host": bool(self.kv_host_bytes),
             "disk": bool(self.kv_disk_path),
@@ -156,7 +156,7 @@ class EngineOptions(Options):
 
     @property
     def has_tiers(self) -> bool:
-        """True if blocks that leave the pool are kept somewhere."""
+        """True if a tier keeps blocks evicted from the pool."""
         return bool(self.tiers)
 
     def check_together(self) -> None:
@@ -180,7 +180,8 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
-    # Tokens that a grammar forces in a row are computed together, so many at most: more of them
-    # would delay the other sequences. 0: one by one. It changes no token.
+    # Largest number of consecutive tokens forced by a grammar that are computed together; more
+    # would delay the other sequences. 0: one at a time. It does not change any token.
     forced_max: Constant[int] = 16
-    report_block_tokens: Constant[bool] = False  # in reports of stored blocks, for KV events
+    # Include token ids in reports of stored blocks, for KV events.
+    report_block_tokens: Constant[bool] = False

@@ -32,7 +32,8 @@ from tandem.common.options import (
 from tandem.errors import ConfigError
 
 _Http = Parameter(group=HTTP)
-SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # where a pod has its own
+# service account's folder in a pod
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+")
 _SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)")
 
@@ -147,7 +148,7 @@ class RouterOptions(AdmissionOptions):
     """Name of the router."""
     tls_dir: TlsDir = ""
     tls: PublicTls = field(default_factory=PublicTls)
-    # Pool -> RESOURCE/NAME, in this pod's namespace: whose scale is the pool's size on Kubernetes.
+    # Pool -> RESOURCE/NAME in this pod's namespace; on Kubernetes its scale is the pool's size.
     scale_objects: Annotated[
         Mapping[str, str],
         Own,
@@ -186,9 +187,10 @@ class RouterOptions(AdmissionOptions):
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
-    hold_requests_max: Constant[Positive] = 256  # while a pool is empty; as many for tenants' turns
+    # while a pool is empty; the same number may wait for tenants' turns
+    hold_requests_max: Constant[Positive] = 256
     request_deadline_s: Constant[float] = 600.0
-    service_account: Constant[str] = SERVICE_ACCOUNT  # the folder with its token
+    service_account: Constant[str] = SERVICE_ACCOUNT  # folder with the service account's token
 
     def check_together(self) -> None:
         if self.api != "both" and self.gateway.endpoint_picker:
@@ -206,18 +208,21 @@ class RouterOptions(AdmissionOptions):
 
     @property
     def has_leaking_port(self) -> bool:
-        """Returns whether strangers reach only a gRPC port, so that the process may end for its
-        memory: gRPC's core never frees the tables of some headers (HPACK)."""
+        """Returns whether clients can reach only a gRPC port.
+
+        Such a process may have to end because of its memory: gRPC's core never frees the tables of
+        some headers (HPACK).
+        """
         return self.api == "grpc" or bool(self.gateway.endpoint_picker)
 
     @property
     def connections_per_address_max(self) -> int:
-        """Returns the bound of one address; half of all connections unless it was set."""
+        """The largest number of connections of one address: as set, or half of all."""
         return self.addresses.connections_per_address or max(1, self.connections_max // 2)
 
     @property
     def requests_per_address_max(self) -> int:
-        """Returns the bound of one address, in the same way."""
+        """The largest number of unanswered requests of one address: as set, or half of all."""
         return self.addresses.requests_per_address or max(1, self.connections_max // 2)
 
 

@@ -11,7 +11,8 @@ from tandem.common.config.groups import HTTP, Own
 from tandem.common.options import Options, Text
 from tandem.errors import ConfigError
 
-Kind = Literal["router", "worker", "controller"]  # not a worker's role, which changes
+# kind of process; unlike a worker's role, it does not change
+Kind = Literal["router", "worker", "controller"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 TlsDir = Annotated[

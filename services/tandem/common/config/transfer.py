@@ -54,13 +54,17 @@ class TransferConfig(Options):
     warm_blocks: Count = 0
     """Number of KV blocks that a new worker imports from its peers. 0: it starts cold."""
     connect_deadline_s: Constant[float] = 5.0
-    heartbeat_interval_s: Constant[float] = 0.5  # of a producer, on the lease's stream
+    # interval of a producer's heartbeats on a lease's stream
+    heartbeat_interval_s: Constant[float] = 0.5
     release_deadline_s: Constant[float] = 5.0
-    quarantine_blocks_max: Constant[int] = 256  # beyond it no pulls until the agent is made anew
-    leases_max: Constant[int] = 256  # open at one producer; beyond it refused
+    # with more quarantined blocks, no pull starts until the agent is replaced
+    quarantine_blocks_max: Constant[int] = 256
+    leases_max: Constant[int] = 256  # open leases of one producer; further ones are refused
     leases_per_consumer_max: Constant[int] = 128
-    pull_bytes_in_flight_max: Constant[Positive] = 256 << 20  # of this consumer; half from one peer
-    leased_blocks_max_share: Constant[float] = 0.9  # of the pool, finished and not yet released
+    # of this consumer; half of it for one peer
+    pull_bytes_in_flight_max: Constant[Positive] = 256 << 20
+    # share of the pool in finished blocks that are not released
+    leased_blocks_max_share: Constant[float] = 0.9
 
     @property
     def verify_every(self) -> int:

@@ -99,5 +99,5 @@ class WorkerConfig(WorkerOptions):
     cluster: Constant[ClusterConfig]
 
     def check_together(self) -> None:
-        if "#" in self.worker_id:  # the prefix tree names a worker's tiers with it
+        if "#" in self.worker_id:  # the prefix tree uses # in the names of a worker's tiers
             raise ConfigError(f"worker-id is {self.worker_id!r}; it must not have a '#'")

@@ -1,8 +1,8 @@
-"""The KV pools and tiers of workers as they tell them, and what a sequence lacks there. Pure.
+"""The reported KV pools and tiers of workers, and the blocks that a sequence would lack. Pure.
 
 A model without windows has one pool, and a load's totals are that pool's. With windows each KV
-group has a pool of its own, and the totals are sums, in which a pool with many free blocks hides
-one that has none: then the load has the groups, too.
+group has its own pool, and the totals are sums. A sum hides a full pool behind a pool with many
+free blocks, so the load then also contains the groups.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ class GroupLoad(msgspec.Struct, frozen=True):
 
     blocks_total: int
     blocks_used: int = 0  # referenced by a live sequence
-    sequence_blocks_max: int = 0  # that one sequence has of it; 0: as many as the sequence is long
+    # most blocks that one sequence has in it; 0: as many as the sequence is long
+    sequence_blocks_max: int = 0
 
 
 class TierUse(msgspec.Struct, frozen=True):
-    """The blocks of a tier below the pools. A store has no end: `blocks_total` is how many of its
-    blocks a worker can remember, and `blocks_held` how many it remembers."""
+    """The blocks of a tier below the pools.
+
+    An object store is unbounded: `blocks_total` is the number of its blocks that a worker can
+    remember, and `blocks_held` the number that it remembers.
+    """
 
     name: str  # host, disk or store
     blocks_total: int
     blocks_held: int
-    blocks_damaged: int = 0  # that could not be read lately
+    blocks_damaged: int = 0  # recently failed to be read
 
 
 class KvLoad(Protocol):
-    """Whatever tells of a worker's pools."""
+    """Any object that reports a worker's pools."""
 
     @property
     def blocks_total(self) -> int: ...
@@ -48,16 +52,18 @@ class KvLoad(Protocol):
 def kv_use(load: KvLoad) -> float:
     """Returns the share of the pool that live sequences reference, 0 to 1.
 
-    Of several pools it is that of the layers that see furthest. The others have room for all
-    running slots or are as large (engine/cache/kv_groups.py), so memory is short there first.
+    With several pools it is that of the layers that see furthest. The other pools have room for all
+    running slots or are as large (engine/cache/kv_groups.py), so this pool is full first.
     """
     pool = max(load.groups, key=lambda group: group.sequence_blocks_max or math.inf, default=load)
     return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
 
 
 def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:
-    """Returns the share that each tier holds of what it can hold at all workers, 0 to 1, by name.
-    A tier that no worker has is left out."""
+    """Returns for each tier the used share of its capacity over all workers, 0 to 1.
+
+    A tier that no worker has is left out.
+    """
     held: dict[str, int] = {}
     total: dict[str, int] = {}
     for tiers in workers:
@@ -68,8 +74,11 @@ def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:
 
 
 def lacking_blocks(load: KvLoad, num_blocks: float, num_sequences: int = 1) -> float:
-    """Returns how many blocks are not free in the pool that lacks the most for so many sequences,
-    `num_blocks` long together. Not above 0: none are lacking, or no pool is known."""
+    """Returns the number of missing free blocks for new sequences in the fullest pool.
+
+    The `num_sequences` sequences have `num_blocks` blocks together. A result of 0 or less means
+    that none is missing or no pool is known.
+    """
     if not load.groups:
         free = load.blocks_total - load.blocks_used
         return num_blocks - free if load.blocks_total else 0.0
@@ -81,7 +90,7 @@ def lacking_blocks(load: KvLoad, num_blocks: float, num_sequences: int = 1) -> f
 
 
 def longest_sequence(load: KvLoad) -> int:
-    """Returns the blocks of the longest sequence that fits empty pools; 0: no bound is known."""
+    """Returns the blocks of the longest sequence that fits empty pools; 0 if no bound is known."""
     if not load.groups:
         return load.blocks_total
     return min(

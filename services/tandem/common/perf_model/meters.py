@@ -1,16 +1,13 @@
-"""Online fits of the numbers in `rates.py` to what steps and pulls really took.
+"""Fits the numbers in `rates.py` online to the measured durations of steps and pulls. Pure.
 
-Weighted least squares that forgets: each observation is worth its relative error, so that short and
-long ones count alike, and an older one less by `_KEEP` for each that follows (about the last 50
-count). Four things keep it honest on a shared machine:
-
-    an outlier (a step that the machine's scheduler put aside) counts less the further off it is
-    `_CHANGE_AFTER` of them in a row on one side are a change: what was before is forgotten
+This is weighted least squares with forgetting. An observation is weighted by its relative error, so
+that short and long ones count alike. Each newer observation reduces the weight of the older ones by
+`_KEEP`, so about the last 50 count. Four measures make it robust on a shared machine:
+    an outlier (such as a step that the machine's scheduler interrupted) has a smaller weight
+    `_CHANGE_AFTER` outliers in a row on the same side are a change: older data is dropped
     no coefficient is negative
-    what the observations cannot tell apart (all steps of one size) keeps its ratio, at first that
-    of the guess: each fit is drawn to the one before a little
-
-Pure: nobody here reads a clock.
+    coefficients that the observations cannot separate (all steps of one size) keep their ratio,
+        at first that of the default: each fit is drawn slightly to the previous one
 """
 
 import math
@@ -20,14 +17,15 @@ from itertools import combinations
 from tandem.common.perf_model.rates import PairRate, default_pair
 
 _KEEP = 0.98
-_INERTIA = 0.01  # the pull to the fit before, of what the observations say in that direction
-_OUTLIER = 3.0  # expected errors from which an observation counts less
+_INERTIA = 0.01  # weight of the previous fit, relative to the observations in that direction
+_OUTLIER = 3.0  # an observation with a larger multiple of the expected error has a smaller weight
 _CHANGE_AFTER = 8
-_SOLVED_ALWAYS = 64  # observations; after them a fit is solved for anew every so many
+# the first observations are solved at once; later only every `_SOLVED_EVERY`-th
+_SOLVED_ALWAYS = 64
 _SOLVED_EVERY = 4
 _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
-_ERROR_MIN = 0.02  # relative; what a quiet machine has at least
+_ERROR_MIN = 0.02  # relative error of a quiet machine
 _LATENCY_MIN_S = 1e-5
 _BYTE_MIN_S = 1e-12
 _SECONDS_MIN = 1e-9
@@ -35,7 +33,7 @@ SECONDS_MAX = 1e5
 
 
 class LinearMeter:
-    """Fits seconds = sum of coefficient * feature, all coefficients at least 0."""
+    """Fits seconds = sum of coefficient * feature, with all coefficients at least 0."""
 
     def __init__(self, guess: Sequence[float]) -> None:
         self._guess = tuple(guess)
@@ -47,7 +45,7 @@ class LinearMeter:
         self._start(1.0)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Takes one measurement in. What no clock can have shown is left out."""
+        """Adds one measurement. Implausible durations are ignored."""
         if not _SECONDS_MIN <= seconds <= SECONDS_MAX:
             return
         ratio = seconds / max(_SECONDS_MIN, _dot(self._guess, features))
@@ -64,15 +62,15 @@ class LinearMeter:
             self.coefficients = self._solve()
 
     def stretch(self, times: float) -> None:
-        """Scales all that was seen: it takes `times` times as long from now on."""
+        """Scales the fit: everything takes `times` times as long from now on."""
         self.coefficients = tuple(times * c for c in self.coefficients)
         self._a = [[x / times**2 for x in line] for line in self._a]
         self._b = [x / times for x in self._b]
 
     def _start(self, scale: float) -> None:
-        """Resets the fit to the guess, scaled as a whole by `scale`."""
-        self._error = _ERROR_FIRST  # relative error to expect of an observation
-        self._outliers = 0  # in a row: above 0 too long, below 0 too short
+        """Resets the fit to the default, scaled by `scale`."""
+        self._error = _ERROR_FIRST  # expected relative error of an observation
+        self._outliers = 0  # outliers in a row: positive if too long, negative if too short
         self._a = [[0.0] * self._size for _ in self._guess]
         self._b = [0.0] * self._size
         self.coefficients = tuple(scale * g for g in self._guess)
@@ -91,7 +89,7 @@ class LinearMeter:
         return weight
 
     def _add(self, row: list[float], weight: float) -> None:
-        """Features over the seconds they took: what is fitted is 1."""
+        """Adds an observation with features divided by its seconds, so that the target is 1."""
         for i, x in enumerate(row):
             self._b[i] = _KEEP * self._b[i] + weight * x
             line = self._a[i]
@@ -99,7 +97,9 @@ class LinearMeter:
                 line[j] = _KEEP * line[j] + weight * x * y
 
     def _solve(self) -> tuple[float, ...]:
-        """The best coefficients of which none is negative: few enough to try all sets."""
+        """Returns the best coefficients of which none is negative. It tries all subsets, which
+        are few.
+        """
         a = [line.copy() for line in self._a]
         b = self._b.copy()
         for i in range(self._size):
@@ -116,7 +116,7 @@ class LinearMeter:
                 x = [0.0] * self._size
                 for i, value in zip(kept, solved, strict=True):
                     x[i] = value
-                # The quadratic form at its own minimum over `kept`.
+                # The value of the quadratic form at its minimum over `kept`.
                 loss = -_dot(b, x)
                 if loss < lowest:
                     best = tuple(x)
@@ -144,7 +144,7 @@ class PairMeter:
 
     @property
     def rate(self) -> PairRate:
-        """The fitted rate; a pull and a byte always cost a minimum, whatever noise says."""
+        """The fitted rate, with a minimum cost per pull and per byte."""
         latency_s, byte_s = self._fit.coefficients
         return PairRate(
             self._transport, max(latency_s, _LATENCY_MIN_S), 1 / max(byte_s, _BYTE_MIN_S)
@@ -158,15 +158,15 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 def _solve_positive(
     a: Sequence[Sequence[float]], b: Sequence[float], kept: Sequence[int]
 ) -> list[float] | None:
-    """Solves the equations of the kept unknowns; None when one of them comes out negative."""
-    # Scaled to a diagonal of 1: seconds a byte and seconds a step are 12 digits apart.
+    """Solves the equations of the kept unknowns; None if one of them is negative."""
+    # Scale to a diagonal of 1, because seconds per byte and per step differ by 12 digits.
     scale = [1 / math.sqrt(a[i][i]) for i in kept]
     n = len(kept)
     rows = [
         [a[i][j] * scale[p] * scale[q] for q, j in enumerate(kept)] + [b[i] * scale[p]]
         for p, i in enumerate(kept)
     ]
-    for column in range(n):  # positive definite: no pivoting needed
+    for column in range(n):  # no pivoting is needed, because the matrix is positive definite
         pivot = rows[column][column]
         if pivot <= 0:
             return None

@@ -1,22 +1,19 @@
-"""Chooses how a prompt's missing blocks come: loaded, pulled from a peer, or computed. Pure.
+"""Chooses how a prompt's missing blocks are obtained: loaded, pulled or computed. Pure.
 
-    held here | computed meanwhile | loaded from tiers | computed after that
+    held      | computed meanwhile | loaded from tiers | computed after that
               first, as it goes up ^                   end
               held                 `- first            |
-
-A prompt's first blocks cost least to compute, and a load can start at its end. So both ends meet:
-blocks are computed from the front while they are loaded from the back, and the rest is computed
-after that. Where computing delays other sequences, each second of it counts once more for each.
-
-A chunk cannot be stopped, and a load that came sooner would wait for it: what is computed meanwhile
-is expected to take `UNSURE` times as long, and has to be worth `GAIN_MIN` and `GAIN_MIN_S`.
-
-Where another worker would compute the prompt (`Producer`), blocks are pulled from it while it does,
-and nothing is delayed here. A tier is left alone if that is the soonest:
-
-    held here, or loaded | pulled from the producer, which has, gets or computes it meanwhile
-
-The worker's engine and the router's prices ask here, so they expect the same.
+The first blocks of a prompt are the cheapest to compute, and a load can begin with the last ones.
+So blocks are computed from the front while others are loaded from the back, and the rest is
+computed after that. If computing delays other sequences, each second of it counts once more for
+each of them.
+A chunk cannot be interrupted, so a load that ends earlier must wait for it. Therefore blocks
+computed during a load are expected to take `UNSURE` times as long, and must gain at least
+`GAIN_MIN` and `GAIN_MIN_S`.
+If another worker would compute the prompt (`Producer`), its blocks are pulled meanwhile, and no
+local sequence is delayed. Tiers are not used if that is the fastest:
+    held, or loaded | pulled from the producer, which has, gets or computes it meanwhile
+The worker's engine and the router's placement both use this module, so they predict the same.
 """
 
 from __future__ import annotations
@@ -25,23 +22,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from tandem.common.perf_model.predict import HERE_MARGIN
+from tandem.common.perf_model.predict import LOCAL_MARGIN
 from tandem.common.perf_model.rates import PrefillRate
 
 UNSURE = 1.5
-GAIN_MIN = 1.1  # times as long the next best choice takes
-GAIN_MIN_S = 0.02  # so much longer it takes: a small chunk's time varies by about as much
+GAIN_MIN = 1.1  # factor by which the next best choice must be slower
+# seconds by which it must be slower; the duration of a small chunk varies by as much
+GAIN_MIN_S = 0.02
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """A tier has a prompt's first `num_blocks` blocks, and gives one of them in `block_s`."""
+    """A tier that has a prompt's first `num_blocks` blocks and loads one in `block_s`."""
 
     num_blocks: int
     block_s: float
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A peer has a prompt's first `num_blocks` blocks, which come over after `latency_s`."""
+    """A peer that has a prompt's first `num_blocks` blocks; a pull starts after `latency_s`."""
 
     num_blocks: int
     latency_s: float
@@ -49,30 +47,30 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Producer(msgspec.Struct, frozen=True):
-    """A peer would compute the prompt, begun after `wait_s`, and its blocks would be pulled."""
+    """A peer that would compute the prompt after `wait_s`; its blocks would be pulled."""
 
     rate: PrefillRate
     step_tokens: int
     wait_s: float
-    num_blocks: int = 0  # first ones that are there `there_s` later
+    num_blocks: int = 0  # first blocks that the peer has `there_s` later
     there_s: float = 0.0
-    block_s: float = 0.0  # to pull a block from there
-    given_block_s: float = 0.0  # for the peer to pull a block from here
+    block_s: float = 0.0  # seconds to pull a block from the peer
+    given_block_s: float = 0.0  # seconds for the peer to pull a block from this worker
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt, and the worker that is to compute what is missing of it."""
+    """A prompt, and the worker that would compute its missing part."""
 
     num_tokens: int
     block_size: int
-    num_held: int  # first blocks, in the pool
+    num_held: int  # first blocks that are in the pool
     rate: PrefillRate
     step_tokens: int
-    queue_s: float = 0.0  # until its computing can start
-    num_delayed: float = 0.0  # sequences that its computing delays
+    queue_s: float = 0.0  # until its computation can start
+    num_delayed: float = 0.0  # number of sequences that its computation delays
 
     def compute_s(self, first: int, end: int | None = None) -> float:
-        """Returns the seconds to compute blocks first..end - 1; by default to the last token."""
+        """Returns the seconds to compute blocks first..end - 1; by default up to the last token."""
         start = first * self.block_size
         size = self.block_size
         stop = self.num_tokens if end is None else min(end * size, self.num_tokens)
@@ -80,18 +78,18 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Blocks first..end - 1 are loaded; those before are held, or computed meanwhile."""
+    """A choice: blocks first..end - 1 are loaded; those before are held or computed meanwhile."""
 
     first: int
-    end: int  # not above `first`: none is loaded
-    pulls: bool  # the rest comes from a peer, as far as that has it or computes it
-    there_s: float  # until the blocks before `end` are here
+    end: int  # not above `first` if none is loaded
+    pulls: bool  # the rest is pulled from a peer that has or computes it
+    there_s: float  # until all blocks before `end` are in the pool
     seconds: float  # until the whole prompt is computed
-    cost_s: float  # with the delay of others
+    cost_s: float  # includes the delay of other sequences
 
     @property
     def loads(self) -> bool:
-        """True if something is loaded."""
+        """True if blocks are loaded."""
         return self.first < self.end
 
 
@@ -105,9 +103,12 @@ def choose_soonest(
     meets: bool = True,
     pulls_rest: bool = True,
 ) -> Choice:
-    """Returns the choice with the lowest cost. `tiers` come fastest first, `load_queue_s` is until
-    a load can start. Without `meets` nothing is computed while blocks are loaded, and without
-    `pulls_rest` what comes after loaded blocks is computed."""
+    """Returns the choice with the lowest cost.
+
+    `tiers` are ordered, fastest first. `load_queue_s` is the time until a load can start. Without
+    `meets` no block is computed during a load. Without `pulls_rest` the blocks after loaded ones
+    are computed.
+    """
     load = _Load(tiers, load_queue_s)
     choices = [*_after(prompt, load, prompt.num_held, offer, producer)]
     for end in {tier.num_blocks for tier in tiers if tier.num_blocks > prompt.num_held}:
@@ -121,8 +122,10 @@ def choose_soonest(
 
 
 def produced_s(prompt: Prompt, producer: Producer, held: int) -> float:
-    """Returns the seconds until all blocks from `held` on have come from the producer. It may pull
-    the `held` first ones from here."""
+    """Returns the seconds until all blocks from `held` on have been pulled from the producer.
+
+    The producer may pull the first `held` blocks from this worker.
+    """
 
     def compute_s(first: int) -> float:
         start = min(first * prompt.block_size, prompt.num_tokens - 1)
@@ -151,8 +154,11 @@ def load_seconds(tiers: Iterable[Reach], first: int, end: int) -> float:
 def meeting_block(
     compute_s: Callable[[int], float], load_s: Callable[[int], float], first: int, end: int
 ) -> int:
-    """Returns the block of first..end at which both ends meet soonest: those before it take
-    `compute_s`, which grows with it, and those from it on `load_s`, which shrinks."""
+    """Returns the block of first..end at which computing and loading meet soonest.
+
+    Blocks before it take `compute_s`, which grows with it; blocks from it on take `load_s`, which
+    shrinks.
+    """
     low = first
     high = end
     while low < high:
@@ -175,7 +181,7 @@ class _Load(msgspec.Struct, frozen=True):
 
 
 def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
-    """Returns the first block that is loaded, of those before `end`, if others are computed."""
+    """Returns the first block to load before `end`, if the blocks before it are computed."""
 
     def compute_s(block: int) -> float:
         return prompt.queue_s + UNSURE * prompt.compute_s(prompt.num_held, block)
@@ -188,14 +194,14 @@ def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
 def _after(
     prompt: Prompt, load: _Load, end: int, offer: Offer | None, producer: Producer | None
 ) -> Iterator[Choice]:
-    """Yields the choices to load the blocks before `end`, by what comes after that."""
+    """Yields the choices that load the blocks before `end`, by the source of the rest."""
     yield _with_load(prompt, load, prompt.num_held, end)
     if offer is not None and offer.num_blocks > end:
         yield _with_pull(prompt, load, end, offer)
     if producer is not None:
         load_s = load.seconds(prompt.num_held, end)
         rest_s = produced_s(prompt, producer, end)
-        cost_s = load_s + HERE_MARGIN * rest_s
+        cost_s = load_s + LOCAL_MARGIN * rest_s
         yield Choice(prompt.num_held, end, True, load_s, load_s + rest_s, cost_s)
 
 

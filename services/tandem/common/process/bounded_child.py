@@ -1,4 +1,4 @@
-"""Runs a short program whose input comes from outside, within bounds of time and memory."""
+"""Runs a short program on untrusted input, with limits of time and memory."""
 
 import resource
 import subprocess
@@ -7,12 +7,12 @@ from contextlib import suppress
 
 
 def run_bounded(
-    command: Sequence[str], told: bytes, *, cpu_s: int, memory_bytes: int, deadline_s: float
+    command: Sequence[str], stdin: bytes, *, cpu_s: int, memory_bytes: int, deadline_s: float
 ) -> tuple[bytes, int]:
-    """Returns what the program prints before it ends or is ended, and its exit status (negative: a
-    signal's number). It reads `told` from standard input, before it does anything else.
+    """Runs a program with `stdin` as its input; returns (output, exit status).
 
-    `deadline_s` is for a machine that is busy: it should be long beside `cpu_s`.
+    A negative status is a signal's number. The program must read its input before anything else.
+    `deadline_s` allows for a busy machine, so it should be much longer than `cpu_s`.
     """
     bounds = {
         resource.RLIMIT_CPU: cpu_s,
@@ -24,12 +24,12 @@ def run_bounded(
     )
     with child:
         for bound, largest in bounds.items():
-            with suppress(ProcessLookupError):  # it has ended already
+            with suppress(ProcessLookupError):  # it has already ended
                 _, hard = resource.prlimit(child.pid, bound)
                 if hard == resource.RLIM_INFINITY or largest < hard:
                     resource.prlimit(child.pid, bound, (largest, largest))
         try:
-            output, _ = child.communicate(told, deadline_s)
+            output, _ = child.communicate(stdin, deadline_s)
         except subprocess.TimeoutExpired:
             child.kill()
             output, _ = child.communicate()

@@ -1,8 +1,8 @@
-"""Cancels tasks until they are over.
+"""Cancels tasks and waits until they have ended.
 
-`asyncio.wait_for` of Python 3.11 drops a cancellation that comes just when what it awaits has ended
-(CPython issue 81839), and redis-py sends each command through it. A loop that talks to Redis would
-then go on for ever, and whoever awaits its end would stand still.
+`asyncio.wait_for` in Python 3.11 loses a cancellation that arrives when the awaited call has just
+ended (CPython issue 81839), and redis-py sends each command through it. A loop that uses Redis
+would then run for ever, and so would the code that awaits its end.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ _AGAIN_S = 1.0
 
 
 async def cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Returns when the tasks are over. One that goes on for 1 s is cancelled once more.
+    """Cancels tasks and returns when all have ended. After 1 s it cancels the remaining ones again.
 
-    Raises nothing that they raise.
+    Errors of the tasks are not raised.
     """
     left = {task for task in tasks if not task.done()}
     while left:

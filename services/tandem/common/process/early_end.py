@@ -1,7 +1,7 @@
-"""The end of a program that is told to stop while it loads, or has no signal handlers of its own.
+"""Ends a program that is stopped while it loads or that has no signal handlers of its own.
 
-`python -m tandem.common.process.early_end MODULE ARGUMENT...` runs a program that Ctrl-C ends in
-silence.
+`python -m tandem.common.process.early_end MODULE ARGUMENT...` runs a program that Ctrl-C ends
+without a traceback.
 """
 
 import os
@@ -18,21 +18,20 @@ def end_on_sigterm() -> None:
     """Ends the process at once at SIGTERM, until another handler replaces this one.
 
     The kernel drops a signal to the first process of a container if the process has no handler for
-    it. Without this one, a pod that is deleted while its program loads would run until its grace
-    period is over. The chart starts programs with SIGTERM blocked (`env --block-signal`), because
-    Python itself takes a while to load: the signal waits until here.
+    it. Without this handler, a pod that is deleted while its program loads would run until its
+    grace period ends. The chart starts programs with SIGTERM blocked (`env --block-signal`),
+    because Python takes a while to load; a pending signal is delivered here.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_STATUS))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def quietly(main: Callable[[], int | None]) -> None:
-    """Runs `main` and ends the process with what it returns, or with 130 at Ctrl-C (SIGINT). A
-    person who pressed it needs no traceback."""
+    """Runs `main` and exits with its result, or with 130 at Ctrl-C (SIGINT) without a traceback."""
     try:
         status = main()
     except KeyboardInterrupt:
-        sys.stderr.write("\n")  # the terminal has shown ^C
+        sys.stderr.write("\n")  # the terminal has printed ^C
         status = _INTERRUPTED
     sys.exit(status)
 

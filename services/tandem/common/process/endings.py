@@ -1,7 +1,7 @@
-"""Tells how a process ended that is nobody's child, and whether one that lives is stopped.
+"""Finds out how a process ended that is not a child, and whether a process is stopped.
 
-Linux 6.15 and later tell the exit status of any process that a pidfd names, once its parent has
-taken notice of it. Until then /proc has it. An older system tells it to nobody but the parent.
+Linux 6.15 and later report the exit status of any process with a pidfd once its parent has reaped
+it. Before that, /proc has the status. Older systems report it only to the parent.
 """
 
 import fcntl
@@ -19,8 +19,11 @@ _REAPED_S = 0.5
 
 
 def ending(pid: int, pidfd: int, oom_kills_before: int | None) -> str:
-    """Says how a process ended, such as `exit status 1` or `ended by SIGKILL`; empty if the system
-    does not tell. `oom_kills_before` is what `oom_kills` said while the process ran."""
+    """Describes how a process ended, such as `exit status 1` or `ended by SIGKILL`.
+
+    Returns "" if the system does not report it. `oom_kills_before` is the result of `oom_kills`
+    while the process ran.
+    """
     give_up_at = time.monotonic() + _REAPED_S
     while (status := _zombie_status(pid, pidfd)) is None:
         if (status := _exit_status(pidfd)) is not None:
@@ -28,11 +31,11 @@ def ending(pid: int, pidfd: int, oom_kills_before: int | None) -> str:
         if time.monotonic() > give_up_at:
             return ""
         time.sleep(0.01)
-    return told_status(os.waitstatus_to_exitcode(status), oom_kills_before)
+    return describe_exit(os.waitstatus_to_exitcode(status), oom_kills_before)
 
 
-def told_status(exit_code: int, oom_kills_before: int | None) -> str:
-    """Says what an exit code means: a negative one is that of a signal."""
+def describe_exit(exit_code: int, oom_kills_before: int | None) -> str:
+    """Describes an exit code; a negative one is a signal's number."""
     if exit_code >= 0:
         return f"exit status {exit_code}"
     try:
@@ -47,7 +50,7 @@ def told_status(exit_code: int, oom_kills_before: int | None) -> str:
 
 
 def oom_kills() -> int | None:
-    """Returns the number of processes that Linux has ended for want of memory since boot."""
+    """Returns the number of processes that the OOM killer has killed since boot."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -56,7 +59,7 @@ def oom_kills() -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped, as SIGSTOP and debuggers do."""
+    """Returns whether a process is stopped, for example by SIGSTOP or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -64,17 +67,17 @@ def is_stopped(pid: int) -> bool:
 
 
 def _zombie_status(pid: int, pidfd: int) -> int | None:
-    """Returns the same of a process whose parent has not taken notice of its end."""
+    """Returns the wait status of a process that its parent has not reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        signal.pidfd_send_signal(pidfd, 0)  # the pid is not another process's
+        signal.pidfd_send_signal(pidfd, 0)  # checks that the pid is not reused by another process
     except (OSError, ProcessLookupError):
         return None
     return int(fields[-1]) if fields[0] == "Z" else None
 
 
 def _exit_status(pidfd: int) -> int | None:
-    """Returns the status as wait(2) gives it."""
+    """Returns the wait status of a reaped process, as wait(2) does."""
     info = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, _GET_INFO, info)

@@ -1,7 +1,7 @@
-"""Ends this process if a step of it hangs, even one that holds Python's interpreter.
+"""Ends this process if a step hangs, even if the step holds the GIL.
 
-Nothing else can see that from inside: neither the event loop nor a thread runs then. The stacks of
-all threads go to standard error first.
+Neither the event loop nor a thread can detect that. The stacks of all threads are first written to
+stderr.
 """
 
 import faulthandler
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """Ends the process with status 1 unless the body ends in time. A process has one at a time."""
+    """Ends the process with status 1 unless the body ends in time. It cannot be nested."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield

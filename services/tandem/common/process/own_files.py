@@ -1,9 +1,9 @@
-"""Opens folders and files that nobody but this process's user may have prepared.
+"""Opens folders and files that no other user can have prepared.
 
-A local user who can write beside our folder could put a symbolic link, a hard link or a folder of
-its own there before we start. So no link is followed, the owner is compared, and what others may
-write is refused. Group and read permissions are taken away instead: Kubernetes gives a volume's
-files to the pod's own group (fsGroup).
+A local user who can write next to our folder could create a symbolic link, a hard link or a folder
+with its name before we start. So no link is followed, the owner is checked, and world-writable
+entries are refused. Group and read permissions are removed instead of refused, because Kubernetes
+gives a volume's files to the pod's own group (fsGroup).
 """
 
 import contextlib
@@ -16,8 +16,10 @@ _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_parent(path: Path) -> int:
-    """Returns a folder that others may share, such as a mounted disk. It is made if it is not
-    there. Raises OSError if another user than root owns it, or owns the link that leads to it."""
+    """Opens a folder that others may share, such as a mounted disk; creates it if necessary.
+
+    Raises OSError if a user other than root and this one owns it or the link that leads to it.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -30,15 +32,19 @@ def open_parent(path: Path) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that only this user may use, or checks the one that is there. Raises as
-    `open_folder` does."""
+    """Creates a folder that only this user may use, or checks the existing one.
+
+    Raises the errors of `open_folder`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(open_folder(path))
 
 
 def open_folder(path: Path, *, dir_fd: int | None = None) -> int:
-    """Returns a folder that only this user may use. It is made if it is not there. `dir_fd` is its
-    parent. Raises OSError if it is a link, or if others own it or may write there."""
+    """Opens a folder that only this user may use; creates it if necessary. `dir_fd` is its parent.
+
+    Raises OSError if it is a link, or if other users own it or may write it.
+    """
     name = path if dir_fd is None else path.name
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=dir_fd)
@@ -46,9 +52,11 @@ def open_folder(path: Path, *, dir_fd: int | None = None) -> int:
 
 
 def open_file(path: Path, *, dir_fd: int) -> int:
-    """Returns a file that only this user may use, for reads and writes. It is made if it is not
-    there. `dir_fd` is its folder. Raises OSError if it is a link or no plain file, or if others own
-    it or may write it."""
+    """Opens a file that only this user may use, for reads and writes; creates it if necessary.
+
+    `dir_fd` is its folder. Raises OSError if it is a link or no plain file, or if other users own
+    it or may write it.
+    """
     file = os.open(path.name, _FILE, 0o600, dir_fd=dir_fd)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:

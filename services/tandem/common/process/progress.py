@@ -1,7 +1,7 @@
-"""Progress bars of commands that wait, on standard error if that is a terminal.
+"""Progress bars of commands that wait, on stderr if it is a terminal.
 
-They appear after `SHOWN_AFTER_S` and disappear at the end. If standard error is a file or a pipe,
-there are none.
+They appear after `SHOWN_AFTER_S` and disappear at the end. If stderr is a file or a pipe, there are
+none.
 """
 
 import sys
@@ -29,13 +29,13 @@ from rich.text import Text
 SHOWN_AFTER_S = 2.0
 REDRAWS_PER_S = 10.0
 _POLL_S = 0.5
-_STEPS_MAX = 8  # rows; a large pool may have more workers than a screen has lines
+_STEPS_MAX = 8  # rows; a large pool may have more workers than the screen has lines
 _BAR_COLUMNS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressRow:
-    """One row: a part of a wait, with a name of its own. `total` is 0 if the rest is unknown."""
+    """One row: a named part of a wait. `total` is 0 if the rest is unknown."""
 
     name: str
     note: str = ""
@@ -44,11 +44,13 @@ class ProgressRow:
 
 
 class Waiting:
-    """The bars of one wait; its methods may be called by any thread."""
+    """The bars of one wait. Any thread may call its methods."""
 
     def __init__(self, *steps: ProgressRow, redraws_per_s: float = REDRAWS_PER_S) -> None:
-        """Bars without redraws are drawn when they appear and at each `show`: what is timed between
-        two calls has its core to itself."""
+        """With `redraws_per_s` 0, bars are drawn only when they appear and at each `show`.
+
+        Code that is timed between two calls then has its core to itself.
+        """
         console = Console(stderr=True, highlight=False)
         self._is_seen = sys.stderr.isatty() and not console.is_dumb_terminal
         note = TextColumn(
@@ -71,7 +73,7 @@ class Waiting:
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.RLock()
         self._is_on = self._is_over = False
-        self._num_hiding = 0  # contexts of `hidden` that are open, one within the other
+        self._num_hiding = 0  # number of open `hidden` contexts
         self._timer = threading.Timer(SHOWN_AFTER_S, self._start)
         self._timer.daemon = True
         self.show(*steps)
@@ -90,7 +92,7 @@ class Waiting:
             self._is_on = False
 
     def show(self, *steps: ProgressRow) -> None:
-        """Sets the rows. A row keeps its bar if its name stays."""
+        """Sets the rows. A row keeps its bar while its name stays the same."""
         with self._lock:
             steps = steps[:_STEPS_MAX]
             for name in self._tasks.keys() - {step.name for step in steps}:
@@ -109,7 +111,7 @@ class Waiting:
 
     @contextmanager
     def polling(self, look: Callable[[], ProgressRow]) -> Iterator[None]:
-        """Shows the row that `look` returns, again and again, from a thread of its own."""
+        """Repeatedly shows the row that `look` returns, from a separate thread."""
         is_over = threading.Event()
 
         def poll() -> None:
@@ -129,7 +131,7 @@ class Waiting:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Takes the bars away while something else is printed. May be nested."""
+        """Hides the bars while something else is printed. May be nested."""
         with self._lock:
             self._num_hiding += 1
             if self._is_on and self._num_hiding == 1:
@@ -149,7 +151,7 @@ class Waiting:
 
 
 class _Bar(ProgressColumn):
-    """A bar, if the rest is known."""
+    """A bar; empty if the rest is unknown."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Connects every process of Tandem to Redis: bounded, impatient, never retrying by itself.
+"""Redis clients for every process of Tandem: bounded, with short timeouts and without retries.
 
-redis-py's own retries would hide an outage for seconds from callers that all have a better answer
-to one: the router places without the tree, a worker publishes again, a record is written next time.
-One server, Sentinel and Cluster (store/url.py) give clients that take the same calls; keys that one
-call or script touches share a hash tag, so that they also work on a Cluster.
+redis-py's retries would hide an outage for seconds from callers that all have a better reaction:
+the router places without the tree, a worker publishes again, a record is written next time. One
+server, Sentinel and Cluster (store/url.py) have clients with the same calls. Keys that one call or
+script uses share a hash tag, so that they also work on a Cluster.
 """
 
 import asyncio
@@ -32,20 +32,21 @@ from tandem.net.store.url import parse
 Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
 
-# What a call raises when Redis is lost, slow or refuses it; a Cluster's error is no RedisError.
+# Errors of a call if Redis is lost, slow or refuses it. A Cluster's error is not a RedisError.
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
-# What reading a value of Redis raises if it is none of ours. msgspec passes bad UTF-8 on as it is.
+# Errors of decoding a value that Tandem did not write. msgspec raises UnicodeDecodeError for
+# invalid UTF-8.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
-CONNECTIONS_MAX = 64  # to one server
+CONNECTIONS_MAX = 64  # to each server
 
 
 def connect(url: str) -> Client:
-    """Returns a client that connects on first use; errors of redis-py reach the caller at once.
+    """Returns a client that connects on first use. Errors of redis-py reach the caller at once.
 
-    Raises ConfigError for a URL that cannot be right.
+    Raises ConfigError for an invalid URL.
     """
     kinds = (Redis, Sentinel, RedisCluster, ClusterNode)
     retry = Retry(NoBackoff(), 0)
@@ -56,7 +57,9 @@ def connect(url: str) -> Client:
 
 
 def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SyncClient:
-    """Returns the same for threads. For a Cluster it asks for the nodes at once: RedisError."""
+    """Returns a client for threads. A Cluster's client reads the nodes at once, so it may raise
+    RedisError.
+    """
     kinds = (SyncRedis, SyncSentinel, SyncRedisCluster, SyncClusterNode)
     retry = SyncRetry(NoBackoff(), 0)
     client: SyncClient = _client(url, kinds, retry=retry, socket_timeout=reply_timeout_s)
@@ -64,13 +67,13 @@ def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> S
 
 
 async def warm(redis: Client, num_connections: int) -> None:
-    """Opens connections, to each primary, so that a burst finds them. Errors pass through."""
+    """Opens connections to each primary in advance of a burst. Errors propagate."""
     if isinstance(redis, RedisCluster):
         await redis.initialize()
         calls = [redis.ping(target_nodes=RedisCluster.PRIMARIES) for _ in range(num_connections)]
     else:
         calls = [redis.ping() for _ in range(num_connections)]
-    # All at once: each takes a connection of its own.
+    # Run them concurrently, so that each one uses its own connection.
     await asyncio.gather(*calls)
 
 
@@ -79,7 +82,7 @@ def wait_until_answers(
 ) -> None:
     """Blocks until the server answers PING. Raises ConfigError, which never shows the password.
 
-    `alive` tells whether the server can still come up: False ends the wait at once.
+    `alive` returns whether the server may still start; False ends the wait at once.
     """
     give_up_at = time.monotonic() + deadline_s
     name = parse(url).name
@@ -99,13 +102,14 @@ def wait_until_answers(
 
 
 class _RenewedConnection(SSLConnection):
-    """Shares a context with the other connections until the files of certificates change.
+    """A TLS connection that shares a context with others until the certificate files change.
 
-    redis-py reads them once for each connection of a pool, which lives as long as the process, and
-    with them all roots of the system, which takes 20 ms.
+    redis-py would read the files once for each connection of a pool, which lives as long as the
+    process, and all root certificates of the system with them, which takes 20 ms.
     """
 
-    _shared: ClassVar[tuple[str, Any]] = ("", None)  # what it was made of, and the context
+    # (description of its options and files, context)
+    _shared: ClassVar[tuple[str, Any]] = ("", None)
 
     def _connection_arguments(self) -> Any:
         own = self.ssl_context
@@ -128,7 +132,7 @@ def _identity(path: str | None) -> tuple[int, ...]:
 
 
 def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
-    """Returns a client of one of the `kinds`, which are redis-py's for asyncio or for threads."""
+    """Returns a client of one of the `kinds`, redis-py's classes for asyncio or for threads."""
     address = parse(url)
     server, sentinel, cluster, node = kinds
     bounds["socket_connect_timeout"] = CONNECT_TIMEOUT_S
@@ -147,9 +151,9 @@ def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
                 client = watched.master_for(address.service)
             case "cluster":
                 options["startup_nodes"] = [node(host, port) for host, port in address.nodes]
-                # A shard whose nodes are all down must not keep the others from serving.
+                # A shard whose nodes are all down must not stop the others.
                 return cluster(ssl=address.tls, require_full_coverage=False, **options)
-        client.connection_pool.make_connection()  # refuses a wrong option; connects to nothing yet
+        client.connection_pool.make_connection()  # raises for a wrong option; does not connect yet
         return client
-    except TypeError as error:  # what redis-py says to an option it does not have
+    except TypeError as error:  # redis-py's error for an unknown option
         raise ConfigError(f"the Redis URL has a wrong option: {error}") from None

@@ -1,4 +1,4 @@
-"""Signs of life of Ray's part of a cluster, in Redis; routers read them and need no Ray.
+"""Heartbeats of Ray's part of a cluster in Redis. Routers read them and do not need Ray.
 
 {tandem:CLUSTER}:controller  STRING, JSON of `ControllerBeat`, written every `BEAT_INTERVAL_S`
 {tandem:CLUSTER}:head        STRING, JSON of `Head`: on one machine written by `tandem up`
@@ -13,20 +13,20 @@ HEAD_KEY = "head"
 
 
 class ControllerBeat(msgspec.Struct, frozen=True):
-    """A pool controller that lives writes a higher number each time."""
+    """The heartbeat of a pool controller. `num_beats` grows with each one."""
 
     pid: int
     num_beats: int
-    number: int = 0  # of its head; 0 on a single machine
+    number: int = 0  # number of its head; 0 on a single machine
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Ray's head. Its `address` is that of its GCS, and empty until it is up."""
+    """Ray's head. `address` is that of its GCS; empty until it is up."""
 
-    number: int  # its fencing number; 0 on a single machine, whose head has no lease
+    number: int  # fencing number; 0 on a single machine, whose head has no lease
     host: str
     address: str = ""
-    why: str = ""  # there is another head than before
+    why: str = ""  # reason why the head has changed
 
 
 def control_key(cluster_id: str, name: str) -> str:

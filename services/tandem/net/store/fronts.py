@@ -1,9 +1,8 @@
 """The fronts of decode workers: routers to which gateways send the requests of one worker.
 
-    {tandem:CLUSTER}:front:WORKER    HOST:PORT of its HTTP API; expires unless it is written again
-
-A front writes its entry while it can serve requests. An endpoint picker reads the entries of the
-workers that it knows.
+    {tandem:CLUSTER}:front:WORKER    HOST:PORT of its HTTP API; expires unless it is renewed
+A front writes its entry while it can serve requests. An endpoint picker reads the entries of its
+known workers.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ WRITTEN_S = 1.0
 
 
 class Fronts:
-    """Reads and writes the entries of a cluster. Errors of redis-py pass through."""
+    """Reads and writes the entries of a cluster. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         self._redis = redis

@@ -1,8 +1,8 @@
-"""Streams of entries in Redis that outlive the processes that write them, each bounded.
+"""Bounded streams of entries in Redis that outlive the processes that write them.
 
-Entries wait in memory while Redis is away, at most as many as a stream keeps. An entry with a
-`once` key is written by the first process that has it, and by no other for an hour: all routers
-see the same worker go.
+While Redis is away, entries wait in memory, at most as many as a stream keeps. An entry with a
+`once` key is written by the first process that has it, and by no other for an hour, because all
+routers see the same worker leave.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 ENTRIES_MAX = 1000
 _RETRY_S = 1.0
-_LAST_WRITE_S = 1.0  # for what waits when the process ends
+_LAST_WRITE_S = 1.0  # time to write waiting entries when the process ends
 _ONCE_MS = 3600 * 1000
 
-# KEYS: 1 the stream, 2 the mark of an entry that is written once. ARGV: 1 the entry as JSON,
-# 2 entries that the stream keeps, 3 milliseconds of the mark, 0 for an entry without one.
-# Returns nothing.
+# KEYS: 1 the stream, 2 the mark of an entry that is written once. ARGV: 1 the entry as JSON, 2
+# entries that the stream keeps, 3 milliseconds of the mark, 0 for an entry without one. Returns
+# nothing.
 _ADD = Script("""
 if ARGV[3] ~= '0' and not redis.call('SET', KEYS[2], '1', 'NX', 'PX', ARGV[3]) then return end
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[1])
@@ -35,7 +35,7 @@ redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[1])
 
 
 class Journal:
-    """The streams `PREFIX:NAME` as one process writes and reads them; `run` writes entries."""
+    """One process's access to the streams `PREFIX:NAME`. `run` writes entries."""
 
     def __init__(self, redis: Client, prefix: str, names: Sequence[str], what: str) -> None:
         """`what` names the journal in messages."""
@@ -48,12 +48,12 @@ class Journal:
         self._added = asyncio.Event()
 
     def add(self, name: str, entry: msgspec.Struct, once: str = "") -> None:
-        """Adds an entry to a stream; the oldest that waits goes if there are too many."""
+        """Adds an entry to a stream. If too many wait, the oldest is dropped."""
         self._waiting[name].append((msgspec.json.encode(entry), once))
         self._added.set()
 
     async def run(self) -> None:
-        """Writes entries to Redis until it is cancelled; then those that still wait, if it can."""
+        """Writes entries to Redis until it is cancelled; then the waiting ones, if possible."""
         is_away = False
         try:
             while True:
@@ -75,14 +75,16 @@ class Journal:
                     await self._write()
 
     async def read(self, name: str, num_max: int, decode: Callable[[bytes], Any]) -> list[Any]:
-        """Returns the last entries of all processes, the newest first, but those of other versions
-        that cannot be read. Raises NotNow."""
+        """Returns the latest entries of all processes, newest first.
+
+        Entries of other versions that cannot be read are skipped. Raises NotNow.
+        """
         try:
-            told: Any = await self._redis.xrevrange(self._key(name), count=num_max)
+            replies: Any = await self._redis.xrevrange(self._key(name), count=num_max)
         except UNREACHABLE as error:
             raise NotNow(f"{self._what} is in Redis, which is away: {error!r}") from error
         found = []
-        for _, fields in told:
+        for _, fields in replies:
             with suppress(KeyError, *UNREADABLE):
                 found.append(decode(fields[b"entry"]))
         return found

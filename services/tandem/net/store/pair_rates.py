@@ -1,13 +1,10 @@
-"""Tells the pool controller how fast blocks come to workers, as they measured it.
+"""Publishes the workers' measured bandwidths between each other for the pool controller.
 
 Each worker writes a key beside its record (registry.py), with the same time to live:
-
     {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
-
-It is the bandwidth of a pull of `_PULL_BYTES` with its latency. The part of a fit that grows with
-the bytes says little alone: while pulls are small or a host is busy, it is almost any number.
-
-The controller may read this key and not the record, on whose addresses all others rely.
+The bandwidth is that of a pull of `_PULL_BYTES` with its latency. The fitted bytes per second alone
+would be misleading: while pulls are small or a host is busy, it is almost arbitrary.
+The controller may read this key but not the record, whose addresses all processes rely on.
 """
 
 import math
@@ -27,8 +24,7 @@ def pairs_key(record_key: str) -> str:
 
 
 def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
-    """Encodes the bandwidths of a worker's pairs. Only what was measured counts, not the first
-    guesses."""
+    """Encodes the measured bandwidths of a worker's pairs, without default rates."""
     bandwidths = {
         peer: _PULL_BYTES / rate.seconds(_PULL_BYTES)
         for peer, rate in pairs.items()
@@ -40,10 +36,10 @@ def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
 def read_pair_bandwidths(
     redis: SyncClient, cluster_id: str, worker_ids: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Returns worker id -> peer's worker id -> bytes/s for those of these workers that have a
-    record.
+    """Returns worker id -> peer's worker id -> bytes/s for the workers that have a record.
 
-    What this version cannot read is left out. Raises what `store.client.UNREACHABLE` lists.
+    Values that this version cannot read are skipped. Raises the errors in
+    `store.client.UNREACHABLE`.
     """
     if not worker_ids:
         return {}

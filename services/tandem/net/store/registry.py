@@ -4,24 +4,24 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
 
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
-    {tandem:CLUSTER}:worker:ID:pairs      what it measured of its peers (pair_rates.py)
+    {tandem:CLUSTER}:worker:ID:pairs      measured bandwidths from its peers (pair_rates.py)
     {tandem:CLUSTER}:worker:ID:role       its role while it is lent to the other pool
     {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
-    {tandem:CLUSTER}:contract:GENERATION  that of a generation with a name
+    {tandem:CLUSTER}:contract:GENERATION  that of a named generation
     {tandem:CLUSTER}:loading              HASH, msgpack LoadingNotice of workers without a record
-    {tandem:CLUSTER}:mark                 drawn by who first asked `data_set`; lost with the data
+    {tandem:CLUSTER}:mark                 random, set by the first `data_set`; lost with the data
 
-A record is written every `record_interval_s` by its worker and expires after `record_ttl_s`: then
-the worker is dead to everybody. The first worker sets the cluster's KV compatibility; one that
-differs is refused with a message that names each difference, and is not seen by readers if it
-writes a record all the same. The KV compatibility goes with its last worker.
+A worker writes its record every `record_interval_s`. The record expires after `record_ttl_s`, and
+the worker then counts as dead. The first worker sets the cluster's KV compatibility. A worker with
+a different one is refused with a message that names each difference, and readers ignore its record.
+The KV compatibility is deleted with its last worker.
 
-A lent worker's role outlives its record by `LOAN_TTL_S`: a process that crashed is started again in
-that role. A worker that ends in order takes the role away.
+A lent worker's role outlives its record by `LOAN_TTL_S`, so that a crashed process is restarted in
+that role. A worker that ends in order deletes it.
 
-An upgrade to what cannot exchange KV with what runs is another *generation*: its workers agree on a
-KV compatibility of their own, and both generations serve until the old one has drained. Who may be
-paired is told by KV compatibilities, never by generations.
+An upgrade that cannot exchange KV with the running workers is another *generation*. Its workers
+have their own KV compatibility, and both generations serve until the old one has drained. Pairs are
+formed by KV compatibility, never by generation.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
-LOAN_TTL_S = 3600.0  # longer than a crashed worker takes to load its model again
+LOAN_TTL_S = 3600.0  # longer than a crashed worker needs to load its model again
 
 
 class KvCompatibility(msgspec.Struct, frozen=True):
-    """Fields that must be equal for two workers to exchange KV; only tensor_parallel may differ."""
+    """Fields that must be equal for two workers to exchange KV. Only tensor_parallel may differ."""
 
     model_fingerprint: str
     compute_dtype: str
@@ -66,7 +66,9 @@ class KvCompatibility(msgspec.Struct, frozen=True):
     tensor_parallel: int = 1
 
     def differences(self, other: KvCompatibility) -> list[str]:
-        """One phrase for each field that differs and may not; empty when the two can be paired."""
+        """Returns a phrase for each difference that prevents a pair; empty if the two can be
+        paired.
+        """
         return [
             f"{name} is {getattr(self, name)!r}, not {getattr(other, name)!r}"
             for name in self.__struct_fields__
@@ -75,13 +77,15 @@ class KvCompatibility(msgspec.Struct, frozen=True):
 
     @property
     def has_windows(self) -> bool:
-        """True if layers with a window have KV groups of their own, which give back blocks: then
-        who holds a block need not hold its parents."""
+        """True if layers with a window have their own KV groups, which free blocks early.
+
+        A worker that holds a block then need not hold its parents.
+        """
         return "window=" in self.layout
 
     @property
     def has_windows_only(self) -> bool:
-        """True if every layer has a window: then no pool knows whole chains of blocks."""
+        """True if every layer has a window, so that no pool holds whole chains of blocks."""
         return self.has_windows and "window=none" not in self.layout
 
     def compatibility_key(self) -> bytes:
@@ -89,7 +93,7 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         return _shared(self)
 
     def chain_root(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> bytes:
-        """Returns the root from which the block hashes of a prompt start; `adapter` is a digest."""
+        """Returns the root of the block hashes of a prompt. `adapter` is a digest."""
         return chain_root(
             model_fingerprint=self.model_fingerprint,
             compute_dtype=self.compute_dtype,
@@ -101,7 +105,7 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         )
 
     def chain(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> Chain:
-        """Returns what the block hashes of a prompt are made with."""
+        """Returns the parameters of the block hashes of a prompt."""
         return Chain(self.chain_root(cache_salt, adapter), self.block_size)
 
 
@@ -112,7 +116,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     num_waiting: int = 0
     queue_max: int = 0
     queued_tokens: int = 0
-    queued_s: float | None = None  # until those are computed; None: an old or unmeasured worker
+    # until the queued tokens are computed; None: unmeasured or an older worker
+    queued_s: float | None = None
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
@@ -120,44 +125,49 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     num_leases: int = 0
     num_pulls: int = 0
     step: int = 0
-    tokens_wasted: int = 0  # slots of blocks that live sequences hold and do not fill
-    num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
-    chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
-    groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
+    tokens_wasted: int = 0  # unused slots in the blocks of live sequences
+    num_running_slots: int = 0  # sequences that may run or pull at the same time; 0: not reported
+    chunk_tokens: int = 0  # prefill tokens of a step beside decode; 0: not reported
+    groups: tuple[GroupLoad, ...] = ()  # for a model with windows; blocks_* are their sums
 
     def queue_s(self, rates: WorkerRates) -> float:
-        """Returns the seconds until what is queued is computed; `rates` serve without a report."""
+        """Returns the seconds until the queued tokens are computed; estimated by `rates` if not
+        reported.
+        """
         return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
 
 
 class AdapterState(msgspec.Struct, frozen=True):
-    """The LoRA adapters of a worker: those that it serves by name, and digests of those in its
-    engine's memory and of those that it could not read of late."""
+    """The LoRA adapters of a worker.
+
+    `named` are those that it serves by name. `loaded` and `failed` are digests of those in its
+    engine's memory and of those that it recently failed to read.
+    """
 
     named: list[Adapter] = []
     loaded: list[str] = []
     failed: list[str] = []
-    rank_max: int = 0  # that it loads; 0: it loads none
+    rank_max: int = 0  # largest rank that it loads; 0: it loads none
 
 
 class LoadingNotice(msgspec.Struct, frozen=True):
-    """A worker that loads its model. It is alive while `num_writes` grows."""
+    """A loading notice of a worker. The worker is alive while `num_writes` grows."""
 
     pool: str
-    num_bytes: int = 0  # of its weights that are loaded
-    num_bytes_all: int = 0  # 0: not known yet
+    num_bytes: int = 0  # bytes of its weights loaded so far
+    num_bytes_all: int = 0  # 0: unknown
     num_writes: int = 0
-    failed: str = ""  # why it has ended before it could serve
+    failed: str = ""  # reason why it ended before it could serve
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
     worker_id: str
-    epoch: str  # new at each start of the process and each time its log is published again
-    role: str  # "prefill" or "decode": whose work it does now
+    epoch: str  # changes at each start of the process and each time its log is published again
+    role: str  # "prefill" or "decode": its current role
     state: State
     address: str  # host:port of its gRPC service
     metrics_address: str
-    host: str  # machine it runs on
+    host: str  # machine on which it runs
     pid: int
     model: str  # served name
     max_model_len: int
@@ -165,32 +175,32 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     load: WorkerLoad = WorkerLoad()
     counts: EngineCounts = EngineCounts()
     rates: WorkerRates = WorkerRates()
-    pairs: dict[str, PairRate] = {}  # peer worker id -> how its blocks come here
+    pairs: dict[str, PairRate] = {}  # peer worker id -> rate of pulls from the peer
     started_at: float = 0.0  # seconds since the Unix epoch
-    generation: str = ""  # whose KV compatibility it agrees with
-    pool: str = ""  # that it was started for and counts as: not `role` while it is lent
+    generation: str = ""  # generation whose KV compatibility it shares
+    pool: str = ""  # pool for which it was started; differs from `role` while it is lent
     memory_free_bytes: int = 0  # of its machine or container
-    memory_total_bytes: int = 0  # 0: it does not say
+    memory_total_bytes: int = 0  # 0: not reported
     adapters: AdapterState = AdapterState()
-    num_writes: int = 0  # of this record by its process; 0: it does not say
-    written_at: float = 0.0  # by the clock of its process, as `started_at`; 0: it does not say
-    disk_free_bytes: int = 0  # where it keeps its log or copies of blocks; the fuller one
-    disk_total_bytes: int = 0  # 0: it does not say, or writes to no disk
-    unreachable: dict[str, str] = {}  # peer worker id -> why no blocks can be read from it
-    tiers: tuple[TierUse, ...] = ()  # below its KV pool, from the fastest on
-    prefill_at: str = ""  # where it has prompts prefilled that it decodes; empty: it does not say
-    keeps_deadlines: bool = False  # it refuses what would come too late (SubmitSequence)
+    num_writes: int = 0  # writes of this record by its process; 0: not reported
+    written_at: float = 0.0  # by its process's clock, in Unix seconds; 0: not reported
+    disk_free_bytes: int = 0  # of the fuller disk with its log or copies of blocks
+    disk_total_bytes: int = 0  # 0: not reported, or it writes to no disk
+    unreachable: dict[str, str] = {}  # peer worker id -> reason why its blocks cannot be read
+    tiers: tuple[TierUse, ...] = ()  # below its KV pool, fastest first
+    prefill_at: str = ""  # where its prompts are prefilled; empty: not reported
+    keeps_deadlines: bool = False  # it refuses requests that would be too late (SubmitSequence)
 
     @property
     def transports(self) -> dict[str, str]:
-        """Transport, nixl or grpc, by peer worker id."""
+        """The transport ("nixl" or "grpc") by peer worker id."""
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
 # KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the pairs, 5 the lent worker's
 # role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms,
-# 5 bandwidths, 6 role (empty: it is not lent), 7 the role's time to live in ms.
-# Returns nothing. Only a KV compatibility equal to the worker's is kept alive by it.
+# 5 bandwidths, 6 role (empty: not lent), 7 the role's time to live in ms.
+# Returns nothing. The worker renews the KV compatibility only if it equals its own.
 _WRITE = Script("""
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
 redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[4])
@@ -208,7 +218,7 @@ end
 """)
 
 # KEYS: 1 the set of workers, 2 the KV compatibility, 3... records. ARGV: their worker ids, in
-# order. Drops the ids that have no record now, and the KV compatibility with the last one. Returns
+# order. Drops the ids without a record, and the KV compatibility with the last one. Returns
 # nothing.
 _DROP_DEAD = Script("""
 for i = 3, #KEYS do
@@ -217,8 +227,8 @@ end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
 """)
 
-# KEYS: 1 the mark. ARGV: 1 what to make it when there is none.
-# Returns {the server's run id, the mark}.
+# KEYS: 1 the mark. ARGV: 1 the value to set if there is none. Returns {the server's run id, the
+# mark}.
 _DATA_SET = Script("""
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
@@ -227,7 +237,7 @@ return {run_id or '', redis.call('GET', KEYS[1])}
 
 
 class Registry:
-    """Reads and writes the records of one cluster. Errors of redis-py pass through."""
+    """Reads and writes the records of one cluster. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster: ClusterConfig) -> None:
         self._redis = redis
@@ -238,13 +248,15 @@ class Registry:
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
         self._loading_key = f"{prefix}:loading"
         self._mark_key = f"{prefix}:mark"
-        self._left_out: set[str] = set()  # workers whose record `read` has complained about
+        # workers whose record `read` has already reported as unusable
+        self._left_out: set[str] = set()
 
     async def check_compatibility(
         self, compatibility: KvCompatibility, generation: str = ""
     ) -> None:
-        """Joins the generation's KV compatibility, or makes it. Raises Incompatible naming
-        differences.
+        """Joins the generation's KV compatibility, or sets it if there is none.
+
+        Raises Incompatible that names the differences.
         """
         key = self._compatibility_key_of(generation)
         await self._redis.set(key, _shared(compatibility), nx=True, px=self._ttl_ms)
@@ -255,9 +267,9 @@ class Registry:
             )
 
     async def write(self, record: WorkerRecord, loan: str = "") -> None:
-        """Keeps a worker (and its generation's KV compatibility) alive for another time to live.
+        """Keeps a worker and its generation's KV compatibility alive for another time to live.
 
-        `loan` is the role in which the next process of this worker starts; empty: its own.
+        `loan` is the role in which the next process of this worker starts; "" for its own role.
         """
         compatibility_key = self._compatibility_key_of(record.generation)
         record_key = self._record_key(record.worker_id)
@@ -277,24 +289,24 @@ class Registry:
         )
 
     async def read_loan(self, worker_id: str) -> Role | None:
-        """Returns the role in which the last process of this worker was lent; None if it was not
-        lent or ended in order."""
+        """Returns the role to which the last process of this worker was lent.
+
+        Returns None if it was not lent or ended in order.
+        """
         found = await self._redis.get(f"{self._record_key(worker_id)}:role")
         return next((role for role in get_args(Role) if found == role.encode()), None)
 
     async def remove(self, worker_id: str) -> None:
-        """Removes a worker that leaves in order; the last one takes the KV compatibility with
-        it.
-        """
+        """Removes a worker that leaves in order. The last one also removes the KV compatibility."""
         record_key = self._record_key(worker_id)
         await self._redis.delete(record_key, pairs_key(record_key))
         await self._drop([worker_id])
 
     async def read(self) -> list[WorkerRecord]:
-        """Returns records of all live workers, by worker id; drops ids whose record expired.
+        """Returns the records of all live workers, by worker id; drops ids whose record expired.
 
         A record that this version cannot read, or whose KV compatibility is not its generation's,
-        is left out and logged once.
+        is skipped and logged once.
         """
         members = await self._redis.smembers(self._workers_key)
         worker_ids = sorted(_bytes(member).decode(errors="replace") for member in members)
@@ -318,16 +330,18 @@ class Registry:
         return [r for r in records if self._agrees(r, compatibilities[r.generation])]
 
     async def tell_loading(self, worker_id: str, loading: LoadingNotice) -> None:
-        """Tells how far a worker is that has no record yet."""
+        """Writes the loading progress of a worker without a record."""
         await self._redis.hset(self._loading_key, worker_id, msgspec.msgpack.encode(loading))
 
     async def end_loading(self, *worker_ids: str) -> None:
-        """Takes notices of loading away."""
+        """Deletes loading notices."""
         await self._redis.hdel(self._loading_key, *worker_ids)
 
     async def read_loading(self) -> dict[str, LoadingNotice]:
-        """Returns the notices of loading, by worker id; also those of workers that have died. One
-        that this version cannot read is left out."""
+        """Returns the loading notices by worker id, including those of dead workers.
+
+        Notices that this version cannot read are skipped.
+        """
         found = {}
         for worker_id, value in (await self._redis.hgetall(self._loading_key)).items():
             with suppress(*UNREADABLE):
@@ -338,7 +352,7 @@ class Registry:
     async def _compatibilities(
         self, generations: set[str], unnamed: bytes | None
     ) -> dict[str, bytes]:
-        """Returns the KV compatibilities of these generations; empty where one has expired."""
+        """Returns the KV compatibilities of these generations; b"" if one has expired."""
         compatibilities = {"": unnamed or b""}
         if named := sorted(generations - {""}):
             replies = await self._redis.mget([self._compatibility_key_of(name) for name in named])
@@ -347,9 +361,9 @@ class Registry:
         return compatibilities
 
     async def data_set(self) -> bytes:
-        """Returns a value that changes when Redis was restarted, emptied or replaced.
+        """Returns a value that changes if Redis was restarted, emptied or replaced.
 
-        Then records of workers that are well may be missing for a while. Ask after `read`.
+        Records of healthy workers may then be missing for a while. Call it after `read`.
         """
         parts = await _DATA_SET(self._redis, [self._mark_key], secrets.token_hex(8))
         return b":".join(parts)
@@ -385,7 +399,7 @@ class Registry:
 
 
 def _shared(compatibility: KvCompatibility) -> bytes:
-    """Returns what is equal on all workers, as bytes that can be compared."""
+    """Returns the fields that all workers share, as comparable bytes."""
     return msgspec.msgpack.encode(msgspec.structs.replace(compatibility, tensor_parallel=1))
 
 
@@ -400,6 +414,6 @@ def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
 
 
 def _bytes(value: bytes | str) -> bytes:
-    """Narrows the type: redis-py admits str, for clients that decode replies; ours do not."""
+    """Narrows the type. redis-py allows str for clients that decode replies; these do not."""
     assert isinstance(value, bytes)
     return value

@@ -1,8 +1,8 @@
 """Redis users by kind of process: the keys and commands that each kind uses, as ACL rules. Pure.
 
-router      all keys of its cluster: it reads records, and writes API keys, sizes and usage
-worker      the registry and the prefix tree, so neither API keys nor sizes
-controller  the sizes of the pools, the lease of Ray's head, and what workers measured of peers
+router      all keys of its cluster: it reads records and writes API keys, sizes and usage
+worker      the registry and the prefix tree, but no API keys or sizes
+controller  the sizes of the pools, the lease of Ray's head, and the workers' measured bandwidths
 """
 
 from tandem.common.config.tls import Kind
@@ -43,7 +43,7 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     ),
 }
 _COMMANDS: dict[Kind, tuple[str, ...]] = {
-    # Not a list: what a router counts and keeps grows. It may not administrate the server.
+    # Not a list, because a router uses more and more commands. It may not administrate the server.
     "router": (
         "+@all",
         "-@admin",
@@ -64,6 +64,6 @@ _COMMANDS: dict[Kind, tuple[str, ...]] = {
 
 
 def rules(kind: Kind, cluster_id: str) -> str:
-    """Returns the rules of a user, to stand behind its name and password in an ACL."""
+    """Returns the rules of a user, which follow its name and password in an ACL."""
     keys = (f"~{pattern % f'tandem:{cluster_id}'}" for pattern in _KEYS[kind])
     return " ".join(("resetkeys", "resetchannels", *keys, "-@all", *_COMMANDS[kind]))

@@ -1,9 +1,8 @@
-"""The routers of a cluster, so that each can be told at once of a revoked key.
+"""The routers of a cluster, so that each can be notified at once of a revoked key.
 
     {tandem:CLUSTER}:routers    router id -> milliseconds of Redis' clock, a space, URL
-
-A router that ends in order takes its entry away. One that crashed or was cut off stays for an hour:
-it may still be answering clients, so whoever revokes a key has to hear of it.
+A router that ends in order deletes its entry. The entry of one that crashed or was cut off stays
+for an hour: it may still answer clients, so it must be notified of revoked keys.
 """
 
 from tandem.net.store.client import Client
@@ -11,8 +10,8 @@ from tandem.net.store.script import Script
 
 KEPT_MS = 3600 * 1000
 
-# KEYS: 1 the routers. ARGV: 1 router id, 2 URL, 3 milliseconds an entry is kept.
-# Writes the router, and drops old ones. Returns {id, URL, id, URL, ...} of all.
+# KEYS: 1 the routers. ARGV: 1 router id, 2 URL, 3 milliseconds for which an entry is kept.
+# Writes the router and drops old ones. Returns {id, URL, id, URL, ...} of all.
 _ANNOUNCE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -32,7 +31,7 @@ return found
 
 
 class RouterRegistry:
-    """Announces one router, and tells of the others. Errors of redis-py pass through."""
+    """Announces one router and returns the others. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         self._redis = redis
@@ -40,9 +39,9 @@ class RouterRegistry:
         self._announce = Script(_ANNOUNCE)
 
     async def announce(self, router_id: str, url: str) -> dict[str, str]:
-        """Writes this router's entry. Returns the URLs of all routers, by id."""
-        told = await self._announce(self._redis, [self._key], router_id, url, KEPT_MS)
-        words = [word.decode(errors="replace") for word in told]
+        """Writes this router's entry; returns the URLs of all routers, by id."""
+        reply = await self._announce(self._redis, [self._key], router_id, url, KEPT_MS)
+        words = [word.decode(errors="replace") for word in reply]
         return dict(zip(words[::2], words[1::2], strict=True))
 
     async def remove(self, router_id: str) -> None:

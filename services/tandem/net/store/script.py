@@ -1,4 +1,6 @@
-"""A Lua script on one hash slot: called by its digest, loaded again when a server lost it."""
+"""A Lua script on one hash slot. It is called by its digest and loaded again if a server lost
+it.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,14 +16,14 @@ Argument = bytes | str | int
 
 
 class Script:
-    """A Lua script; all keys of one call share a hash tag."""
+    """A Lua script. All keys of one call share a hash tag."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Client, keys: Sequence[str], *args: Argument) -> Any:
-        """Runs the script; takes two more round trips where the server lost it."""
+        """Runs the script. It takes two more round trips if the server has lost it."""
         try:
             return await redis.evalsha(self._digest, len(keys), *keys, *args)
         except NoScriptError:
@@ -36,7 +38,7 @@ class Script:
         """Runs one call for each key; returns a reply for each, in one round trip."""
         if len(keys) == 1:  # a pipeline costs the client 30 us more
             return [await self(redis, keys, *args)]
-        if isinstance(redis, RedisCluster):  # they may be on several servers
+        if isinstance(redis, RedisCluster):  # the keys may be on several servers
             return list(await asyncio.gather(*(self(redis, [key], *args) for key in keys)))
         for attempt in (1, 2):
             async with redis.pipeline(transaction=False) as pipe:

@@ -1,8 +1,8 @@
-"""Measures how long workers have been silent, as one reader of their records sees it. Pure.
+"""Measures how long workers have been silent, for one reader of their records. Pure.
 
-A worker that lives numbers each write of its record. A number that stands still is a process that
-is stopped, cut off or gone, long before its record expires. An engine that has work and makes no
-turn hangs, although its worker still writes.
+A live worker numbers each write of its record. If the number does not change, the process is
+stopped, cut off or gone, long before its record expires. An engine that has work and makes no turn
+hangs, even if its worker still writes.
 """
 
 import math
@@ -13,25 +13,25 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.predict import queue_seconds
 from tandem.net.store.registry import WorkerRecord
 
-_WRITES_MAX = 3  # that may be missing
-_TURNS_MAX = 3  # full steps, as measured
+_WRITES_MAX = 3  # writes that may be missed
+_TURNS_MAX = 3  # full steps, by the measured rates
 _LOST_S = 30.0
 
 
 @dataclass(slots=True)
 class _Heard:
-    """The last news of a process. Times are the reader's, in monotonic seconds."""
+    """The last state of a process. Times are the reader's monotonic seconds."""
 
     record: WorkerRecord
     wrote_at: float
     turned_at: float
-    lost_at: float = -math.inf  # a lease was lost there, and its engine has made no turn since
+    lost_at: float = -math.inf  # a lease was lost on it, and its engine has made no turn since
 
 
 class Silences:
-    """The silence of all workers as of the last records; a reader notes each set that it reads.
+    """The silence of all workers at the last records. The reader notes each set that it reads.
 
-    While Redis is away nothing is read, and nobody becomes more silent.
+    While Redis is away nothing is read, so no worker becomes more silent.
     """
 
     def __init__(self, cluster: ClusterConfig) -> None:
@@ -40,7 +40,7 @@ class Silences:
         self._now = 0.0
 
     def note(self, records: Iterable[WorkerRecord], now: float) -> None:
-        """Takes in all records that were read at this time."""
+        """Takes all records that were read at this time."""
         self._now = now
         before = self._heard
         self._heard = {}
@@ -59,19 +59,24 @@ class Silences:
             self._heard[record.worker_id] = heard
 
     def note_lost(self, worker_id: str, now: float) -> None:
-        """Notes that this reader has waited for the worker in vain. The worker counts as lost until
-        its engine turns, or for `_LOST_S`: one that is idle does not turn."""
+        """Records that this reader waited for the worker in vain.
+
+        The worker counts as lost until its engine makes a turn, but at most for `_LOST_S`, because
+        an idle engine makes none.
+        """
         if (heard := self._heard.get(worker_id)) is not None:
             heard.lost_at = now
 
     def silent_s(self, worker_id: str) -> float:
-        """Seconds for which a worker has missed its writes; 0 while it may still be on time."""
+        """Returns the seconds since a worker last wrote; 0 while it may still be on time."""
         heard = self._heard.get(worker_id)
         age_s = 0.0 if heard is None else self._now - heard.wrote_at
         return age_s if age_s > self._limit_s else 0.0
 
     def stuck_s(self, worker_id: str) -> float:
-        """Seconds without a turn of an engine that has work; 0 while its step may take so long."""
+        """Returns the seconds since an engine with work last made a turn; 0 within a step's
+        duration.
+        """
         if (heard := self._heard.get(worker_id)) is None:
             return 0.0
         rates = heard.record.rates
@@ -80,7 +85,7 @@ class Silences:
         return age_s if age_s > max(self._limit_s, _TURNS_MAX * step_s) else 0.0
 
     def is_lost(self, worker_id: str, now: float) -> bool:
-        """Returns whether nobody should wait for this worker now."""
+        """Returns whether no request should wait for this worker now."""
         heard = self._heard.get(worker_id)
         was_lost = heard is not None and now - heard.lost_at < _LOST_S
         return was_lost or bool(self.silent_s(worker_id) or self.stuck_s(worker_id))

@@ -5,10 +5,10 @@
     redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],.../SERVICE[/DB]    the master of SERVICE
     redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],...                  any nodes of a cluster
 
-`rediss` instead of `redis` speaks TLS with every server, Sentinels included. After `?` come options
-of redis-py's connections, such as ssl_ca_certs, ssl_certfile, ssl_keyfile (paths), ssl_cert_reqs
+`rediss` instead of `redis` uses TLS with every server, Sentinels included. Options of redis-py's
+connections follow after `?`, such as ssl_ca_certs, ssl_certfile, ssl_keyfile (paths), ssl_cert_reqs
 (required, optional, none), ssl_check_hostname; for Sentinels also sentinel_username and
-sentinel_password. Whatever is not plain in a user name or password is percent-encoded. Pure.
+sentinel_password. Special characters in a user name or password are percent-encoded. Pure.
 """
 
 from dataclasses import dataclass, field
@@ -31,18 +31,18 @@ _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """A parsed URL; `options` are redis-py's, `sentinel_options` for the Sentinels alone."""
+    """A parsed URL. `options` are redis-py's; `sentinel_options` are for the Sentinels only."""
 
     kind: Kind
     tls: bool
-    nodes: tuple[tuple[str, int], ...]  # host and port; none for a Unix socket
-    service: str = ""  # that Sentinels watch
+    nodes: tuple[tuple[str, int], ...]  # (host, port); empty for a Unix socket
+    service: str = ""  # service that Sentinels watch
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
-        """Address for messages, without secrets."""
+        """The address for messages, without secrets."""
         where = ",".join(f"{host}:{port}" for host, port in self.nodes)
         if self.kind == "sentinel":
             return f"{where} (Sentinel service {self.service})"

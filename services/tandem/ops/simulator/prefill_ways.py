@@ -16,7 +16,7 @@ from tandem.router.placement.choose import Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
 from tandem.worker.decode.prefill_choice import (
     Candidate,
-    Here,
+    LocalWorker,
     PrefillPrompt,
     plan_prefill,
     soonest_producer,
@@ -40,7 +40,7 @@ def worth_asking(
     cached = worker.cache.num_cached(task.hashes) * size
     prompt = PrefillPrompt(task.num_tokens, size)
     work = Work(task.num_tokens, size)
-    here = Here(rates, load.queue_s(rates), cached, num_running=load.num_running)
+    here = LocalWorker(rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
     for peer in peers:
         reused = reuse(work, peer, matches) if rates.tiers else None

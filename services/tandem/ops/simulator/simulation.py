@@ -173,7 +173,7 @@ class Simulation:
         """Once a request: who moves, or was refused by a worker, was taken already."""
         if request.is_admitted:
             return True
-        self.meter.asked(placement.prefill_s(work))
+        self.meter.new_request(placement.prefill_s(work))
         if self.scenario.admission:
             decision = admit(
                 work,

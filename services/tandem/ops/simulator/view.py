@@ -58,7 +58,7 @@ class View:
         if self._shares.rebase(now_s):
             # A new one: sums of shares from before and after the change would not fit together.
             self.roster = Roster(self._snapshot(known) for known in self._known.values())
-        self.roster.second = self._shares.second(now_s)
+        self.roster.second_weight = self._shares.second_weight(now_s)
 
     def note_prefill(
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
@@ -93,7 +93,7 @@ class View:
         known.load = worker.load()
         known.rates = self._scenario.rates
         known.load_queue_s = 0.0
-        self._join(worker.worker_id, self.roster.mean_placed(worker.role))
+        self._join(worker.worker_id, self.roster.mean_prefill_share(worker.role))
         self._refresh(known)
 
     def note_drain(self, worker: SimulatedWorker) -> None:
@@ -165,5 +165,5 @@ class View:
             blocks_used=load.blocks_used,
             rates=rates,
             pairs=self._pairs,
-            placed=self._shares.placed(worker.worker_id),
+            prefill_share=self._shares.share(worker.worker_id),
         )

@@ -1,8 +1,8 @@
-"""Decides whether a request is taken now, or refused early with the time to wait. Pure.
+"""Decides whether a request is accepted, or refused early with a time to wait. Pure.
 
-The router and the simulator both decide by `admit`. A request that would come too late anyway only
-makes those behind it late too. Its time to first token is predicted (`predict.py`), corrected by
-what came of earlier predictions (`calibration.py`), and compared with what is allowed.
+The router and the simulator both decide by `admit`. A request whose first token would be too late
+anyway would only delay the requests behind it. Its time to first token is predicted (`predict.py`),
+corrected by the outcome of earlier predictions (`calibration.py`), and compared with the limit.
 """
 
 import math
@@ -15,15 +15,16 @@ from tandem.router.placement.choose import Placement, Work
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """A decision says whether the request is taken, or by how much it would come too late."""
+    """The decision about one request."""
 
-    late_s: float  # by which the first token would come too late; 0: the request is taken
-    promise: Promise | None = None  # to be kept with a request that is taken, if it may teach
-    within_s: float = math.inf  # a first token that comes later is of no use
+    late_s: float  # seconds by which the first token would be too late; 0: the request is accepted
+    # the prediction of an accepted request if the calibration can learn from it
+    promise: Promise | None = None
+    within_s: float = math.inf  # seconds after which a first token is of no use
 
     @property
     def is_admitted(self) -> bool:
-        """True when the first token is expected in time, or when nothing is known."""
+        """True if the first token is expected in time or nothing is known about the workers."""
         return not self.late_s
 
 
@@ -37,20 +38,22 @@ def admit(
     completion_tokens: float,
     now: float,
 ) -> AdmissionDecision:
-    """Decides on a placed request. Nobody is refused for a guess: without measured rates all are
-    taken. Workers that keep deadlines decide narrow cases themselves, when a prompt is to begin.
+    """Decides about a placed request. Without measured rates, every request is accepted.
 
-    `ahead_s` is how long the request waits in the router first, `completion_tokens` is the mean
-    of a request's output tokens (0: not known), and `now` is any clock in seconds.
+    Workers that keep deadlines decide borderline cases themselves, when a prompt is about to begin.
+    `ahead_s` is the time that the request waits in the router first. `completion_tokens` is the
+    mean number of output tokens of a request (0 if unknown). `now` is the time of any clock in
+    seconds.
     """
     factor = calibration.factor
     margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
-    if within_s == math.inf:  # workers that keep deadlines measure before their records say so
+    if within_s == math.inf:  # these workers have measured rates before their records contain them
         limit_s = limit.seconds(work.num_tokens)
         return AdmissionDecision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
-    if keep_deadlines(placement):  # refused here is only what is late even if it is soon for once
+    # refuse only requests that are late even with a favourable error of the prediction
+    if keep_deadlines(placement):
         if factor * margin * predicted_s > within_s:
             return AdmissionDecision(factor * predicted_s - within_s)
     else:

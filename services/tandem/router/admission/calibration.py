@@ -1,12 +1,11 @@
-"""Learns by how much predictions of TTFT are off, from the first tokens that followed. Pure.
+"""Learns the error of TTFT predictions from the first tokens that followed. Pure.
 
-    admitted, its prediction near the limit --first token--> seen / predicted --> factor
-
-Whatever a model of the workers leaves out (another tenant of the machine, a network, kernels that
-slow each other down) lengthens all waits near the limit by about the same share. Only those count
-that were predicted to be near it: what an idle cluster adds to a short wait says nothing about a
-long one. Seen ratios are averaged as logarithms, so that twice and half outweigh each other. Their
-spread says how much of a limit must be kept back for 99 of 100 to be in time.
+    admitted with a prediction near the limit --first token--> measured / predicted --> factor
+Influences that the model of the workers omits (another tenant of the machine, the network, kernels
+that slow each other down) lengthen all waits near the limit by about the same factor. Only requests
+whose prediction is near the limit are used, because the overhead of a short wait on an idle cluster
+does not apply to a long one. The ratios are averaged as logarithms, so that double and half cancel
+each other. Their spread determines the share of the limit to reserve so that 99 of 100 are in time.
 """
 
 import math
@@ -15,18 +14,19 @@ from typing import Self
 
 from tandem.router.admission.predict import MARGIN
 
-# Of the limit: predictions from there on count. Not of what is allowed: with a smaller margin
-# shorter waits would count, whose spread is larger, and the margin would never grow again.
+# Predictions from this share of the limit on are used. The share does not depend on `margin`: a
+# smaller margin would admit shorter waits, whose spread is larger, and the margin would never grow
+# again.
 NEAR = 0.3
-_LATE = 0.1  # the weight of the newest
-_FACTORS = (0.5, 8.0)  # one that is off by more has another cause
-_SPREADS = 2.33  # standard deviations that 99% are below
+_LATE = 0.1  # weight of the newest ratio
+_FACTORS = (0.5, 8.0)  # bounds of the factor; a larger error has another cause
+_SPREADS = 2.33  # 99% of a normal distribution is below this many standard deviations
 _MARGINS = (0.4, 0.85)
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The predicted TTFT of an admitted request, and when it was predicted, in seconds."""
+    """The predicted TTFT of an admitted request in seconds, and the time of the prediction."""
 
     predicted_s: float
     promised_at: float
@@ -34,14 +34,14 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A calibration is what was learned so far, as plain data; `kept` answers the next one."""
+    """The learned correction, as plain data; `kept` returns the next one."""
 
     log_factor: float = 0.0
-    variance: float = (math.log(MARGIN) / _SPREADS) ** 2  # of the logarithms
+    variance: float = (math.log(MARGIN) / _SPREADS) ** 2  # variance of the logarithms
 
     @property
     def margin(self) -> float:
-        """Largest share of a limit that a prediction may have, for 99 of 100 to keep the limit."""
+        """Largest share of a limit that a prediction may use, so that 99 of 100 keep the limit."""
         lowest, highest = _MARGINS
         return min(highest, max(lowest, math.exp(-_SPREADS * math.sqrt(self.variance))))
 
@@ -57,7 +57,7 @@ class Calibration:
         return Promise(predicted_s, now)
 
     def kept(self, promise: Promise, now: float) -> Self:
-        """The calibration after the first token of a promised request came."""
+        """Returns the calibration after the first token of a promised request."""
         seen_s = max(1e-3, now - promise.promised_at)
         off = math.log(seen_s / max(1e-3, promise.predicted_s))
         lowest, highest = map(math.log, _FACTORS)

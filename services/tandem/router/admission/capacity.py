@@ -1,7 +1,7 @@
 """Decides whether workers have capacity for one more request, or it waits in the router. Pure.
 
-They have while one of those who prefill has little queued, and a decode worker few that wait. The
-queue is long enough that nobody falls idle before its next load is told and a request arrives.
+There is capacity if a prefill worker has a short queue and a decode worker has few waiting
+sequences. The queues are long enough to keep a worker busy until its next load report and request.
 """
 
 from collections.abc import Iterable
@@ -10,14 +10,17 @@ from tandem.common.perf_model.predict import likely_rates, token_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.router.placement.costs import WorkerSnapshot
 
-# Of prefill, at a worker that has capacity. A record is up to 1.5 s old when it is read.
+# Longest prefill queue, in seconds, of a worker with capacity. A record is up to 1.5 s old when it
+# is read.
 QUEUED_MAX_S = 3.0
-WAITING_MAX = 4  # sequences at a decode worker that has capacity
-COMPLETION_TOKENS_LIKELY = 256  # of a request that may make more
+WAITING_MAX = 4  # most waiting sequences of a decode worker with capacity
+COMPLETION_TOKENS_LIKELY = 256  # assumed output of a request that allows more
 
 
 def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> bool:
-    """Returns whether a request may go now; True without decode workers: that is another wait."""
+    """Returns whether a request may be submitted now. True without decode workers, since it then
+    waits in the pending queue.
+    """
     usable = [w for w in workers if w.usable]
     decode = [w for w in usable if w.role == "decode"]
     prefill = [w for w in usable if w.role == "prefill"]
@@ -28,8 +31,10 @@ def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> b
 
 
 def work_s(workers: Iterable[WorkerSnapshot], num_missing: int, completion_max: int) -> float:
-    """Estimates the seconds that a request takes of one worker's time: its tokens to prefill, and
-    one sequence in so many decode steps."""
+    """Estimates the seconds of one worker's time that a request takes.
+
+    They are the prefill of its tokens and its share of the decode steps.
+    """
     rates = likely_rates(w.rates for w in workers) or WorkerRates()
     completion = min(completion_max, COMPLETION_TOKENS_LIKELY)
     return max(num_missing * token_seconds(rates) + completion * rates.decode.sequence_s, 1e-9)

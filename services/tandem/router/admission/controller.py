@@ -1,7 +1,7 @@
-"""The admission controller: it refuses requests early, and has tenants take turns at the workers.
+"""The admission controller: refuses requests early and makes tenants take turns.
 
-Both depend on the load that workers report. While Redis is lost, prefill workers cannot report:
-then every request goes at once, as the workers' own bounds allow.
+Both depend on the workers' load reports. While Redis is lost, prefill workers cannot report, so
+every request is submitted at once within the workers' own bounds.
 """
 
 import logging
@@ -21,13 +21,13 @@ from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work
 from tandem.router.workers.cluster_view import ClusterView
 
-_WIRE_WEIGHT = 0.05  # of the newest, once there are enough
+_WIRE_WEIGHT = 0.05  # weight of the newest sample once there are enough
 
 log = logging.getLogger(__name__)
 
 
 class AdmissionController:
-    """Admits and refuses requests; each router has one."""
+    """Admits and refuses requests. Each router has one."""
 
     def __init__(
         self,
@@ -37,20 +37,20 @@ class AdmissionController:
         *,
         have_tenants: Callable[[], bool],
     ) -> None:
-        """`have_tenants` says whether requests come with tenants now, who then take turns."""
+        """`have_tenants` returns whether requests have tenants, which then take turns."""
         self._view = view
         self._have_tenants = have_tenants
         self._metrics = metrics
         self._calibration = Calibration()
-        self.wire_s = 0.0  # the mean: networks, and the event loops of routers and workers
+        self.wire_s = 0.0  # mean of the delay that the network and the event loops add
         self._num_wires = 0
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
         waiting_max = config.hold_requests_max
         self._tenant_queues = TenantQueues(self.has_capacity, waiting_max=waiting_max)
-        view.listen(self._tenant_queues.let_go)
+        view.listen(self._tenant_queues.release_next)
 
     def must_wait(self) -> bool:
-        """Returns whether a request that came now would wait for its tenant's turn."""
+        """Returns whether a request that arrives now would wait for its tenant's turn."""
         return self._have_tenants() and self._tenant_queues.must_wait()
 
     def admit(
@@ -62,10 +62,12 @@ class AdmissionController:
         is_urgent: bool = False,
         waited_s: float = 0.0,
     ) -> AdmissionDecision:
-        """Admits a request that came `waited_s` ago, once. Raises Overloaded if its first token
-        would come too late, unless it is urgent."""
+        """Admits a request that arrived `waited_s` ago. Called once per request.
+
+        Raises Overloaded if its first token would be too late, unless it is urgent.
+        """
         demand = self._metrics.demand
-        demand.asked(placement.prefill_s(work))
+        demand.new_request(placement.prefill_s(work))
         if is_urgent or not self._limit.base_s or self._view.redis_state != "ok":
             return AdmissionDecision(0.0)
         decision = admit(
@@ -89,12 +91,12 @@ class AdmissionController:
         )
 
     def note_wire(self, seconds: float) -> None:
-        """Notes how long a first token took beyond what its worker knows of."""
+        """Records the delay of a first token that its worker cannot know."""
         self._num_wires += 1
         self.wire_s += max(1 / self._num_wires, _WIRE_WEIGHT) * (seconds - self.wire_s)
 
     def note_first_token(self, promise: Promise) -> None:
-        """Notes the first token of a request that was admitted with this promise."""
+        """Records the first token of a request that was admitted with this promise."""
         self._calibration = self._calibration.kept(promise, time.monotonic())
 
     @asynccontextmanager
@@ -113,13 +115,17 @@ class AdmissionController:
                 yield
 
     def has_capacity(self) -> bool:
-        """Returns whether workers would begin one more request soon."""
+        """Returns whether the workers would begin one more request soon."""
         if self._view.redis_state != "ok":
             return True
         return has_capacity(self._view.snapshots(), queued_max_s=self._queued_max_s())
 
     def _queued_max_s(self) -> float:
-        """Queue bound in seconds, below what is refused: else no request would wait for a turn."""
+        """Returns the longest queue with capacity, in seconds.
+
+        It is below the refusal limit, because otherwise requests would be refused before they wait
+        for a turn.
+        """
         if not self._limit.base_s:
             return QUEUED_MAX_S
         refused_s = self._calibration.margin * self._limit.base_s / self._calibration.factor

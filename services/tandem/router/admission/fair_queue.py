@@ -1,13 +1,13 @@
 """Orders waiting requests so that each tenant gets its share of the work. Pure.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant's first request has a
-start: where the one before it ended, in work of that tenant, or where the queue is now if none
-waited. The lowest start goes next, and it is where the queue is now; among equals who came first.
-A request of weight 2 takes half the span of one of weight 1, so its tenant gets twice the work.
-
-While two tenants wait, what was served of them, over their weights, differs by at most one request
-of each. One that comes new waits for at most one request of each other, and nobody starves: its
-start stays where it is, and theirs grow. A tenant alone is served in order.
+This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant's first request
+has a start time on a virtual clock that counts the tenant's work. It is the end of the tenant's
+previous request, or the queue's current time if none waited. The lowest start is served next and
+becomes the queue's current time; equal starts are served in order of arrival. A request of weight 2
+advances its tenant's clock half as much as one of weight 1, so its tenant gets twice the work.
+While two tenants wait, the work served to each, divided by its weight, differs by at most one
+request of each. A new tenant waits for at most one request of each other tenant. No tenant starves,
+because its start stays constant while the others' starts grow. A single tenant is served in order.
 """
 
 from dataclasses import dataclass, field
@@ -18,26 +18,27 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[T]):
-    start: float  # of its first request
-    cost: float = 0.0  # of all that wait
-    span: float = 0.0  # of all that wait: each one's cost over its weight
-    # Number, cost and span, in order.
+    start: float  # start of its first request
+    cost: float = 0.0  # total of the waiting requests
+    span: float = 0.0  # total of cost / weight of the waiting requests
+    # item -> (number, cost, span), in order of arrival
     waiting: dict[T, tuple[int, float, float]] = field(default_factory=dict)
 
     def cost_until(self, start: float) -> float:
-        """Returns the cost of what starts before that, as if it could be cut anywhere."""
+        """Returns the cost of the waiting requests before `start`, as if requests could be
+        split.
+        """
         if start <= self.start:
             return 0.0
         return self.cost * (start - self.start) / max(self.span, start - self.start)
 
 
 class FairQueue(Generic[T]):
-    """Fair queue over tenants. Items are compared by equality; costs and weights are positive, in
-    any unit."""
+    """A fair queue over tenants. Items are compared by equality; costs and weights are positive."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _TenantQueue[T]] = {}
-        self._ends: dict[str, float] = {}  # of tenants that were served and have nobody waiting
+        self._ends: dict[str, float] = {}  # tenants that were served and have no waiting request
         self._now = 0.0
         self._number = 0
         self._size = 0
@@ -58,7 +59,7 @@ class FairQueue(Generic[T]):
         self._size += 1
 
     def pop(self) -> T:
-        """Removes and returns the next item. Raises IndexError if nothing waits."""
+        """Removes and returns the next item. Raises IndexError if none waits."""
         if not self._queues:
             raise IndexError("nobody waits")
         tenant = min(self._queues, key=self._turn)
@@ -72,12 +73,14 @@ class FairQueue(Generic[T]):
         return item
 
     def forget(self) -> None:
-        """Forgets what was served. Call it when all were served: nobody is owed anything."""
+        """Resets the tenants' clocks. Call it when the queue is empty."""
         assert not self._queues
         self._ends.clear()
 
     def remove(self, tenant: str, item: T) -> bool:
-        """Removes an item that waits no more, at no cost to its tenant; False if it is not here."""
+        """Removes an item that no longer waits, at no cost to its tenant; False if it does not
+        wait.
+        """
         queue = self._queues.get(tenant)
         if queue is None or item not in queue.waiting:
             return False
@@ -87,8 +90,10 @@ class FairQueue(Generic[T]):
         return True
 
     def cost_ahead(self, tenant: str) -> float:
-        """Returns the cost that is served before a new request of this tenant, except for the last
-        request of each other tenant. All requests of one tenant count as of the same weight."""
+        """Returns the cost that is served before a new request of this tenant.
+
+        It omits the last request of each other tenant, and assumes equal weights within a tenant.
+        """
         own = self._queues.get(tenant)
         start = own.start + own.span if own else max(self._now, self._ends.get(tenant, 0.0))
         others = (q.cost_until(start) for name, q in self._queues.items() if name != tenant)
@@ -100,7 +105,7 @@ class FairQueue(Generic[T]):
         return queue.start, number
 
     def _take(self, tenant: str, queue: _TenantQueue[T], item: T) -> float:
-        """Takes an item out of its queue, and returns its span."""
+        """Removes an item from its queue and returns its span."""
         _, cost, span = queue.waiting.pop(item)
         queue.cost -= cost
         queue.span -= span

@@ -1,11 +1,10 @@
-"""Requests wait here for capacity at the workers, when the router tells tenants apart.
+"""The queues of the tenants' requests that wait in the router for capacity.
 
-    turn --capacity, nobody before it--> let go --> submitted (or not placed): the next is let go
-         --no capacity--> waiting --capacity, and its tenant's turn--> let go
-                                  --its client goes--> out of the queue, at no cost to its tenant
-
-One is let go at a time: what it takes shows in the workers' load before the next is weighed. In the
-workers' own queues a request waits in order of arrival, so these are kept short.
+    turn --capacity, empty queue--> released --> submitted (or not placed): release the next
+         --no capacity--> waiting --capacity, and its tenant's turn--> released
+                                  --its client left--> removed, at no cost to its tenant
+One request is released at a time, so that the workers' load includes it before the next decision.
+The workers' own queues are in order of arrival, so they are kept short.
 """
 
 import asyncio
@@ -19,16 +18,16 @@ _RETRY_AFTER_S = 1.0
 
 
 class TenantQueues:
-    """The requests that wait for a turn. Call `let_go` whenever there may be capacity."""
+    """The requests that wait for a turn. Call `release_next` whenever there may be capacity."""
 
     def __init__(self, has_capacity: Callable[[], bool], *, waiting_max: int = 256) -> None:
-        self.waiting_max = waiting_max  # of all tenants; beyond it QueueFull
+        self.waiting_max = waiting_max  # for all tenants; a further request raises QueueFull
         self._has_capacity = has_capacity
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._one_is_going = False
+        self._is_releasing = False
 
     def must_wait(self) -> bool:
-        """Returns whether a request that came now would wait."""
+        """Returns whether a request that arrives now would wait."""
         return len(self._queue) > 0 or not self._has_capacity()
 
     def cost_ahead(self, tenant: str) -> float:
@@ -36,37 +35,38 @@ class TenantQueues:
 
     @asynccontextmanager
     async def turn(self, tenant: str, cost: float, *, weight: float = 1.0) -> AsyncIterator[None]:
-        """Waits for the tenant's turn; the body submits the request without delay.
+        """Waits for the tenant's turn; the body must submit the request without delay.
 
-        Raises QueueFull when too many wait already.
+        Raises QueueFull if too many requests wait already.
         """
         if len(self._queue) >= self.waiting_max:
             raise QueueFull(
                 f"{len(self._queue)} requests wait for capacity at the workers; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        going = asyncio.get_running_loop().create_future()
-        self._queue.push(tenant, cost, going, weight=weight)
-        self.let_go()
+        released = asyncio.get_running_loop().create_future()
+        self._queue.push(tenant, cost, released, weight=weight)
+        self.release_next()
         try:
-            # Shielded: one whose client goes is let go of like any other until it has heard of it.
-            await asyncio.shield(going)
+            # Shielded: if the client leaves, the request may still be released before this task
+            # ends.
+            await asyncio.shield(released)
         except asyncio.CancelledError:
-            if not self._queue.remove(tenant, going):
-                self._went()
+            if not self._queue.remove(tenant, released):
+                self._submitted()
             raise
         try:
             yield
         finally:
-            self._went()
+            self._submitted()
 
-    def let_go(self) -> None:
-        if self._queue and not self._one_is_going and self._has_capacity():
-            self._one_is_going = True
+    def release_next(self) -> None:
+        if self._queue and not self._is_releasing and self._has_capacity():
+            self._is_releasing = True
             self._queue.pop().set_result(None)
             if not self._queue:
                 self._queue.forget()
 
-    def _went(self) -> None:
-        self._one_is_going = False
-        self.let_go()
+    def _submitted(self) -> None:
+        self._is_releasing = False
+        self.release_next()

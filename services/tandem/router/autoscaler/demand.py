@@ -1,8 +1,8 @@
 """The autoscaler's observations: demand, latencies and the state of the pools. Pure.
 
-`Demand` only counts up, so those of several routers add, one that was missed is made up for by the
-next, and what happened in between is the difference. Times are counted by their share of the SLO,
-in buckets: a quantile of many routers is then a sum away.
+The counters of `Demand` only grow. So the demands of several routers can be added, a missed one is
+included in the next, and the difference of two is the demand in between. Latencies are counted in
+buckets, as multiples of their SLO limit, so that a quantile over many routers needs only a sum.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ import msgspec
 
 from tandem.common.perf_model.rates import DecodeRate
 
-# Upper edges, in limits; beyond the last one there is one bucket more.
+# Upper edges of the buckets, as multiples of the limit; one more bucket has no upper edge.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 NO_COUNTS = (0,) * (len(EDGES) + 1)
 Counts = tuple[int, ...]
-_LATE = 50  # requests that a mean of late is drawn from
+_LATE = 50  # recent requests over which the mean output is taken
 
 
 class Demand(msgspec.Struct, frozen=True):
     """Counters since a router started, or their sum over all routers."""
 
-    num_requests: int = 0  # that came, those that were refused counted in
-    prefill_s: float = 0.0  # of one worker: what their prompts lack, at the workers' own rates
+    num_requests: int = 0  # all requests, including refused ones
+    # seconds of one worker to prefill the missing tokens, by the workers' rates
+    prefill_s: float = 0.0
     num_ended: int = 0
-    output_tokens: int = 0  # of those that ended
-    ttft: Counts = NO_COUNTS  # first tokens, by their share of the limit
-    itl: Counts = NO_COUNTS  # tokens after the first, by theirs
+    output_tokens: int = 0  # of the ended requests
+    ttft: Counts = NO_COUNTS  # first tokens, by latency relative to the limit
+    itl: Counts = NO_COUNTS  # later tokens, by latency relative to the limit
 
     def plus(self, other: Demand) -> Demand:
         return self._with(other, 1)
 
     def since(self, earlier: Demand) -> Demand:
-        """Returns the growth since `earlier`, or all if a counter went back after a restart."""
+        """Returns the growth since `earlier`, or all counts if a counter decreased after a
+        restart.
+        """
         grown = self._with(earlier, -1)
         went_back = grown.num_requests < 0 or grown.num_ended < 0 or min(grown.ttft) < 0
         return self if went_back else grown
@@ -54,22 +57,22 @@ class DemandMeter:
     """Counts the demand on one router, or in one simulation."""
 
     def __init__(self) -> None:
-        self.output_tokens_mean = 0.0  # of a request, of late; 0: none has ended
+        self.output_tokens_mean = 0.0  # recent mean per request; 0 if none has ended
         self._num_requests = self._num_ended = self._output_tokens = 0
         self._prefill_s = 0.0
         self._ttft = list(NO_COUNTS)
         self._itl = list(NO_COUNTS)
 
-    def asked(self, prefill_s: float) -> None:
+    def new_request(self, prefill_s: float) -> None:
         self._num_requests += 1
         self._prefill_s += prefill_s
 
     def first_token(self, share: float) -> None:
-        """Counts a first token that took `share` times its limit."""
+        """Counts a first token whose latency was `share` times its limit."""
         self._ttft[bisect_left(EDGES, share)] += 1
 
     def next_tokens(self, share: float, count: int = 1) -> None:
-        """Counts later tokens that each took `share` times their limit."""
+        """Counts later tokens whose latencies were `share` times their limit."""
         self._itl[bisect_left(EDGES, share)] += count
 
     def ended(self, output_tokens: int) -> None:
@@ -90,34 +93,34 @@ class DemandMeter:
 
 
 class PoolSeen(msgspec.Struct, frozen=True):
-    """The state of one pool now."""
+    """The current state of one pool."""
 
-    wanted: int  # its size, those that still start counted in
+    wanted: int  # its size, including workers that are starting
     num_ready: int
-    queued_s: float = 0.0  # of one worker's prefill, that waits there
+    queued_s: float = 0.0  # seconds of prefill for one worker that are queued
     num_waiting: int = 0  # sequences in the workers' queues
-    kv_use: float = 0.0  # of the worker that is in the middle, 0 to 1
-    num_running: int = 0  # sequences that have blocks, leases and pulls
+    kv_use: float = 0.0  # of the median worker, 0 to 1
+    num_running: int = 0  # number of sequences with blocks, leases and pulls
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether no worker of the pool has anything to do."""
+        """True if no worker of the pool has work."""
         return not (self.num_running or self.num_waiting or self.queued_s)
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """All that is observed at one moment; `now_s` is any clock that never goes back."""
+    """Everything that is observed at one moment. `now_s` is the time of any monotonic clock."""
 
     now_s: float
     demand: Demand
     prefill: PoolSeen
     decode: PoolSeen
-    decode_rate: DecodeRate = DecodeRate()  # of a worker
-    num_held: int = 0  # requests in the routers, because a pool is empty
+    decode_rate: DecodeRate = DecodeRate()  # rate of one worker
+    num_held: int = 0  # requests that routers hold because a pool is empty
 
 
 def quantile(counts: Counts, share: float) -> float:
-    """Quantile of the times, in limits, as a bucket's upper edge; 0 if there are none."""
+    """Returns a quantile of the latencies, as the upper edge of its bucket; 0 if there are none."""
     total = sum(counts)
     seen = 0
     for edge, count in zip(EDGES, counts, strict=False):

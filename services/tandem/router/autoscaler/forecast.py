@@ -1,15 +1,14 @@
-"""Forecasts a load a short while ahead, from the loads of the last minutes. Pure.
+"""Forecasts a load a short time ahead, from the loads of the last minutes. Pure.
 
-    load |         x   .-'  <- bound: the line and the quantile of what lay above it
+    load |         x   .-'  <- bound: the line and the quantile of the loads above it
          |   x  x .-'x
          |  x .-' x
          |  .-' x              the line: least squares
          +--------------|----
             seen       now + horizon
-
-A quantile and not the mean: what has to be carried is not the load of an average minute. The line
-is drawn over minutes and read off a cold start later, for that is when a worker that is asked for
-now begins to help.
+The bound uses a quantile instead of the mean, because a pool must carry more than the load of an
+average minute. The line is fitted over minutes and evaluated one cold start ahead, when a worker
+that is requested now begins to serve.
 """
 
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from typing import NamedTuple
 
 
 class Forecast(NamedTuple):
-    now: float  # on the line
-    ahead: float  # on the line, at the horizon; never less than 0
-    bound: float  # `ahead` and the quantile of what lay above the line
+    now: float  # value of the line now
+    ahead: float  # value of the line at the horizon, at least 0
+    bound: float  # `ahead` plus the quantile of the loads above the line
 
 
 def forecast(
@@ -34,8 +33,8 @@ def forecast(
     if count > 2 and spread > 0:
         slope = sum((t - mean_t) * (load - mean) for t, load in samples) / spread
     now = max(0.0, mean + slope * (now_s - mean_t))
-    # A line over few minutes may be steep by chance: it rises no longer than it was seen to, and
-    # never to more than twice what was seen.
+    # A line over few minutes may be steep by chance. It rises at most as long as the samples cover,
+    # and at most to twice the largest sample.
     if slope > 0:
         horizon_s = min(horizon_s, now_s - samples[0][0])
     ahead = min(max(0.0, now + slope * horizon_s), 2 * max(load for _, load in samples))

@@ -1,14 +1,13 @@
-"""Moves a pool to its wanted size: fast up, slow down, never back and forth. Pure.
+"""Moves a pool to its requested size: fast up, slowly down, without oscillation. Pure.
 
-    up    at once, to what is wanted
-    down  to the most that was to be kept in the last `down_window_s`, `step_down` at a time, a
-          while after the last change; kept is what is wanted and a margin, so that a load about
-          the edge of two sizes has the larger one
-    a change of direction waits until the last one is `reversal_s` ago: one in that time at most
-
-Whatever was before, a pool grows at once if the load made a step, or if the pool is empty and
-somebody waits for it. A pool without any request rests at its smallest size, and what was before
-does not count any more.
+    up    at once, to the requested size
+    down  to the largest size to keep in the last `down_window_s`, `step_down` at a time, some time
+          after the last change; the size to keep is the requested size plus a margin, so that a
+          load between two sizes gets the larger one
+    a change of direction waits until the last one was `reversal_s` ago
+Regardless of earlier changes, a pool grows at once after a step of the load, or if the pool is
+empty and a request waits for it. A pool without any request gets its smallest size, and its history
+is dropped.
 """
 
 from collections import deque
@@ -19,21 +18,21 @@ from tandem.common.config.autoscale import AutoscaleConfig
 
 class SizeStep(NamedTuple):
     size: int
-    held: str  # why it is not what was wanted; empty when it is
+    held: str  # reason why it is not the requested size; empty if it is
 
 
 class Stabilizer:
-    """Stabilizes the size of one pool. `now_s` never goes back."""
+    """Stabilizes the size of one pool. `now_s` never decreases."""
 
     def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
         self._config = config
         self._kept: deque[tuple[float, int]] = deque()
-        self._direction = 0  # of the last change: 1 up, -1 down
-        self._changed_s = now_s  # what was before is not known: no size falls at once
+        self._direction = 0  # direction of the last change: 1 up, -1 down
+        self._changed_s = now_s  # earlier loads are unknown, so no size falls at once
         self._reversed_s = -float("inf")
 
     def rest(self, now_s: float) -> None:
-        """Forgets what was before, because nobody uses the pool."""
+        """Drops the history, because the pool is not used."""
         self._kept.clear()
         self._direction = 0
         self._changed_s = now_s
@@ -41,9 +40,11 @@ class Stabilizer:
     def step(
         self, now_s: float, size: int, wanted: int, keep: int, *, is_urgent: bool = False
     ) -> SizeStep:
-        """Returns the next size of a pool of `size` that needs `wanted` workers. It never shrinks
-        below the largest `keep` and `wanted` of the last `down_window_s`. If `is_urgent`, it grows
-        though it has just turned."""
+        """Returns the next size of a pool of `size` workers that needs `wanted` workers.
+
+        It never shrinks below the largest `keep` and `wanted` of the last `down_window_s`. With
+        `is_urgent` it grows even just after a change of direction.
+        """
         config = self._config
         most = self._most_kept(now_s, max(wanted, keep))
         if wanted > size:

@@ -1,4 +1,4 @@
-"""Finds a step of the load: many more requests than the samples before it foretell. Pure.
+"""Detects a step of the load: many more requests than the earlier samples predict. Pure.
 
     requests |              x x
              |                    n requests in the latest samples
@@ -6,21 +6,22 @@
              |x   x x   x   x
              +---------------|----
                before         since the step: n >= 2 e + 10
-
-A line over ten minutes follows a step minutes late. Chance makes no step: with e = 4 expected
-requests, 18 come once in ten million times.
+A line over ten minutes follows a step only minutes later. Random variation is no step: with e = 4
+expected requests, 18 occur once in ten million times.
 """
 
 from collections.abc import Sequence
 
-_TIMES = 2  # what was expected
-_MORE = 10  # requests: few are chance
-_LATEST_S = 60.0  # a step that took longer to show is no step
+_TIMES = 2  # multiple of the expected requests
+_MORE = 10  # additional requests, because small numbers vary randomly
+_LATEST_S = 60.0  # a slower increase is not a step
 
 
 def step_start(samples: Sequence[tuple[float, int]]) -> int | None:
-    """Returns the index of the first of the (seconds, requests) samples that came after a step, or
-    None without one. The time before must be as long as the time since."""
+    """Returns the index of the first (seconds, requests) sample after a step; None without one.
+
+    The samples before the step must cover at least as much time as those after it.
+    """
     all_s = sum(seconds for seconds, _ in samples)
     all_requests = sum(requests for _, requests in samples)
     span_s = 0.0

@@ -1,21 +1,19 @@
 """Decides how many workers each pool should have, from observations. Pure.
 
-    load   the bound of the forecast a cold start ahead, over what a worker carries
-    step   the same, just after a step of the load: the forecast of what came since, if it is more
-    queue  what will still wait when a new worker comes, to be gone a minute later
-    ttft   the quantile of first tokens is over the limit: a quarter more, where it waits
-    itl    the quantile of next tokens is: a quarter more decode workers
+    load   the bound of the forecast one cold start ahead, divided by what a worker carries
+    step   the same, just after a step of the load: the forecast since the step, if it is larger
+    queue  the work that will still be queued when a new worker is ready, done within a minute
+    ttft   the quantile of first tokens is over the limit: a quarter more, in the pool that waits
+    itl    the quantile of later tokens is over the limit: a quarter more decode workers
     kv     the decode workers' memory
-    held   an empty pool that somebody waits for
-
-A pool wants the largest of these, within its bounds; `hysteresis.py` says when it gets that. When
-no request came or ran for a while (idle), it gets its smallest size at once.
-Prefill is counted in seconds of one worker for each second, decode in tokens a second, and what
-carries them are the workers' own measured rates: the two pools differ in size as their work does.
-Where there is no prefill pool (its bounds are 0) decode workers carry both.
-
-Knows no clock, no network and no Ray: the router runs it (`router/scaling/autoscale.py`), and the
-simulator (`simulator/autoscaled.py`).
+    held   requests wait for an empty pool
+The requested size of a pool is the largest of these, within its bounds; `hysteresis.py` decides
+when the pool gets it. If no request arrived or ran for a while (idle), it gets its smallest size at
+once. Prefill load is measured in seconds of one worker per second, decode load in tokens per
+second. The capacity comes from the workers' measured rates, so the sizes of the two pools follow
+their work. Without a prefill pool (its bounds are 0), decode workers carry both loads.
+This module knows no clock, network or Ray. The router runs it (`router/scaling/autoscale.py`), and
+so does the simulator (`simulator/autoscaled.py`).
 """
 
 import math
@@ -34,23 +32,23 @@ from tandem.router.autoscaler.load_step import step_start
 
 Role = Literal["prefill", "decode"]
 
-OUTPUT_TOKENS_GUESS = 256  # of a request, before one has ended
-_RECENT_S = 60.0  # of times: a breach that is older was answered
-_COUNT_MIN = 10  # of times: a quantile of fewer is one request's luck
-_DRAIN_S = 60.0  # in which a queue is to be gone once new workers are there
-_MORE = 0.25  # of the pool, when the SLO is missed
-_PAUSES = 8  # times the usual pause: chance makes one in 3,000 as long
-_STEP_S = 60.0  # after a step, in which pools grow though they have just shrunk
+OUTPUT_TOKENS_GUESS = 256  # output tokens of a request, before one has ended
+_RECENT_S = 60.0  # latencies that are considered; older violations have been answered
+_COUNT_MIN = 10  # fewest latencies for a quantile, because fewer vary randomly
+_DRAIN_S = 60.0  # time in which a queue should be empty once new workers are ready
+_MORE = 0.25  # share of the pool to add when the SLO is missed
+_PAUSES = 8  # multiple of the usual pause between requests; 1 in 3,000 pauses is as long
+_STEP_S = 60.0  # time after a step in which pools grow even if they have just shrunk
 
 
 class ScalingDecision(msgspec.Struct, frozen=True):
-    """The decision for one pool. `line` explains it to people."""
+    """The decision for one pool. `line` explains it to operators."""
 
     role: Role
-    size: int  # that it has
-    wanted: int  # by the signals alone
-    to: int  # what it is to be made
-    why: str  # the signal that counted most
+    size: int  # current size
+    wanted: int  # requested by the signals
+    to: int  # new size
+    why: str  # the decisive signal
     line: str
 
 
@@ -61,22 +59,23 @@ class _Wish(NamedTuple):
 
 class _Load(NamedTuple):
     at_s: float
-    prefill: float  # seconds of one worker for each second
-    decode: float  # what one worker carries is 1
+    prefill: float  # seconds of one worker per second
+    decode: float  # multiples of the capacity of one worker
     span_s: float
     num_requests: int
 
 
 class Autoscaler:
-    """Takes observations in order and keeps the history that it needs of them."""
+    """Takes observations in order and keeps the history that it needs."""
 
     def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
         self._config = config
         self._seen: deque[Observation] = deque()
         self._loads: deque[_Load] = deque()
         self._stabilizers = {role: Stabilizer(config, now_s) for role in get_args(Role)}
-        self._stepped_s = self._step_from_s = -float("inf")  # seen then; the first load after it
-        self._busy_s = now_s  # when a request was seen last
+        # time when the last step was detected; time of the first load after it
+        self._stepped_s = self._step_from_s = -float("inf")
+        self._busy_s = now_s  # time of the last request
 
     def decide(self, seen: Observation) -> tuple[ScalingDecision, ScalingDecision]:
         """Decides the sizes of the prefill pool and of the decode pool."""
@@ -117,8 +116,10 @@ class Autoscaler:
             self._loads.popleft()
 
     def _is_idle(self, seen: Observation) -> bool:
-        """Returns whether no request came, waited or ran for `idle_s`, and for far longer than is
-        usual between two requests: a pause of sparse requests is no end."""
+        """Returns whether no request arrived, waited or ran for `idle_s`.
+
+        The pause must also be far longer than usual, because sparse requests have long pauses.
+        """
         if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
             self._busy_s = seen.now_s
         first = self._seen[0]
@@ -128,7 +129,7 @@ class Autoscaler:
         return idle_s > 0 and seen.now_s - self._busy_s >= max(idle_s, _PAUSES * usual_s)
 
     def _rest(self, role: Role, seen: Observation) -> ScalingDecision:
-        """Gives a pool that is idle its smallest size; a load that comes back starts anew."""
+        """Gives an idle pool its smallest size and drops its history."""
         config = self._config
         pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
@@ -139,13 +140,15 @@ class Autoscaler:
         return ScalingDecision(role, pool.wanted, least, least, "idle", line)
 
     def _output_tokens(self, seen: Observation) -> float:
-        """Mean output tokens of recent requests; a guess before one has ended."""
+        """Returns the mean output tokens of recent requests; an assumed number before one has
+        ended.
+        """
         came = seen.demand.since(self._seen[0].demand)
         ended = came if came.num_ended else seen.demand
         return ended.output_tokens / ended.num_ended if ended.num_ended else OUTPUT_TOKENS_GUESS
 
     def _forecast(self, loads: Sequence[tuple[float, float]], seen: Observation) -> Forecast:
-        """Forecasts from all loads, and from those since the last step: whichever is more."""
+        """Returns the larger of the forecasts from all loads and from those since the last step."""
         if not loads:
             return Forecast(0.0, 0.0, 0.0)
         config = self._config
@@ -195,7 +198,9 @@ class Autoscaler:
         return "step" if seen.now_s - self._stepped_s <= _STEP_S else "load"
 
     def _left_s(self, pool: PoolSeen, load: Forecast) -> float:
-        """Seconds of one worker's work, queued now, that still wait when a new worker comes."""
+        """Returns the seconds of one worker's queued work that remain when a new worker is
+        ready.
+        """
         spare = max(0.0, max(pool.num_ready, pool.wanted) - load.now)
         return max(0.0, pool.queued_s - spare * self._config.cold_start_s)
 
@@ -221,7 +226,7 @@ class Autoscaler:
         keep = math.ceil(most_wanted.workers / config.down_margin - 1e-9)
         if not self._loads and pool.wanted:
             wanted = pool.wanted
-            why = "start"  # nothing was seen yet
+            why = "start"  # no load was observed yet
         bounded = min(most, max(least, wanted))
         why = why if bounded == wanted else "bounds"
         to, held = self._stabilizers[role].step(
@@ -245,13 +250,15 @@ class Autoscaler:
 
 
 def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:
-    """Tokens per second of a worker whose batch is as large as the limit between tokens allows."""
+    """Returns the tokens per second of a worker with the largest batch within the ITL limit."""
     sequences = max(1.0, (itl_s - rate.step_s) / max(rate.sequence_s, 1e-9))
     return sequences / (rate.step_s + rate.sequence_s * sequences)
 
 
 def _more(pool: PoolSeen) -> int:
-    """Returns a quarter more, at least one, than the ready workers; others are on their way."""
+    """Returns the ready workers plus a quarter, at least one. Workers that start are not
+    counted.
+    """
     return pool.num_ready + max(1, math.ceil(_MORE * pool.num_ready))
 
 

@@ -1,8 +1,9 @@
-"""Compares the prefix tree with what the workers hold: a sample at intervals, or on request.
+"""Compares the prefix tree with the workers' blocks, by regular samples or on request.
 
-Each `INTERVAL_S` one worker, in turn, and at most `SAMPLE` entries of it: about a millisecond of
-Redis's time, and one look through the worker's hashes. What differs at three looks in a row is an
-alarm, and so is a log that stands still while its worker's record is written.
+Each `INTERVAL_S` it compares one worker in turn, at most `SAMPLE` of its entries. That takes about
+a millisecond of Redis's time and one pass through the worker's hashes. A difference that three
+looks in a row find is an alarm; so is a log that does not change while its worker writes its
+record.
 """
 
 import asyncio
@@ -26,14 +27,14 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 SAMPLE = CALL_ENTRIES
-SILENT_S = 10  # a healthy publisher is never silent for more than two
+SILENT_S = 10  # a healthy publisher is never silent for more than 2 s
 _ROUNDS_SILENT_MAX = 2
 _ANSWER_DEADLINE_S = 30.0
 _WORKERS_AT_ONCE = 4
 
 
 class IndexAudit:
-    """The audit of the prefix tree: `run` samples for ever; `verify` answers an operator."""
+    """The audit of the prefix tree. `run` samples for ever; `verify` serves an operator."""
 
     def __init__(
         self, view: ClusterView, tree: TreeInspector, trust: IndexTrust, metrics: IndexMetrics
@@ -57,9 +58,9 @@ class IndexAudit:
                 log.exception("an audit of the prefix tree broke")
 
     async def verify(self, *, everything: bool) -> dict[str, Differences]:
-        """Returns each worker's differences in a sample or in all of its entries. Raises QueueFull.
+        """Returns each worker's differences in a sample or in all entries. Raises QueueFull.
 
-        A worker whose entries differ has to publish them anew.
+        A worker whose entries differ must publish them again.
         """
         if self._verifying:
             raise QueueFull("the prefix tree is being verified already", retry_after_s=1.0)
@@ -90,13 +91,13 @@ class IndexAudit:
 
     def _look_for_silence(self, workers: list[KnownWorker]) -> None:
         assert self._metrics.stats is not None
-        told = self._metrics.stats.workers
+        logs = self._metrics.stats.workers
         silent = {}
         for holder in (holder_of(w.record.worker_id, t) for w in workers for t in _tiers_of(w)):
-            log_of_worker = told.get(holder)
+            log_of_worker = logs.get(holder)
             if log_of_worker is not None and log_of_worker.silent_s <= SILENT_S:
                 continue
-            # A worker that comes back from a cut is ready a moment before its log goes on.
+            # A worker that was cut off is ready shortly before its log continues.
             silent[holder] = self._rounds_silent.get(holder, 0) + 1
             if silent[holder] > _ROUNDS_SILENT_MAX:
                 what = "it has no log in the prefix tree"
@@ -107,7 +108,7 @@ class IndexAudit:
         self._rounds_silent = silent
 
     async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
-        """Compares the entries of its pool and of its tiers."""
+        """Compares the entries of the worker's pool and tiers."""
         found = Differences()
         for tier in _tiers_of(worker):
             found += await self._compare_holder(worker, tier, sample)
@@ -116,7 +117,7 @@ class IndexAudit:
     async def _compare_holder(
         self, worker: KnownWorker, tier: str, sample: int | None
     ) -> Differences:
-        """Counts what was found, and raises the alarm when entries differ."""
+        """Compares one holder's entries, counts the results, and raises an alarm if they differ."""
         holder = holder_of(worker.record.worker_id, tier)
         address = worker.record.address
         async with self._view.calls.open(address) as channel:
@@ -151,5 +152,5 @@ class IndexAudit:
 
 
 def _tiers_of(worker: KnownWorker) -> tuple[str, ...]:
-    """Returns the names of its holders' tiers; the empty one is its pool."""
+    """Returns the tiers of the worker's holders; "" is its pool."""
     return "", *(tier.name for tier in worker.record.rates.tiers)

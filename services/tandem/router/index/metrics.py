@@ -1,4 +1,4 @@
-"""Metrics of the prefix tree, as this router sees it, and the look-up that counts itself."""
+"""Metrics of the prefix tree as this router sees it, and a look-up that counts itself."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ _LOOKUP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 class IndexMetrics(MetricSet, Collector):
-    """Counters of look-ups and audits; gauges are of the tree as it was last read."""
+    """Counters of look-ups and audits, and gauges of the tree's last statistics."""
 
     lookups = counter(
         "tandem_prefix_lookups",
@@ -46,7 +46,7 @@ class IndexMetrics(MetricSet, Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self.stats: TreeStats | None = None  # as last read
+        self.stats: TreeStats | None = None  # last statistics
         for outcome in ("hit", "miss", "failed"):
             self.lookups.labels(outcome=outcome)
         for outcome in ("same", "missing", "stale"):
@@ -88,7 +88,7 @@ async def counted_match(
     compatibility: Callable[[], KvCompatibility | None],
     block_hashes: Sequence[bytes],
 ) -> dict[str, int]:
-    """Looks up in the tree, and counts that. `compatibility` is what blocks are hashed under."""
+    """Looks up in the tree and counts it. `compatibility` returns the one for the hashes."""
     began = time.perf_counter()
     outcome = "failed"
     try:

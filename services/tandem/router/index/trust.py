@@ -1,12 +1,11 @@
-"""An alarm ends the trust in a worker's entries in the prefix tree until it has published anew.
+"""Ends the trust in a worker's entries in the prefix tree after an alarm.
 
-    believed --alarm--> forgotten in the tree: no router matches its entries any more
-                            `--its publisher's next heartbeat finds that, and publishes everything
-                               again under a new epoch--> believed
-
-So there is no list of distrusted workers to keep or to share: the tree has nothing of one that does
-not publish. Alarms: `hits` (what was predicted to be cached was not, see `hit_watch`), `audit` (its
-entries are not what it holds), `silent` (its log stands still though the worker is alive).
+    trusted --alarm--> forgotten in the tree: no router matches its entries any more
+                            `--its publisher's next heartbeat detects that, and publishes all
+                               blocks again under a new epoch--> trusted
+So no list of distrusted workers must be kept or shared: the tree has no entries of a worker that
+does not publish. Alarms: `hits` (predicted tokens were not cached, see `HitWatch`), `audit` (its
+entries differ from its blocks), `silent` (its log does not change although the worker is alive).
 """
 
 import asyncio
@@ -27,12 +26,12 @@ from tandem.router.workers.cluster_view import ClusterView
 log = logging.getLogger(__name__)
 
 Alarm = Literal["hits", "audit", "silent"]
-# After an alarm a worker has so long to publish everything; then it may be alarmed about again.
+# After an alarm a worker has this much time to publish all blocks before the next alarm.
 RENEWAL_S = 20.0
-WINDOW_TOKENS = 8192  # predicted ones; so many lately count
-EVIDENCE_TOKENS = 1024  # predicted ones; with fewer nothing is said
+WINDOW_TOKENS = 8192  # predicted tokens in the window
+EVIDENCE_TOKENS = 1024  # predicted tokens that are needed for a result
 REQUESTS_MIN = 4
-HIT_RATIO_MIN = 0.5  # under it the promise is broken: eviction under pressure costs far less
+HIT_RATIO_MIN = 0.5  # lower ratios mean wrong entries; eviction under pressure costs far less
 
 
 class IndexTrust:
@@ -66,8 +65,7 @@ class IndexTrust:
                 self.alarm(worker_id, "hits", what)
 
     def alarm(self, holder: str, kind: Alarm, what: str) -> None:
-        """Logs, counts, and has the tree forget the entries of a worker, or of a tier of it, until
-        they are new."""
+        """Logs and counts an alarm, and makes the tree forget the entries of a worker or tier."""
         now = time.monotonic()
         if now - self._alarmed_at.get(holder, -RENEWAL_S) < RENEWAL_S:
             return
@@ -79,7 +77,8 @@ class IndexTrust:
             if gone != holder:
                 del self._alarmed_at[gone]
         self._metrics.alarms.labels(worker=holder, kind=kind).inc()
-        # Blocks that others needed in a burst are missing, too, though no entry was ever wrong.
+        # This is only a warning, because a burst may have evicted blocks although no entry was
+        # wrong.
         level = logging.WARNING if kind == "hits" else logging.ERROR
         log.log(level, "%s: %s; it must publish its blocks anew", holder, what)
         text = f"{what}; it publishes its blocks anew"
@@ -93,32 +92,32 @@ class IndexTrust:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await self._index.forget(holder)
         except UNREACHABLE as error:
-            self._alarmed_at.pop(holder, None)  # a worker that left may be forgotten already
+            self._alarmed_at.pop(holder, None)  # a worker that left may already be forgotten
             log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)
 
 
 @dataclass(slots=True)
 class _Window:
-    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: predicted, cached
+    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: (predicted, cached)
     predicted: int = 0
     cached: int = 0
 
 
 class HitWatch:
-    """Checks whether what a worker's entries in the prefix tree promise comes true. Pure.
+    """Checks whether the blocks that the prefix tree predicts are really cached on a worker. Pure.
 
-    For each worker a window of its last requests: the tokens that were predicted to be cached there
-    when a request was placed, and those that were. Reuse at someone else may hide that a worker has
-    nothing, so a low ratio is never an accident of who was asked, only of what was promised.
+    For each worker it keeps a window of recent requests with the tokens that were predicted to be
+    cached when the request was placed, and those that were. Reuse on another worker counts as a
+    hit, so a low ratio shows that the predictions are wrong.
     """
 
     def __init__(self) -> None:
         self._windows: dict[str, _Window] = {}
 
     def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
-        """Takes in a request; returns the hit ratio if it is too low to trust the worker's entries.
+        """Adds a request; returns the hit ratio if it is too low to trust the worker's entries.
 
-        `cached`: at least so many tokens were reused there. The window begins anew after an answer.
+        `cached` is a lower bound of the reused tokens. After a result the window starts again.
         """
         if predicted <= 0:
             return None
@@ -143,6 +142,6 @@ class HitWatch:
         self._windows.pop(worker_id, None)
 
     def keep(self, worker_ids: Collection[str]) -> None:
-        """Forgets all other workers."""
+        """Drops all other workers."""
         for worker_id in self._windows.keys() - set(worker_ids):
             del self._windows[worker_id]

@@ -1,14 +1,12 @@
-"""The counts of a cluster's tenants in Redis: one hash for each tenant that has limits.
+"""The counts of a cluster's tenants in Redis: one hash for each tenant with limits.
 
     {tandem:CLUSTER}:limits:TENANT     process -> [milliseconds, running, [bucket, requests,
                                        tokens, ...]], in MessagePack; the hash expires
-
-Each router writes its own part, whole, and never anybody else's. So nothing has to be repaired
-after an outage: the next write of each router says all. What a killed router ran ends to count
-after LEASE_MS without a write, what it had admitted after a minute, as if it lived.
-
-`limits` (PyPI) was looked at: its sliding log keeps an entry for each token, its counter is two
-weighted windows, one call takes one limit, and nothing can be given back.
+Each router writes only its own field, and always completely. So nothing must be repaired after an
+outage: the next write of each router is complete. The running requests of a killed router count for
+LEASE_MS after its last write, its admitted requests for a minute, as if it were alive.
+The PyPI package `limits` does not fit: its sliding log has an entry for each token, its counter
+uses two weighted windows, a call checks one limit, and nothing can be returned.
 """
 
 import secrets
@@ -25,13 +23,13 @@ from tandem.router.limits.window import BUCKET_MS, NUM_BUCKETS, WINDOW_MS, Kind,
 LEASE_MS = 5000
 
 # KEYS: 1 the tenant's hash. ARGV: 1 the router's process, 2 [running, window] of the router, and
-# for each request that asks: requests a minute, tokens a minute, requests at once (0: no limit),
+# for each new request: requests per minute, tokens per minute, concurrent requests (0: no limit),
 # and its tokens.
-# Decides on each request in turn, adds those that are admitted to the router's part and writes it.
-# A part that is old or cannot be read is removed.
-# Returns {milliseconds of Redis' clock, 1 if the router's part was there, running at the others,
-# window of the others, and for each request 0 or the limit that refuses it: 1 requests, 2 tokens,
-# 3 concurrent}.
+# The script decides about each request in turn, adds the admitted ones to the router's field and
+# writes it. A field that is old or cannot be read is removed.
+# It returns {milliseconds of Redis's clock, 1 if the router's field existed, running requests of
+# the other routers, window of the other routers, and for each request 0 or the exceeded limit: 1
+# requests, 2 tokens, 3 concurrent}.
 _COUNT = f"""
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -88,28 +86,28 @@ _KINDS: Sequence[Kind | None] = (None, "requests", "tokens", "concurrent")
 
 
 class Reply(NamedTuple):
-    """Redis' answer to one call."""
+    """The answer of Redis to one call."""
 
     now_ms: int
-    was_known: bool  # the router's part was there
-    others: Window  # what the other routers admitted
+    was_known: bool  # whether the router's field existed
+    others: Window  # admitted by the other routers
     others_running: int
-    refused_by: list[Kind | None]  # for each request that asked; None: it is admitted
+    refused_by: list[Kind | None]  # exceeded limit of each new request; None: admitted
 
 
 class ReservationRequest(NamedTuple):
-    """A request that asks to be admitted: its key's limits, and its tokens at most."""
+    """A request to be admitted: its key's limits and the largest number of its tokens."""
 
     limits: Limits
     tokens: int
 
 
 class TenantCounts:
-    """The counts of one cluster's tenants. Errors of redis-py pass through."""
+    """The counts of one cluster's tenants. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis
-        # A router that starts again must not take the place of what it admitted before.
+        # A restarted router must not overwrite the counts of its previous process.
         self._prefix = f"{{tandem:{cluster_id}}}:limits"
         self._process = f"{router_id}/{secrets.token_hex(4)}"
         self._count = Script(_COUNT)
@@ -117,7 +115,7 @@ class TenantCounts:
     async def count(
         self, tenant: str, running: int, window: Window, asked: Sequence[ReservationRequest]
     ) -> Reply:
-        """Writes this router's part, and decides on the requests that ask; one round trip."""
+        """Writes this router's counts and decides about new requests, in one round trip."""
         numbers = [
             n
             for limits, tokens in asked

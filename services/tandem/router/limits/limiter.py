@@ -1,17 +1,14 @@
 """Admits requests within their tenants' limits, over all routers of the cluster.
 
-A request is counted when it is admitted, with the most tokens that it may take (its prompt and its
-`max_tokens`), and what it did not take is given back when it ends. The router decides so:
-
+A request is counted when it is admitted, with the largest number of tokens that it may use (its
+prompt and its `max_tokens`); unused tokens are returned at its end. The router decides as follows:
     shared --Redis does not answer, or was emptied--> alone --Redis answers--> returning --> shared
                                                         `<--Redis does not answer--'
-
-    shared     Redis decides, in one round trip; requests that come meanwhile go together in the
-               next one, so that a tenant's calls never overtake each other
-    alone      this router keeps the share of each tenant's limits that it had of its traffic when
-               Redis was last heard; of a tenant that it did not have, one part in as many as there
-               are routers
-    returning  as alone, for RETURN_S: until the other routers have written their parts, too
+    shared     Redis decides, in one round trip; requests that arrive meanwhile are sent together in
+               the next one, so that a tenant's calls keep their order
+    alone      this router applies its share of each tenant's limits, by its part of the traffic
+               when Redis last answered; for a new tenant the limit divided by the number of routers
+    returning  as alone, for RETURN_S: until the other routers have written their counts, too
 """
 
 import asyncio
@@ -40,17 +37,18 @@ from tandem.router.limits.window import (
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 0.5  # of a call to Redis; after one that is late nobody waits for Redis again
+# of a call to Redis; after a missed deadline, requests do not wait for Redis any more
+DEADLINE_S = 0.5
 TICK_S = 0.5
-WRITE_S = 2.0  # between two calls for a tenant at most; counts.LEASE_MS is longer
+WRITE_S = 2.0  # longest interval between two calls for a tenant; counts.LEASE_MS is longer
 RETURN_S = 2.0
 _AT_ONCE_MAX = 256  # requests in one call
-_CALLS_AT_ONCE_MAX = 8  # each has a connection of its own
+_CALLS_AT_ONCE_MAX = 8  # each call needs its own connection
 
 
 @dataclass(slots=True, eq=False)
 class LimitReservation:
-    """A reservation is what one request holds of its tenant's limits until it is settled."""
+    """The share of its tenant's limits that one request occupies until it is settled."""
 
     tenant: "_Tenant | None"  # None: nothing is counted
     bucket: int
@@ -67,23 +65,23 @@ class _Ask:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant at this router. Its calls to Redis are one task's, one after the other."""
+    """One tenant on this router. One task makes its calls to Redis, one after the other."""
 
     name: str
-    window: Window = field(default_factory=Window)  # what this router admitted
-    others: Window = field(default_factory=Window)  # what the others did, when last heard
+    window: Window = field(default_factory=Window)  # admitted by this router
+    others: Window = field(default_factory=Window)  # admitted by the others, at the last answer
     others_running: int = 0
     running: int = 0
     share: Share | None = None
     asks: list[_Ask] = field(default_factory=list)
-    is_dirty: bool = False  # Redis has to be told
+    is_dirty: bool = False  # whether Redis must be updated
     was_written: bool = False
     written_at: float = 0.0
     calls: asyncio.Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
-        """True when nobody uses it anywhere: it may be forgotten, and its share with it."""
+        """True if the tenant has no use on any router, so that it and its share may be dropped."""
         counts = self.window.buckets or self.others.buckets
         return not (counts or self.running or self.asks or self.calls)
 
@@ -92,13 +90,13 @@ class _Tenant:
         self.others.forget(now_ms)
 
     def standing(self, limits: Limits, now_ms: float) -> Standing:
-        """Returns where the tenant stands, over all routers."""
+        """Returns the tenant's use over all routers."""
         both = self.window.joined(self.others)
         return Standing(limits, both, self.running + self.others_running, now_ms)
 
 
 class Limiter:
-    """The limits at one router. `run` keeps Redis told of what runs here."""
+    """The limits on one router. `run` keeps the counts in Redis up to date."""
 
     def __init__(
         self, counts: TenantCounts, metrics: TenantMetrics, *, num_routers: Callable[[], int]
@@ -107,7 +105,8 @@ class Limiter:
         self._metrics = metrics
         self._num_routers = num_routers
         self._tenants: dict[str, _Tenant] = {}
-        self._clock_ahead_ms = (time.time() - time.monotonic()) * 1000  # Redis' before ours
+        # Redis's clock minus this one's
+        self._clock_ahead_ms = (time.time() - time.monotonic()) * 1000
         self._is_away = False
         self._returning_until = 0.0
         self._turns = asyncio.Semaphore(_CALLS_AT_ONCE_MAX)
@@ -118,8 +117,8 @@ class Limiter:
     ) -> AsyncIterator[LimitReservation]:
         """Reserves `tokens` for the request of the body. Raises RateLimited.
 
-        What the body does not settle is given back. With `is_counted`, another key of the tenant
-        has limits, so the request counts even if its own key has none.
+        What the body does not settle is returned. With `is_counted`, another key of the tenant has
+        limits, so the request is counted even if its own key has none.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)
@@ -132,7 +131,9 @@ class Limiter:
             self.settle(reservation, None)
 
     def settle(self, reservation: LimitReservation, tokens: int | None) -> None:
-        """Ends a reservation, once: the request took so many tokens; None if it was not served."""
+        """Ends a reservation, once. `tokens` is the number used; None if the request was not
+        served.
+        """
         if reservation.is_settled:
             return
         reservation.is_settled = True
@@ -146,7 +147,9 @@ class Limiter:
             self._write_soon(tenant)
 
     async def run(self) -> None:
-        """Keeps Redis told of what runs here, and asks whether it is back, until cancelled."""
+        """Keeps the counts in Redis up to date and checks whether Redis is back, until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(TICK_S)
             self._tick()
@@ -157,13 +160,13 @@ class Limiter:
             tenant.forget_old(self._now_ms())
             if self._is_away:
                 self._call_soon(tenant)
-                return  # one call is enough to learn whether Redis is back
+                return  # one call is enough to detect that Redis is back
             if now - tenant.written_at > (TICK_S if self._is_alone else WRITE_S):
                 self._write_soon(tenant)
             if tenant.is_idle and not self._is_alone:
                 del self._tenants[tenant.name]
         if not self._tenants:
-            self._is_away = False  # the next request asks Redis itself
+            self._is_away = False  # the next request calls Redis itself
 
     @property
     def _is_alone(self) -> bool:
@@ -191,7 +194,8 @@ class Limiter:
         try:
             return await ask.answer
         except asyncio.CancelledError:
-            # The answer may have come just before: then nobody else knows of the reservation.
+            # The answer may have arrived just before the cancellation; the reservation must then be
+            # settled.
             if ask.answer.done() and not ask.answer.cancelled() and not ask.answer.exception():
                 self.settle(ask.answer.result(), None)
             raise
@@ -206,9 +210,9 @@ class Limiter:
             tenant.calls = asyncio.create_task(self._call(tenant), name="limits")
 
     async def _call(self, tenant: _Tenant) -> None:
-        """Calls Redis until nobody asks and nothing is to be told, or Redis is lost."""
+        """Calls Redis until no request waits and the counts are written, or Redis is lost."""
         try:
-            is_first = True  # also where there is nothing to tell: to learn whether it answers
+            is_first = True  # call at least once, to detect whether Redis answers
             while tenant.asks or tenant.is_dirty or is_first:
                 is_first = False
                 asks = [ask for ask in tenant.asks if not ask.answer.done()]
@@ -226,7 +230,7 @@ class Limiter:
             tenant.calls = None
 
     async def _ask_redis(self, tenant: _Tenant, asked: list[ReservationRequest]) -> Reply | None:
-        """Returns None if Redis is lost."""
+        """Sends the counts and new requests to Redis; returns None if Redis is lost."""
         try:
             async with self._turns, asyncio.timeout(DEADLINE_S):
                 tenant.forget_old(self._now_ms())
@@ -249,7 +253,8 @@ class Limiter:
 
     def _answer(self, tenant: _Tenant, asks: list[_Ask], reply: Reply) -> None:
         if self._is_alone:
-            tenant.is_dirty |= bool(asks)  # Redis has decided on them, and counts differently
+            # Redis has counted them, but this router decides differently
+            tenant.is_dirty |= bool(asks)
             self._answer_alone(tenant, asks)
             return
         tenant.others = reply.others
@@ -288,7 +293,7 @@ class Limiter:
         return reservation
 
     def _take(self, tenant: _Tenant, asked: ReservationRequest) -> LimitReservation:
-        """Counts a request that is admitted."""
+        """Counts an admitted request."""
         now_ms = self._now_ms()
         reservation = LimitReservation(tenant, bucket_of(now_ms), asked.tokens)
         tenant.window.add(reservation.bucket, 1, asked.tokens)

@@ -1,4 +1,4 @@
-"""Follows what requests take of their tenants' limits, and what tenants have used."""
+"""Counts what requests use of their tenants' limits, and the tenants' total usage."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -14,12 +14,12 @@ from tandem.router.limits.usage_store import UsageStore
 
 
 class TenantMeter:
-    """The limits and the usage of tenants at one router; run `limiter` and `usage` beside it."""
+    """The limits and the usage of tenants on one router. Run `limiter` and `usage` beside it."""
 
     def __init__(
         self, limiter: Limiter, usage: UsageMeter, *, is_limited: Callable[[str], bool]
     ) -> None:
-        """`is_limited` says whether any key of a tenant has limits."""
+        """`is_limited` returns whether any key of a tenant has limits."""
         self.limiter = limiter
         self.usage = usage
         self._is_limited = is_limited
@@ -27,9 +27,9 @@ class TenantMeter:
     def reserved(
         self, tenant: str, limits: Limits, tokens: int
     ) -> AbstractAsyncContextManager[LimitReservation]:
-        """Reserves a request and its tokens at most for the body. Raises RateLimited.
+        """Reserves a request and its largest number of tokens for the body. Raises RateLimited.
 
-        What the body does not settle is given back: the request was not served.
+        What the body does not settle is returned, because the request was not served.
         """
         is_counted = self._is_limited(tenant)
         return self.limiter.reserved(tenant, limits, tokens, is_counted=is_counted)
@@ -43,7 +43,7 @@ class TenantMeter:
         cached: int,
         completion: int,
     ) -> None:
-        """Counts what a request took, once; what it had reserved beyond that is given back."""
+        """Counts what a request used, once; the rest of its reservation is returned."""
         if reservation.is_settled:
             return
         self.limiter.settle(reservation, prompt + completion)

@@ -1,4 +1,4 @@
-"""Metrics by tenant. Labels are bounded: the first tenants by name, all further ones as "other"."""
+"""Metrics by tenant. Labels are bounded: further tenants are counted as "other"."""
 
 from prometheus_client import CollectorRegistry
 
@@ -9,7 +9,7 @@ OTHER = "other"
 
 
 class TenantMetrics(MetricSet):
-    """Counters of what tenants use, and of what their limits refused."""
+    """Counters of what tenants use and of what their limits refused."""
 
     requests = counter("tandem_tenant_requests", "Requests that were served", "tenant")
     tokens = counter(

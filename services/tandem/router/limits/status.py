@@ -1,6 +1,6 @@
-"""Says where a tenant stands: the headers `x-ratelimit-*`, and the error of a refused request.
+"""A tenant's use of its limits: the headers `x-ratelimit-*` and the error of a refused request.
 
-OpenAI's names and forms. `reset` is the time until nothing of now is counted any more.
+Names and formats are OpenAI's. `reset` is the time until no current use is counted any more.
 """
 
 import math
@@ -20,9 +20,9 @@ _CONCURRENT_RETRY_S = 1.0
 
 
 class Standing(NamedTuple):
-    """A tenant's use at one moment, at all routers.
+    """A tenant's use at one moment, over all routers.
 
-    At a router that is alone, it is the use there, and the router has a `share` of the limits.
+    On a router that is alone, it is the use on that router, which has a `share` of the limits.
     """
 
     limits: Limits
@@ -37,7 +37,7 @@ class Standing(NamedTuple):
 
 
 def limit_headers(standing: Standing) -> dict[str, str]:
-    """Returns the headers for the limits per minute that the key has."""
+    """Returns the headers for the key's limits per minute."""
     limits = standing.limits
     share = standing.share
     use = standing.use
@@ -58,7 +58,7 @@ def limit_headers(standing: Standing) -> dict[str, str]:
 
 
 def refusal(kind: Kind, standing: Standing, tokens: int) -> RateLimited:
-    """The error of a request of so many tokens that a limit refuses."""
+    """Returns the error of a refused request with this many tokens."""
     limits = standing.limits
     share = standing.share
     use = standing.use
@@ -84,7 +84,7 @@ def refusal(kind: Kind, standing: Standing, tokens: int) -> RateLimited:
 
 
 def duration(ms: float) -> str:
-    """A time in OpenAI's form: `6m0s`, `1s`, `120ms`."""
+    """Formats a duration as OpenAI does: `6m0s`, `1s`, `120ms`."""
     if ms <= 0:
         return "0s"
     if ms < 1000:

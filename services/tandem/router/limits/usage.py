@@ -1,11 +1,10 @@
-"""Counts what tenants used, by minute and by day, and brings it to Redis in batches.
+"""Counts the tenants' usage by minute and by day, and writes it to Redis in batches.
 
     add --> pending rows --each second--> one batch in flight --Redis has it--> gone
                                              `--no answer--> the same batch again, same number
-
-A batch keeps its number until Redis confirms it, and Redis takes each number once: a batch whose
-answer was lost is not counted twice. While Redis is away rows stay here. Rows are few: one for each
-tenant and day, and one for each tenant and minute of the last hours.
+A batch keeps its number until Redis confirms it, and Redis accepts each number once, so a batch
+whose answer was lost is not counted twice. While Redis is away, rows are kept in memory. Their
+number is small: one for each tenant and day, and one for each tenant and minute of the last hours.
 """
 
 import asyncio
@@ -23,21 +22,23 @@ from tandem.router.limits.usage_store import COLUMNS, WINDOWS, Row, UsageRow, Us
 log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-ROWS_MAX = 20_000  # pending; beyond it new tenants are counted together, as "other"
+ROWS_MAX = 20_000  # pending rows; further tenants are counted together as "other"
 
 
 class UsageQuery(NamedTuple):
-    """A question about usage that its asker may ask."""
+    """A checked query for usage."""
 
     window: Window
     num_windows: int
-    tenant: str | None  # None: of all tenants
+    tenant: str | None  # None: all tenants
 
     @classmethod
     def of(
         cls, window: str, num_windows: int, tenant: str | None, key: KeyRecord | None
     ) -> "UsageQuery":
-        """Raises BadRequest and Forbidden. A user's key sees only its own tenant."""
+        """Returns a checked query. Raises BadRequest and Forbidden. A user's key sees only its
+        tenant.
+        """
         kind = next((known for known in WINDOWS if known == window), None)
         if kind is None:
             raise BadRequest(f"window must be {' or '.join(WINDOWS)}", param="window")
@@ -52,19 +53,19 @@ class UsageQuery(NamedTuple):
 
 
 class UsageMeter:
-    """The usage at one router; `run` brings it to Redis."""
+    """The usage on one router. `run` writes it to Redis."""
 
     def __init__(self, store: UsageStore, metrics: TenantMetrics) -> None:
         self._store = store
         self._metrics = metrics
         self._pending: dict[Row, list[int]] = {}
         self._batch: Mapping[Row, Sequence[int]] = {}
-        self._number = 1  # of the batch
+        self._number = 1  # number of the batch
         self._flushing = asyncio.Lock()
         self._is_away = False
 
     def add(self, tenant: str, *, prompt: int, cached: int, completion: int) -> None:
-        """Counts one request that was served."""
+        """Counts one served request."""
         self._metrics.served(tenant, prompt, cached, completion)
         now = time.time()
         for name, window in WINDOWS.items():
@@ -76,7 +77,7 @@ class UsageMeter:
                 counts[column] += count
 
     async def run(self) -> None:
-        """Flushes each second; once more when it is cancelled."""
+        """Flushes each second, and once more when it is cancelled."""
         try:
             while True:
                 await asyncio.sleep(FLUSH_S)
@@ -85,7 +86,7 @@ class UsageMeter:
             await self.flush()
 
     async def flush(self) -> bool:
-        """Brings all pending rows to Redis. Returns whether it has them."""
+        """Writes all pending rows to Redis; returns whether that succeeded."""
         async with self._flushing:
             while self._batch or self._pending:
                 if not self._batch:
@@ -105,7 +106,7 @@ class UsageMeter:
         return True
 
     async def read(self, query: UsageQuery, *, now: float) -> list[UsageRow]:
-        """Returns what was asked for, up to `now`, oldest first. Raises UsageUnknown."""
+        """Returns the rows of the query up to `now`, oldest first. Raises UsageUnknown."""
         try:
             await self.flush()
             return await self._store.read(query.window, query.num_windows, query.tenant, now=now)
@@ -116,7 +117,7 @@ class UsageMeter:
             ) from error
 
     def _drop_old_minutes(self) -> None:
-        """Redis would forget them, too."""
+        """Drops rows that Redis would not keep either."""
         kept_from = time.time() - WINDOWS["minute"].kept_s
         for row in [r for r in self._pending if r.window == "minute" and r.start < kept_from]:
             del self._pending[row]

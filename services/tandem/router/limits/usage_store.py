@@ -2,7 +2,7 @@
 
 {tandem:CLUSTER}:usage:minute:START    "requests TENANT", "prompt_tokens TENANT", ... -> count
 {tandem:CLUSTER}:usage:day:START       the same; START is in seconds since 1970, UTC
-{tandem:CLUSTER}:usage:batch:PROCESS   the last batch that was taken of a router's process
+{tandem:CLUSTER}:usage:batch:PROCESS   number of the last accepted batch of a router's process
 """
 
 import secrets
@@ -20,7 +20,7 @@ COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 class WindowRetention(NamedTuple):
-    """Seconds that a window lasts, and seconds that Redis keeps it."""
+    """The length of a window, and how long Redis keeps it, in seconds."""
 
     seconds: int
     kept_s: int
@@ -30,11 +30,11 @@ WINDOWS: Mapping[Window, WindowRetention] = {
     "minute": WindowRetention(60, 6 * 3600),
     "day": WindowRetention(86400, 400 * 86400),
 }
-_BATCH_KEPT_S = 7 * 86400  # longer than a batch whose answer was lost may wait
+_BATCH_KEPT_S = 7 * 86400  # longer than a batch with a lost answer may wait
 
-# KEYS: 1 the number of the last batch, then a hash for each window. ARGV: 1 number of this batch,
-# 2 seconds to keep it, then for each hash [seconds to keep it, [field, count, ...]].
-# Adds the counts unless the batch was taken before. Returns 1 if it was added, else 0.
+# KEYS: 1 the number of the last batch, then a hash for each window. ARGV: 1 number of this batch, 2
+# seconds to keep it, then for each hash [seconds to keep it, [field, count, ...]].
+# Adds the counts unless the batch was accepted before. Returns 1 if it was added, else 0.
 _ADD = """
 if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[1]) then return 0 end
 for i = 2, #KEYS do
@@ -74,7 +74,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """The usage of one tenant in one window, which begins at `start` (seconds since 1970)."""
+    """The usage of one tenant in one window that begins at `start` (seconds since 1970)."""
 
     tenant: str
     start: int
@@ -85,7 +85,7 @@ class UsageRow:
 
 
 class UsageStore:
-    """The usage of one cluster. Errors of redis-py pass through."""
+    """The usage of one cluster. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis
@@ -95,7 +95,7 @@ class UsageStore:
         self._read = Script(_READ)
 
     async def add(self, number: int, rows: Mapping[Row, Sequence[int]]) -> bool:
-        """Adds a batch; returns False if one of this number, or a later one, was added before."""
+        """Adds a batch; returns False if a batch with this or a later number was added before."""
         hashes: dict[str, tuple[int, list[str | int]]] = {}
         for row, counts in rows.items():
             key = self._key(row.window, row.start)
@@ -109,7 +109,7 @@ class UsageStore:
     async def read(
         self, window: Window, num_windows: int, tenant: str | None, *, now: float
     ) -> list[UsageRow]:
-        """Returns the rows of the last windows, oldest first."""
+        """Returns the rows of the last `num_windows` windows, oldest first."""
         seconds = WINDOWS[window].seconds
         last = int(now // seconds) * seconds
         starts = [last - n * seconds for n in reversed(range(num_windows))]

@@ -1,14 +1,13 @@
-"""Counts what was admitted in the last minute, and compares it with limits. Pure.
+"""Counts the requests admitted in the last minute and compares them with limits. Pure.
 
-Time is cut into buckets of a second, numbered by Redis' clock. A window is the bucket of now and
-the 60 before it, so it never covers less than a minute:
-
+Time is divided into buckets of one second, numbered by Redis's clock. A window is the current
+bucket and the 60 before it, so it always covers at least a minute:
     bucket   n-61 | n-60 ... n-1 | n
              gone | ---- counted, 60 to 61 s ----
-
-So no 60 seconds hold more than the limit, and what was used comes back at most a second late. Two
-weighted windows hold less state, but guess how the last minute's use was spread and let through up
-to twice the limit; GCRA with a small burst could not serve a single request that is larger.
+So no 60 seconds contain more than the limit, and used capacity is available again at most a second
+late. Two weighted windows need less state, but they estimate how the last minute's use was
+distributed and may allow twice the limit. GCRA with a small burst could not serve a single larger
+request.
 """
 
 import math
@@ -30,7 +29,7 @@ def bucket_of(now_ms: float) -> int:
 
 
 class Use(NamedTuple):
-    """The use of a tenant in a window, and how many of its requests run."""
+    """The use of a tenant in a window, and the number of its running requests."""
 
     requests: int = 0
     tokens: int = 0
@@ -44,7 +43,9 @@ class Window:
     buckets: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, bucket: int, requests: int, tokens: int) -> None:
-        """Adds to a bucket; negative numbers give back. A bucket that is gone stays gone."""
+        """Adds to a bucket; negative numbers subtract. A dropped bucket is not created again by
+        them.
+        """
         counts = self.buckets.get(bucket)
         if counts is None:
             if requests < 0 or tokens < 0:
@@ -56,9 +57,9 @@ class Window:
             del self.buckets[bucket]
 
     def forget(self, now_ms: float) -> None:
-        """Forgets the buckets that are not counted at `now_ms`.
+        """Drops the buckets that are not counted at `now_ms`.
 
-        Those far ahead are of a clock that was set back, as by a fail-over of Redis.
+        Buckets far ahead come from a clock that was set back, for example by a fail-over of Redis.
         """
         now = bucket_of(now_ms)
         for bucket in [b for b in self.buckets if not -NUM_BUCKETS < b - now < NUM_BUCKETS]:
@@ -69,14 +70,14 @@ class Window:
         return Use(sum(c[0] for c in counts), sum(c[1] for c in counts), running)
 
     def joined(self, other: "Window") -> "Window":
-        """A window with the counts of both."""
+        """Returns a window with the counts of both."""
         both = Window({b: list(c) for b, c in self.buckets.items()})
         for bucket, (requests, tokens) in other.buckets.items():
             both.add(bucket, requests, tokens)
         return both
 
     def frees_at_ms(self, kind: Kind, needed: float) -> int:
-        """Returns when so many of the requests or tokens are no longer counted."""
+        """Returns the time in ms when `needed` requests or tokens are no longer counted."""
         column = 0 if kind == "requests" else 1
         freed = 0.0
         for bucket in sorted(self.buckets):
@@ -86,12 +87,12 @@ class Window:
         return (max(self.buckets, default=0) + NUM_BUCKETS) * BUCKET_MS
 
     def flat(self) -> list[int]:
-        """Bucket, requests, tokens, and so on: as Redis' script takes and gives it."""
+        """Returns [bucket, requests, tokens, ...], the format of the Redis script."""
         return [n for bucket, counts in self.buckets.items() for n in (bucket, *counts)]
 
 
 def window_of(flat: Iterable[int]) -> Window:
-    """The window that `flat` described. A bucket may come more than once."""
+    """Returns the window of a `flat` list. A bucket may occur more than once."""
     window = Window()
     numbers = iter(flat)
     for bucket, requests, tokens in zip(numbers, numbers, numbers, strict=True):
@@ -100,7 +101,7 @@ def window_of(flat: Iterable[int]) -> Window:
 
 
 class Share(NamedTuple):
-    """The part of a tenant's limits that one router may use; 1 where Redis knows the whole use."""
+    """The part of a tenant's limits that one router may use; 1 if Redis knows the whole use."""
 
     requests: float = 1.0
     tokens: float = 1.0
@@ -110,7 +111,7 @@ WHOLE = Share()
 
 
 def share_of(own: Use, others: Use) -> Share | None:
-    """Returns which part of a tenant's traffic was the router's own; None without traffic."""
+    """Returns the router's own part of a tenant's traffic; None without traffic."""
     total = Use(own.requests + others.requests, own.tokens + others.tokens)
     if not total.requests:
         return None
@@ -119,7 +120,7 @@ def share_of(own: Use, others: Use) -> Share | None:
 
 
 def exceeded(limits: Limits, use: Use, tokens: int, share: Share = WHOLE) -> Kind | None:
-    """Returns the limit that one more request of so many tokens would exceed; None if none."""
+    """Returns the limit that one more request would exceed; None if it exceeds none."""
     rpm = limits.requests_per_minute
     tpm = limits.tokens_per_minute
     most = limits.max_concurrent
@@ -127,7 +128,7 @@ def exceeded(limits: Limits, use: Use, tokens: int, share: Share = WHOLE) -> Kin
         return "requests"
     if tpm and use.tokens + tokens > tpm * share.tokens:
         return "tokens"
-    # Rounded up: a router with a small share may still run one.
+    # Round up, so that a router with a small share may still run one request.
     if most and use.running + 1 > math.ceil(most * share.requests):
         return "concurrent"
     return None

@@ -1,20 +1,19 @@
-"""KV that travelled of late, for the operators' picture: who pulled blocks from whom, and streams
-that moved off a worker. Pure.
+"""Recent KV transfers for the operators' page: pulls between workers and migrated streams. Pure.
 
-A move is known before its target is: it waits here until the request has another worker, or is
-forgotten. Everything is bounded, and what nobody takes is dropped, the oldest first.
+A migration is recorded before its target is known. It waits until the request has another worker,
+or is dropped. All numbers are bounded; the oldest entries are dropped first.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-_FLOWS_MAX = 256  # pairs of workers between two looks, and moves that wait for their target
-_LOOKS_MAX = 30  # that a move waits
+_FLOWS_MAX = 256  # pairs of workers between two calls of `take`, and migrations without a target
+_LOOKS_MAX = 30  # calls of `take` for which a migration waits
 
 
 class Flow(NamedTuple):
-    """Blocks, or streams, that went from one worker to another."""
+    """Blocks or streams that moved from one worker to another."""
 
     kind: Literal["pull", "move"]
     source: str
@@ -23,24 +22,24 @@ class Flow(NamedTuple):
 
 
 class Flows:
-    """The flows since they were last taken."""
+    """The flows since the last call of `take`."""
 
     def __init__(self) -> None:
         self._pulled: Counter[tuple[str, str]] = Counter()
         self._moves: deque[tuple[str, Callable[[], str], int]] = deque(maxlen=_FLOWS_MAX)
 
     def note_pull(self, source: str, target: str, num_blocks: int) -> None:
-        """Notes blocks that `target` has pulled from `source`."""
+        """Records blocks that `target` has pulled from `source`."""
         pair = (source, target)
         if num_blocks and source and (pair in self._pulled or len(self._pulled) < _FLOWS_MAX):
             self._pulled[pair] += num_blocks
 
     def note_move(self, source: str, where: Callable[[], str]) -> None:
-        """Notes a stream that moves off `source`; `where` tells the worker that has it now."""
+        """Records a stream that leaves `source`; `where` returns the worker that has it now."""
         self._moves.append((source, where, 0))
 
     def take(self) -> list[Flow]:
-        """Returns what is new, and forgets it."""
+        """Returns the new flows and drops them."""
         pulled = self._pulled
         self._pulled = Counter()
         flows = [Flow("pull", *pair, number) for pair, number in pulled.items()]

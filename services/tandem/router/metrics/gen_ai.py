@@ -1,12 +1,11 @@
 """The router's metrics under OpenTelemetry's names for generative AI servers, sent over OTLP.
 
     gen_ai.server.request.duration         s, every request
-    gen_ai.server.time_to_first_token      s, requests that ended well
-    gen_ai.server.time_per_output_token    s, mean of such a request after its first token
-
-Off unless OpenTelemetry's variables ask for it (observability/otlp.py): else its SDK is not loaded.
-Source of names, attributes and buckets: OpenTelemetry's semantic conventions, "Generative AI
-metrics".
+    gen_ai.server.time_to_first_token      s, successful requests
+    gen_ai.server.time_per_output_token    s, mean of a successful request after its first token
+They are off, and the SDK is not loaded, unless OpenTelemetry's variables enable them
+(observability/otlp.py). Names, attributes and buckets follow OpenTelemetry's semantic conventions,
+"Generative AI metrics".
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EndedRequest(Protocol):
-    """What is counted of a request that is over; the request log keeps it."""
+    """The measured fields of an ended request, which the request log keeps."""
 
     kind: str
     model: str
@@ -52,12 +51,12 @@ _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
 
 
 def operation_of(kind: str) -> str:
-    """Returns the conventions' `gen_ai.operation.name` of a kind of request."""
+    """Returns the conventions' `gen_ai.operation.name` for a kind of request."""
     return _OPERATIONS[kind]
 
 
 class GenAiMetrics:
-    """One router's histograms; with the API's no-op provider they are off."""
+    """One router's histograms. They are off with the API's no-op provider."""
 
     def __init__(self, provider: MeterProvider, sdk: SdkMeterProvider | None = None) -> None:
         self._sdk = sdk
@@ -82,7 +81,7 @@ class GenAiMetrics:
         )
 
     def on_end(self, record: EndedRequest) -> None:
-        """Counts a request that is over, in whatever way."""
+        """Counts an ended request with any outcome."""
         if self._sdk is None:
             return
         attributes = {
@@ -104,7 +103,7 @@ class GenAiMetrics:
             self._tpot_s.record(decode_s / (timeline.num_tokens - 1), attributes)
 
     def close(self) -> None:
-        """Sends what is left, for a bounded time."""
+        """Sends the remaining data within a bounded time."""
         if self._sdk is not None:
             close_within(self._sdk.shutdown)
 
@@ -113,7 +112,7 @@ NO_GEN_AI_METRICS = GenAiMetrics(NoOpMeterProvider())
 
 
 def make_gen_ai_metrics(service: str, instance: str) -> GenAiMetrics:
-    """Makes the metrics that the environment asks for. Raises ConfigError if it is not installed.
+    """Creates the metrics that the environment enables. Raises ConfigError without the SDK.
 
     `service` and `instance` name the process (`make_resource`).
     """

@@ -1,8 +1,8 @@
 """The last 15 minutes of a router, for the operators' page. Pure.
 
-A sample is taken every `STEP_S`. It has rates since the sample before, from the router's own
-metrics, and sums over the workers that the router knows. The oldest sample falls out. Percentiles
-are interpolated within the buckets of the histograms, as PromQL's histogram_quantile does.
+A sample is taken every `STEP_S`. It has rates since the previous sample, from the router's metrics,
+and sums over the workers that the router knows. The oldest sample is dropped. Percentiles are
+interpolated within the buckets of the histograms, as PromQL's histogram_quantile does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _WELL = ("stop", "length")
 _NO_ERRORS = (*_WELL, "cancelled")
 _KV_TIERS = ("host", "disk", "store")
 _TIERS = (*_KV_TIERS, "peer")
-# The columns of a sample. A share is 0 to 1; None: nothing happened that it could tell of, or no
-# worker has such a tier.
+# The columns of a sample. A share is 0 to 1. None: nothing was measured, or no worker has such a
+# tier.
 COLUMNS = (
     "at",  # seconds since the epoch
     *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
@@ -43,7 +43,7 @@ class WorkerSums:
     blocks_cached: int = 0
     num_pulls: int = 0
     num_leases: int = 0
-    held_shares: Mapping[str, float] = field(default_factory=dict)  # of tiers, by name
+    held_shares: Mapping[str, float] = field(default_factory=dict)  # used share of each tier
 
 
 class History:
@@ -57,7 +57,7 @@ class History:
         self.num_taken = 0
 
     def take(self, now: float, sums: WorkerSums) -> None:
-        """Takes a sample; `now` is in seconds since the epoch."""
+        """Takes a sample. `now` is in seconds since the epoch."""
         read = self._read()
         elapsed_s = STEP_S if self._before_at is None else max(0.001, now - self._before_at)
         self._samples.append(self._sample(now, elapsed_s, self._before, read, sums))
@@ -66,7 +66,7 @@ class History:
         self.num_taken += 1
 
     def since(self, num_taken: int) -> list[Sample]:
-        """Returns the samples that came after the first `num_taken`, as far as they are kept."""
+        """Returns the samples after the first `num_taken`, as far as they are kept."""
         new = min(self.num_taken - num_taken, len(self._samples))
         return list(self._samples)[len(self._samples) - new :] if new > 0 else []
 
@@ -124,14 +124,16 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Buckets:
-    """A histogram: upper bounds, and how many observations are not above each."""
+    """A histogram: upper bounds, and the number of observations up to each."""
 
     bounds: Sequence[float]
     counts: Sequence[float]
 
     def quantile_ms(self, before: _Buckets, share: float) -> float | None:
-        """Returns a quantile of what was observed since `before`; None if nothing was. In the last
-        bucket, which has no upper bound, it is the bucket's lower bound."""
+        """Returns a quantile of the observations since `before`; None without any.
+
+        In the last bucket, which has no upper bound, it is the bucket's lower bound.
+        """
         counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
         if not counts[-1]:
             return None
@@ -150,7 +152,7 @@ class _Buckets:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The metrics at one moment; all of them only grow."""
+    """The metrics at one moment. All of them only grow."""
 
     outcomes: dict[str, float]
     ttft: _Buckets

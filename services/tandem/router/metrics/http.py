@@ -1,4 +1,4 @@
-"""Counts the calls of the public HTTP API by route and status, and measures how long they take."""
+"""Counts the calls of the public HTTP API by route and status, and measures their duration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.router.metrics.router import Metrics
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-_CLIENT_GONE = 499  # nginx' code for a client that did not wait for its answer
+_CLIENT_GONE = 499  # nginx's code for a client that left before the answer
 
 
 class HttpMetrics:
-    """ASGI middleware. The duration is until the last byte of the answer was sent.
+    """ASGI middleware. The duration ends when the last byte of the answer was sent.
 
-    A label comes from a route's own path or from a list: clients cannot add series.
+    A label is a route's path or from a fixed list, so clients cannot create series.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, uncounted: tuple[str, ...]) -> None:

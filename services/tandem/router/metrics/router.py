@@ -1,7 +1,7 @@
-"""The router's metrics, under the field's names with `tandem_` before them.
+"""The router's metrics, under the usual names of LLM servers prefixed with `tandem_`.
 
-One registry a router, so that tests may have several in one process. Gauges of workers are read
-from the cluster view at each scrape.
+Each router has its own registry, so that tests may have several in one process. Gauges of workers
+are read from the cluster view at each scrape.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
 
 
 class Metrics(MetricSet):
-    """Counters and histograms that the request path writes to."""
+    """Counters and histograms that the request path updates."""
 
     ttft_s = histogram(
         "tandem_time_to_first_token_seconds", "From the checked request to its first token", TTFT_S
@@ -147,7 +147,7 @@ class Metrics(MetricSet):
     def __init__(self, gen_ai: GenAiMetrics = NO_GEN_AI_METRICS) -> None:
         self.gen_ai = gen_ai
         self.registry = CollectorRegistry()
-        self.demand = DemandMeter()  # for the autoscaler: what was asked for, and how well it went
+        self.demand = DemandMeter()  # demand and latencies for the autoscaler
         self.flows = Flows()  # for the operators' page
         ProcessCollector(registry=self.registry)
         super().__init__(self.registry)
@@ -156,7 +156,7 @@ class Metrics(MetricSet):
             self.placements.labels(reason=reason)
 
     def on_end(self, record: EndedRequest) -> None:
-        """Counts a request that is over, in whatever way."""
+        """Counts an ended request with any outcome."""
         self.requests_running.dec()
         self.gen_ai.on_end(record)
         self.requests.labels(kind=record.kind, outcome=record.outcome).inc()
@@ -187,7 +187,7 @@ class Metrics(MetricSet):
 
 
 class WorkerGauges(Collector):
-    """Metrics of the workers that this router knows, as they are at a scrape."""
+    """Metrics of the workers that this router knows, read at a scrape."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
@@ -198,7 +198,7 @@ class WorkerGauges(Collector):
             rows = [((w.worker_id, w.role), value(w)) for w in workers]
             yield gauges(f"tandem_{name}", text, ["worker", "role"], rows)
         usable = Counted(w.role for w in workers if w.usable)
-        roles = [((role,), usable[role]) for role in get_args(Role)]  # also of an empty pool
+        roles = [((role,), usable[role]) for role in get_args(Role)]  # includes empty pools
         yield gauges("tandem_workers_usable", "Workers that may be placed on", ["role"], roles)
         pools = self._view.pool_watch
         sizes = [((name,), float(size)) for name, size in pools.sizes.items()]

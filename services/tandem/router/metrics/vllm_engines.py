@@ -56,7 +56,7 @@ _NIXL: tuple[tuple[str, str, Sequence[float], Callable[[NixlCounts], Observed]],
     ("bytes_transferred", "Bytes of a pull", PULL_BYTES, lambda n: n.num_bytes),
     ("num_descriptors", "Blocks of a pull", PULL_BLOCKS, lambda n: n.num_blocks),
 )
-# What a prefill worker computed for a prompt counts as computed.
+# Tokens that a prefill worker computed for a prompt count as computed.
 _SOURCES: tuple[tuple[str, Callable[[EngineCounts], float]], ...] = (
     ("local_compute", lambda c: c.prompt_tokens - c.cached_here - c.cached_elsewhere),
     ("local_cache_hit", lambda c: c.cached_here),
@@ -87,7 +87,7 @@ def _histogram(
     bounds: Sequence[float],
     engines: Iterable[tuple[tuple[str, str], Observed]],
 ) -> Metric:
-    """Returns a histogram, without the workers of a version with other buckets."""
+    """Returns a histogram. Workers of another version with other buckets are left out."""
     family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
     les = (*map(floatToGoString, bounds), "+Inf")
     for engine, observed in engines:
@@ -110,7 +110,7 @@ def _by_source(engines: Sequence[tuple[tuple[str, str], EngineCounts]]) -> Metri
 
 
 def _waiting(workers: Sequence[WorkerRecord], model_name: str) -> Metric:
-    """Returns the sequences that wait for room, and those that wait for KV of another worker."""
+    """Returns the numbers of sequences that wait for capacity, and for KV of another worker."""
     gauge = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
         "Sequences that wait, by what for",

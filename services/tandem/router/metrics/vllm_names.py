@@ -1,7 +1,7 @@
-"""The router's metrics under vLLM's names, for dashboards and tools that were made for vLLM.
+"""The router's metrics under vLLM's names, for dashboards and tools made for vLLM.
 
-All have the label `model_name`, but those of the HTTP server, which have none there either. Those
-of a worker have the label `engine`, too. Source of names and labels: vLLM's documentation,
+All have the label `model_name` except those of the HTTP server, which have none in vLLM either.
+Those of a worker also have the label `engine`. Names and labels follow vLLM's documentation,
 "Production Metrics", and its dashboards.
 """
 
@@ -26,9 +26,9 @@ def _none(_: Labels) -> Labels:
 class _Name:
     """One of vLLM's metrics.
 
-    `labels` makes its labels from those of a sample of ours, or None for a sample that it lacks.
-    Samples that get the same labels are added. `always` are labels that it has before anything was
-    counted.
+    `labels` maps the labels of a Tandem sample to vLLM's; it returns None if vLLM has no such
+    sample. Samples with the same labels are added. `always` are labels that exist before anything
+    was counted.
     """
 
     name: str
@@ -37,7 +37,7 @@ class _Name:
 
     @property
     def is_of_a_model(self) -> bool:
-        """Returns whether it has the label `model_name`."""
+        """True if it has the label `model_name`."""
         return self.name.startswith("vllm:")
 
 
@@ -53,7 +53,7 @@ def _stage(stage: str, vllm: str) -> _Name:
 
 
 def _finished(labels: Labels) -> Labels | None:
-    """Returns why a request ended, as vLLM says it. A request that was refused did not begin."""
+    """Returns vLLM's reason for the end of a request; None if it was refused before its start."""
     outcome = labels["outcome"]
     reason = {"stop": "stop", "length": "length", "cancelled": "abort"}.get(outcome, "error")
     if reason == "error" and from_code(outcome, "").http_status < 500:
@@ -75,9 +75,9 @@ _SAME = (
     "prompt_tokens_cached",
     "generation_tokens",
 )
-_NAMES: dict[str, Sequence[_Name]] = {  # by ours, without `tandem_`
+_NAMES: dict[str, Sequence[_Name]] = {  # keyed by Tandem's name without `tandem_`
     **{name: (_Name(f"vllm:{name}"),) for name in _SAME},
-    # vLLM's second is of the longest choice, which is of all choices here.
+    # vLLM's second metric is the longest choice's length; here it is that of all choices.
     "request_generation_tokens": (
         _Name("vllm:request_generation_tokens"),
         _Name("vllm:request_max_num_generation_tokens"),
@@ -103,7 +103,7 @@ _NAMES: dict[str, Sequence[_Name]] = {  # by ours, without `tandem_`
 
 
 class VllmMetrics:
-    """The metrics of a router and of the engines of `workers` that vLLM has, too."""
+    """The metrics of a router and of the engines of `workers` under vLLM's names."""
 
     def __init__(
         self, registry: CollectorRegistry, workers: Sequence[WorkerRecord], model_name: str
@@ -113,13 +113,13 @@ class VllmMetrics:
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics as they are now."""
+        """Yields the current metrics."""
         yield from self._of_router.collect()
         yield from engine_metrics(self._workers, self._model_name)
 
 
 class _Renamed:
-    """The metrics of a registry that vLLM has, too, as they are at a scrape."""
+    """The metrics of a registry that vLLM has, too, read at a scrape."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry

@@ -1,9 +1,8 @@
-"""Writes the grammar of an answer that has to call tools, in the model's own format of calls.
+"""Writes the grammar of an answer that must call tools, in the model's own format of calls.
 
     start: [reasoning] opens call (between call)* closes
-    call:  before (arguments of one of the tools, after their schema) after
-
-`machine.py` reads such an answer as any other.
+    call:  before (arguments of one of the tools, by their schema) after
+`machine.py` parses such an answer like any other.
 """
 
 import json
@@ -18,7 +17,7 @@ from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
 from tandem.router.parsers.pair_arguments import types_of
 
-# Without quotes, a name ends where the format's next string begins.
+# A name is not quoted, so it ends where the format's next string begins.
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"]{1,256}")
 
 
@@ -32,8 +31,10 @@ def write_grammar(
     begins_in_reasoning: bool,
     one_call_only: bool,
 ) -> str:
-    """Returns the grammar, in llguidance's variant of Lark. Raises BadRequest for a tool that
-    cannot be called."""
+    """Returns the grammar, in llguidance's variant of Lark.
+
+    Raises BadRequest for a tool that cannot be called.
+    """
     grammar = _CallRules(terminals_of(tool_format, reasoning), added_token_id, frame=frame)
     calls = grammar.calls([tool["function"] for tool in tools], one_call_only=one_call_only)
     thought = ""
@@ -44,7 +45,7 @@ def write_grammar(
 
 @dataclass(slots=True, kw_only=True)
 class _CallRules(GrammarRules):
-    """The rules of calls."""
+    """The rules of tool calls."""
 
     frame: CallFrame
 
@@ -86,8 +87,10 @@ class _CallRules(GrammarRules):
             raise _cannot_call(name, str(error)) from None
 
     def _pairs(self, schema: dict[str, Any], around: tuple[str, str], *, is_strict: bool) -> str:
-        """Returns the rule of arguments that are pairs, in the order of the schema. Raises
-        ValueError for a schema that they cannot follow."""
+        """Returns the rule of arguments that are pairs, in the order of the schema.
+
+        Raises ValueError for a schema that pairs cannot follow.
+        """
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:
                 raise ValueError(f"{keyword} is at the top of its parameters' schema")
@@ -109,7 +112,7 @@ class _CallRules(GrammarRules):
         return self.rule(" ".join(pairs) or '""')
 
     def _string(self, key: str, schema: dict[str, Any], end: str, *, is_strict: bool) -> str:
-        """Returns the rule of a string without quotes, and of the `end` after it."""
+        """Returns the rule of a string without quotes and of the `end` after it."""
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             if not (_are_strings(values) and values):

@@ -1,6 +1,6 @@
 """The formats in which models write tool calls and reasoning, as data for `machine.py`.
 
-Each is written from the public description of its family: model cards and chat templates.
+Each format follows the public description of its family: model cards and chat templates.
 """
 
 # DeepSeek's tokens have full-width bars.
@@ -23,7 +23,7 @@ def call_id(_written: str) -> str:
 
 
 def mistral_call_id(_written: str) -> str:
-    """Returns nine letters and digits: Mistral's templates refuse any other id."""
+    """Returns nine letters and digits, because Mistral's templates refuse other ids."""
     return secrets.token_hex(5)[:9]
 
 
@@ -47,22 +47,24 @@ def _harmony_name(written: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFrame:
-    """The text around calls, where an answer is nothing but calls. `%s` is a function's name, and
-    `%d` the number of a call, from 0."""
+    """The text around tool calls, for an answer that consists of calls.
 
-    before: str  # a call's arguments
+    `%s` is a function's name, and `%d` the number of a call, from 0.
+    """
+
+    before: str  # before a call's arguments
     after: str
-    opens: str = ""  # the first call
+    opens: str = ""  # before the first call
     between: str = ""
-    closes: str = ""  # the last call
-    # The text before and after each parameter's value, where the arguments are no JSON object;
-    # `%s` is the parameter's name.
+    closes: str = ""  # after the last call
+    # The text before and after each parameter's value if the arguments are not a JSON object; `%s`
+    # is the parameter's name.
     pair: tuple[str, str] | None = None
-    sign: str = ""  # the frame is only for models that know this string
-    is_single: bool = False  # an answer has one call
+    sign: str = ""  # the frame applies only to models that know this string
+    is_single: bool = False  # an answer has only one call
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Returns calls, each a name and its arguments, as the model writes them."""
+        """Returns calls, given as (name, arguments), in the model's format."""
         written = []
         for number, (name, arguments) in enumerate(calls):
             before = self.before.replace("%d", str(number)).replace("%s", name)
@@ -81,7 +83,7 @@ class CallFrame:
 
 
 class ReasoningTags(NamedTuple):
-    """Strings around reasoning. The prompt may end with the first of them."""
+    """Strings before and after reasoning. The prompt may end with the first one."""
 
     opens: str
     closes: str
@@ -89,18 +91,18 @@ class ReasoningTags(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """The way a family of models writes calls. `start` is the state in which an answer begins."""
+    """The format in which a family of models writes calls. An answer begins in state `start`."""
 
     states: Mapping[str, State]
-    frames: Sequence[CallFrame] = ()  # the first whose sign the model knows counts
+    frames: Sequence[CallFrame] = ()  # the first frame whose sign the model knows is used
     start: str = "content"
     make_id: Callable[[str], str] = call_id
     name_of: Callable[[str], str] = _as_written
     known_names_only: bool = False
     trims_lines: bool = False
-    # Around reasoning, where the format itself tells it from content: it reads every answer.
+    # The tags of reasoning if they are part of this format. Such a format parses every answer.
     thought: ReasoningTags | None = None
-    opens_answer: str = ""  # stands before content, where the format tells it from calls
+    opens_answer: str = ""  # text before content, if the format distinguishes it from calls
 
 
 def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
@@ -154,7 +156,7 @@ _QWEN3_CODER = ToolFormat(
     trims_lines=True,
 )
 
-# Llama 3 writes its calls bare, or after the tag; several of them with semicolons between.
+# Llama 3 writes calls as bare JSON or after the tag, with semicolons between several calls.
 _LLAMA3 = ToolFormat(
     states={
         "start": State(Text.CALLS, {"<|python_tag|>": "call"}),
@@ -281,7 +283,7 @@ _GRANITE = ToolFormat(
     frames=[_listed("<|tool_call|>[", "]", sign="<|tool_call|>"), _listed("<tool_call>[", "]")],
 )
 
-# A model without a format of its own: its whole answer is a call, or a list of calls.
+# For models without their own format: the whole answer is a call, or a list of calls.
 _JSON = ToolFormat(
     states={"start": State(Text.CALLS), "content": State(Text.CONTENT)},
     frames=[_listed("[", "]")],
@@ -289,8 +291,8 @@ _JSON = ToolFormat(
     known_names_only=True,
 )
 
-# OpenAI's gpt-oss. An answer is a row of messages; a head names the channel and a call's function:
-# <|channel|>commentary to=functions.find <|constrain|>json<|message|>{...}<|call|>
+# OpenAI's gpt-oss. An answer is a sequence of messages. A header names the channel and a call's
+# function: <|channel|>commentary to=functions.find <|constrain|>json<|message|>{...}<|call|>
 _NEXT_MESSAGE = {
     **dict.fromkeys(("<|end|>", "<|call|>"), "start"),
     "<|start|>": "role",
@@ -374,19 +376,22 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 
 
 def read_json_too(tool_format: ToolFormat) -> ToolFormat:
-    """Returns a format that also reads the JSON of `json`: for models that are asked for it in
-    words, whatever format they were trained with."""
+    """Returns a format that also parses the JSON of `json`.
+
+    It is for models whose prompt asks for that JSON, although they may have been trained on another
+    format.
+    """
     states, start = dict(tool_format.states), tool_format.start
-    if tool_format.thought is not None:  # JSON stands where the content of a message begins
+    if tool_format.thought is not None:  # JSON begins where the content of a message begins
         for name, state in tool_format.states.items():
             if state.text in (Text.HEAD, Text.LABEL):
-                to = {t: "told" if n == "content" else n for t, n in state.terminals.items()}
+                to = {t: "json" if n == "content" else n for t, n in state.terminals.items()}
                 states[name] = replace(state, terminals=to)
-        states["told"] = State(Text.CALLS, states["content"].terminals)
+        states["json"] = State(Text.CALLS, states["content"].terminals)
         return replace(tool_format, states=states)
     if states[start].text is not Text.CALLS:
-        states["told"] = State(Text.CALLS, states[start].terminals, otherwise=start)
-        start = "told"
+        states["json"] = State(Text.CALLS, states[start].terminals, otherwise=start)
+        start = "json"
     return replace(tool_format, states=states, start=start, known_names_only=True)
 
 
@@ -397,7 +402,7 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "none": None,
 }
 
-# The first format whose strings all stand in the chat template.
+# The first format is chosen whose strings all occur in the chat template.
 _SIGNS_OF_TOOLS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<function=", "<parameter=")),

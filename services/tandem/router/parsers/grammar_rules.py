@@ -1,7 +1,7 @@
-"""Writes parts of grammars in the words of a model's format: texts with its tokens, and reasoning.
+"""Writes parts of grammars in a model's format: texts that contain its tokens, and reasoning.
 
-Strings that are added tokens of the model stand in a grammar as these tokens: llguidance takes no
-other spelling of them.
+Strings that are added tokens of the model are written as tokens, because llguidance does not match
+them as text.
 """
 
 import json
@@ -16,14 +16,16 @@ _SPACE = r"/[ \n]{1,4}/"
 
 @dataclass(slots=True)
 class GrammarRules:
-    """The rules of a grammar while it is written, in llguidance's variant of Lark."""
+    """The rules of a grammar that is being written, in llguidance's variant of Lark."""
 
-    terminals: Sequence[str]  # no free text has them
+    terminals: Sequence[str]  # strings that free text must not contain
     added_token_id: Callable[[str], int | None]
     rules: list[str] = field(default_factory=list)
 
     def thought(self, tags: ReasoningTags, *, is_open: bool) -> str:
-        """Returns the reasoning that may come first; it has begun if it `is_open`."""
+        """Returns the rule of optional reasoning at the start. `is_open`: the prompt has begun
+        it.
+        """
         thought = f"{self.up_to(tags.closes)} {self.rule(_SPACE)}?"
         return thought if is_open else f"({self.text(tags.opens)} {thought})?"
 
@@ -40,13 +42,13 @@ class GrammarRules:
         return f"r{number + 1}"
 
     def rule(self, body: str) -> str:
-        """Adds a rule; returns its name."""
+        """Adds a rule and returns its name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
 
     def text(self, text: str, name: str = "", number: str = "") -> str:
-        """Returns the grammar's terms for a text. `name` stands for `%s`, `number` for `%d`."""
+        """Returns the grammar's terms for a text, with `name` for `%s` and `number` for `%d`."""
         terms = []
         pattern = "|".join(["%d", *map(re.escape, sorted(self.terminals, key=len, reverse=True))])
         for part in re.split(f"({pattern})", text):
@@ -61,8 +63,8 @@ class GrammarRules:
 
 
 def terminals_of(tool_format: ToolFormat, reasoning: ReasoningTags | None) -> list[str]:
-    """Returns the strings that tell the parts of an answer apart."""
-    # A format's own tags consist of its terminals.
+    """Returns the strings that separate the parts of an answer."""
+    # The tags of a format with its own reasoning consist of its terminals.
     tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
     return [*{t for state in tool_format.states.values() for t in state.terminals}, *tags]
 
@@ -74,8 +76,10 @@ def write_head(
     added_token_id: Callable[[str], int | None],
     begins_in_reasoning: bool,
 ) -> str:
-    """Returns the grammar of an answer that reasons before it has another form, which it calls
-    `@form`; empty if nothing may come before that form."""
+    """Returns the grammar of an answer that may reason before its constrained part, `@form`.
+
+    Returns "" if nothing may precede that part.
+    """
     grammar = GrammarRules(terminals_of(tool_format, reasoning), added_token_id)
     head = [grammar.text(tool_format.opens_answer)]
     if reasoning is not None:

@@ -1,8 +1,8 @@
-"""Follows JSON as a model writes it, one character at a time.
+"""Parses JSON one character at a time, as a model writes it.
 
-`JsonText` knows whether a character may follow and how deep it is; `CallText` reads one call,
-`{"name": ..., "arguments": {...}}`, and lets the arguments pass while they are written. Neither
-looks ahead, so how a text is cut into pieces changes nothing.
+`JsonText` tracks whether a character may follow and the nesting depth. `CallText` parses one call,
+`{"name": ..., "arguments": {...}}`, and returns the arguments while they are written. Neither looks
+ahead, so the result does not depend on how the text is cut into pieces.
 """
 
 import json
@@ -17,7 +17,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 class JsonText:
-    """One JSON value. `expects` says what may come next:
+    """One JSON value. `expects` is what may come next:
 
     value -> after -> (container: "," -> key or value, or its end) -> ... -> end
     """
@@ -27,7 +27,7 @@ class JsonText:
         self.in_string = False
         self._open: list[str] = []
         self._is_key = False
-        self._escape = 0  # characters of an escape that are still to come
+        self._escape = 0  # remaining characters of an escape
         self._scalar = ""
 
     @property
@@ -35,7 +35,7 @@ class JsonText:
         return len(self._open)
 
     def push(self, char: str) -> bool:
-        """Returns whether `char` may follow; after False the text is not JSON."""
+        """Takes a character; returns False if the text is not JSON."""
         if self.in_string:
             return self._push_in_string(char)
         if self._scalar:
@@ -95,12 +95,12 @@ class JsonText:
 
 
 def escaped(text: str) -> str:
-    """Returns `text` as it stands inside a JSON string."""
+    """Returns `text` as it is written inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class Call(NamedTuple):
-    """A call that was read as a whole."""
+    """A complete tool call."""
 
     name: str
     arguments: str
@@ -109,8 +109,8 @@ class Call(NamedTuple):
 class CallText:
     """One call as a JSON object.
 
-    reading -> streaming: the name is known, and the value of `arguments` (or `parameters`) begins
-        |          |      with {; from here on `push` returns its text
+    reading -> streaming: the name is known, and the object of `arguments` (or `parameters`) begins;
+        |          |      from here on `push` returns its text
         `----------`----> ended: `whole` has the call, unless it was streamed
     """
 
@@ -122,7 +122,7 @@ class CallText:
         self._has_streamed = False
         self.name = ""
         self.is_streaming = False
-        self.is_broken = False  # the last character was not taken: no call begins like this
+        self.is_broken = False  # the last character was not accepted, so this is not a call
         self.whole: Call | None = None
 
     @property
@@ -130,7 +130,7 @@ class CallText:
         return self._json.expects == "end"
 
     def push(self, char: str) -> str:
-        """Takes a character and returns text of the arguments."""
+        """Takes a character; returns new text of the arguments."""
         parser = self._json
         expects, depth, was_in_string = parser.expects, parser.depth, parser.in_string
         if not parser.push(char):
@@ -150,7 +150,7 @@ class CallText:
         return ""
 
     def _note(self, char: str, expects: str, *, was_in_string: bool) -> None:
-        """Follows the keys of the object, and its name."""
+        """Tracks the keys of the object and its name."""
         if was_in_string and not self._json.in_string:
             text = loaded(self._text[self._string_start :])
             if self._json.expects == ":":
@@ -164,12 +164,12 @@ class CallText:
 
 
 def in_json(char: str, *, in_string: bool) -> str:
-    """Returns the character as JSON allows it: models write bare line breaks into strings."""
+    """Returns the character as JSON allows it; models write unescaped line breaks into strings."""
     return escaped(char) if in_string and char < " " else char
 
 
 def loaded(text: str) -> Any:
-    """Returns the value of a JSON text, or None if it has none."""
+    """Returns the value of a JSON text, or None if it is not JSON."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -177,8 +177,11 @@ def loaded(text: str) -> Any:
 
 
 def as_call(value: Any) -> Call | None:
-    """Returns the call that a JSON object means, or None: `{"name", "arguments"}`, its twin with
-    `parameters`, or either of them under `function`."""
+    """Returns the call that a JSON object describes, or None.
+
+    Accepted forms are `{"name", "arguments"}`, the same with `parameters`, and either of them under
+    `function`.
+    """
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:

@@ -1,20 +1,18 @@
-"""Splits a model's text into content, reasoning and tool calls, as the text comes.
+"""Splits a model's text into content, reasoning and tool calls while it is generated.
 
 A format is data: states, each with its terminals (strings that end it) and the meaning of the text
 before them. For example, Hermes:
-
     content --"<tool_call>"--> call (a JSON object) --"</tool_call>"--> between calls
        ^                                                                    |
        `----------------------- any text but space -------------------------'
-
-Four rules hold for every format:
-
-- All text but the format's own marks comes out: as content, as reasoning or in a call.
-- Text is held while it may be the start of a terminal, and only then. How the text is cut into
-  pieces does not change what comes out.
-- Text of a call is held until its name is known and its arguments begin. If it turns out not to be
-  a call, all of it is content. From there on the arguments are what the model writes, right or not.
-- Space beside a call or beside reasoning belongs to neither.
+Four rules apply to every format:
+- All text except the format's own markup is returned, as content, as reasoning or in a call.
+- Text is held back only while it may be the start of a terminal. The result does not depend on how
+the text is cut into pieces.
+- Text of a call is held back until its name is known and its arguments begin. If it turns out not
+to be a call, all of it is content. From then on, the arguments are returned as the model writes
+them, even if they are invalid.
+- Space next to a call or next to reasoning belongs to neither.
 """
 
 import re
@@ -30,7 +28,7 @@ _WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
 
 
 class Text(Enum):
-    """Meaning of a state's text."""
+    """The meaning of a state's text."""
 
     CONTENT = "what the client reads"
     REASONING = "what the model thinks"
@@ -52,16 +50,16 @@ _OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state, its terminals with the states that follow them, and where other text leads."""
+    """A state, its terminals with the states that follow them, and the state for other text."""
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
-    otherwise: str = "content"  # the state for text that does not have the form of this one
+    otherwise: str = "content"  # state for text that does not match this state
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """The news of one tool call: its id and name once, then pieces of its arguments."""
+    """The increment of one tool call: its id and name once, then pieces of its arguments."""
 
     index: int
     arguments: str
@@ -71,7 +69,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parts:
-    """The parts of an answer's text, in the order in which they stand here."""
+    """The parts of new text, in this order."""
 
     reasoning: str = ""
     content: str = ""
@@ -80,21 +78,22 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything that a machine knows beside its states."""
+    """The properties of a format and request that the states do not contain."""
 
     make_id: Callable[[str], str]  # from the name as the model wrote it
-    name_of: Callable[[str], str]  # the function's name in it
-    schemas: Mapping[str, Any]  # of the parameters, by the function's name
-    known_names_only: bool = False  # other names make no call: for formats without a mark
+    name_of: Callable[[str], str]  # function name in the written name
+    schemas: Mapping[str, Any]  # function name -> schema of the parameters
+    # other names make no call; for formats without markup around calls
+    known_names_only: bool = False
     one_call_only: bool = False
     finish_reason: str = "tool_calls"  # of an answer that has a call and ends by itself
-    trims_lines: bool = False  # a parameter's value stands on lines of its own
+    trims_lines: bool = False  # a parameter's value is on separate lines
     # Terminals that end reasoning only if a call of a known function follows.
     call_marks: frozenset[str] = frozenset()
 
 
-class Machine:
-    """Follows one answer: `push` each piece, then `finish`."""
+class AnswerParser:
+    """Parses one answer: `push` each piece, then `finish`."""
 
     def __init__(self, states: Mapping[str, State], start: str, rules: Rules) -> None:
         self._states = states
@@ -103,39 +102,39 @@ class Machine:
         self._strips_start = self._state.text is Text.REASONING
         self._parts = Parts()
         self._pending = ""
-        self._space = ""  # at the end of content or reasoning, until more of it follows
-        self._raw = ""  # text that is content, or reasoning, if no call comes of it
-        self._thinks = False  # no call has come yet of a mark in reasoning
-        self._word = ""  # the text of the current state, if it is a word or a key
+        self._space = ""  # space at the end of content or reasoning; returned if more follows
+        self._raw = ""  # text that becomes content or reasoning if no call follows
+        self._thinks = False  # True after markup of a call in reasoning, until a call follows
+        self._word = ""  # text of the current state if it is a word or a key
         self._name = ""
-        self._is_open = False  # a call is among the parts, and has not ended
+        self._is_open = False  # a call is among the parts and has not ended
         self._after_call = False
         self._in_list = False
         self._arguments: JsonText | None = None
         self._call: CallText | None = None
-        self._is_raw = False  # the arguments are no JSON: they go on to the next terminal
+        self._is_raw = False  # the arguments are not JSON and extend to the next terminal
         self._pairs: PairArguments | None = None
         self.num_calls = 0
-        self.is_done = False  # no more is read
+        self.is_done = False  # the rest of the text is ignored
 
     @property
     def finish_reason(self) -> str:
-        """Returns why an answer with this text ended, if it ended by itself."""
+        """The reason why an answer with this text ended, if it ended by itself."""
         return self._rules.finish_reason if self.num_calls else "stop"
 
     @property
     def terminals(self) -> set[str]:
-        """Returns all strings that tell the parts of an answer apart."""
+        """All strings that separate the parts of an answer."""
         return {terminal for state in self._states.values() for terminal in state.terminals}
 
     @property
     def in_reasoning(self) -> bool:
-        """Returns whether the text so far ends within reasoning."""
+        """True if the text so far ends within reasoning."""
         return self._state.text is Text.REASONING or self._thinks
 
     @property
     def may_begin_reasoning(self) -> bool:
-        """Returns whether reasoning may begin with the next text."""
+        """True if reasoning may begin with the next text."""
         return any(self._states[n].text is Text.REASONING for n in self._state.terminals.values())
 
     def push(self, text: str) -> Parts:
@@ -146,10 +145,10 @@ class Machine:
         return self._parts
 
     def finish(self, text: str = "") -> Parts:
-        """Takes the last text; returns its parts, and those of what was held until now."""
+        """Takes the last text; returns its parts and those of the text held back so far."""
         parts = self.push(text)
         if self._state.text in _HEADS and self._pending.startswith("<|"):
-            self._pending = ""  # a mark that the end cut
+            self._pending = ""  # markup that was cut by the end of the answer
         self._run(final=True)
         if self._is_open and self._pairs is not None:
             key = self._word if self._state.text is Text.KEY else ""
@@ -166,7 +165,7 @@ class Machine:
             pass
 
     def _step(self, *, final: bool) -> bool:
-        """Takes some of the pending text; returns False if all of it is held."""
+        """Takes some of the pending text; returns False if all of it is held back."""
         if self._call is not None:
             self._read_call(self._call)
             return True
@@ -189,7 +188,7 @@ class Machine:
         """Follows a terminal into the next state."""
         kind, name = self._state.text, self._state.terminals[terminal]
         next_kind = self._states[name].text
-        if self._thinks and next_kind is Text.CONTENT:  # the reasoning goes on, or ends here
+        if self._thinks and next_kind is Text.CONTENT:  # the reasoning continues, or ends here
             self._enter(name)
             self._pending = terminal + self._pending
             return
@@ -202,7 +201,7 @@ class Machine:
         elif kind in _HEADS:
             if self._states[name] is self._state:
                 self._raw += terminal
-            else:  # of heads, only that of a call without arguments is content
+            else:  # among headers, only that of a call without arguments is content
                 self._raw = terminal if next_kind is Text.NAME else ""
             self._after_call = self._after_call and next_kind is not Text.NAME
         elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
@@ -240,7 +239,7 @@ class Machine:
         self._word = ""
 
     def _take(self, text: str) -> str:
-        """Gives text of the current state its meaning; returns what another state is to read."""
+        """Handles text of the current state; returns the rest, for another state."""
         kind = self._state.text
         if kind is Text.CONTENT:
             self._add_content(text)
@@ -259,8 +258,9 @@ class Machine:
         return ""
 
     def _take_word(self, text: str) -> str:
-        """Takes a word of a call's or message's head; text that is no word makes all of it
-        content."""
+        """Takes a word in a call's or message's header. If the text is no word, it becomes
+        content.
+        """
         found = _WORD.match(self._word + text)
         assert found is not None  # the empty text is a word
         num_taken = found.end() - len(self._word)
@@ -271,7 +271,7 @@ class Machine:
         return text[num_taken:]
 
     def _take_space(self, text: str) -> str:
-        """Takes space; any other character begins JSON, or leads to another state."""
+        """Takes space. Any other character begins JSON or leads to another state."""
         rest = text.lstrip(SPACE)
         if not self._is_open and not self._after_call:
             self._raw += text[: len(text) - len(rest)]
@@ -293,7 +293,7 @@ class Machine:
         return rest
 
     def _take_mark(self, char: str) -> bool:
-        """Takes what stands around JSON calls: brackets of a list, and what separates calls."""
+        """Takes the brackets of a list of JSON calls and the separators between calls."""
         if self._after_call and (char in ",;" or (char == "]" and self._in_list)):
             self._in_list = self._in_list and char != "]"
             return True
@@ -303,7 +303,7 @@ class Machine:
             return True
         return False
 
-    # Calls. In their JSON no terminal counts.
+    # Calls. Terminals inside their JSON are ignored.
 
     def _read_call(self, call: CallText) -> None:
         for index, char in enumerate(self._pending):
@@ -354,14 +354,14 @@ class Machine:
             self._end_call()
 
     def _end_name(self, next_kind: Text) -> bool:
-        """Returns whether a call may go on after its name; it opens here if it has parameters."""
+        """Returns whether a call may continue after its name; a call with parameters opens here."""
         self._name = self._word.strip()
         if next_kind in (Text.ARGUMENTS, Text.SKIPPED, Text.LABEL):
             return bool(self._name)
         return self._open_call(self._name, has_pairs=True)
 
     def _open_call(self, written: str, *, has_pairs: bool = False) -> bool:
-        """Tells the client of a call; returns False if the name makes none."""
+        """Adds a call to the parts; returns False if the name is not allowed."""
         rules = self._rules
         name = rules.name_of(written)
         is_known = name in rules.schemas or not (rules.known_names_only or self._thinks)
@@ -384,8 +384,6 @@ class Machine:
         self._is_raw, self._raw = False, ""
         self.is_done = self._rules.one_call_only
 
-    # Parts
-
     def _add_arguments(self, text: str) -> None:
         if not text:
             return
@@ -401,7 +399,7 @@ class Machine:
         self._parts.reasoning += self._kept(text)
 
     def _kept(self, text: str) -> str:
-        """Returns what of the text goes out now: not the space at its ends."""
+        """Returns the text without the space at its ends, which is held back."""
         if self._strips_start:
             text = text.lstrip(SPACE)
         if not text:
@@ -420,11 +418,11 @@ class Machine:
 
 
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
-    """Returns the text before the first terminal, and that terminal if it is whole.
+    """Returns the text before the first terminal, and that terminal if it is complete.
 
-    What may be the beginning of a terminal is in neither, unless the text is `final`.
+    Text that may be the beginning of a terminal is in neither, unless the text is `final`.
     """
-    if not any(t[0] in text for t in terminals):  # most pieces of an answer
+    if not any(t[0] in text for t in terminals):  # true for most pieces of an answer
         return text, ""
     end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
     if not final:

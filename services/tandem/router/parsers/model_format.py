@@ -1,5 +1,4 @@
-"""The formats of one model's answers, chosen from its own files or by options, and what its chat
-template takes."""
+"""One model's answer formats, from its files or from options, and its chat template's features."""
 
 from __future__ import annotations
 
@@ -24,18 +23,19 @@ from tandem.router.parsers.formats import (
     read_json_too,
 )
 from tandem.router.parsers.grammar_rules import write_head
-from tandem.router.parsers.machine import Machine, Rules, State, Text
+from tandem.router.parsers.machine import AnswerParser, Rules, State, Text
 
 _PLAIN = ToolFormat(states={"content": State(Text.CONTENT)})
-_TAIL_TOKENS = 16  # of a prompt that may end with the tag that opens reasoning
-# Variables of templates that turn reasoning off.
+_TAIL_TOKENS = 16  # tokens at the end of the prompt that may contain the tag that opens reasoning
+# Template variables that turn reasoning off.
 _SWITCHES = ("enable_thinking", "thinking")
 _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
 
 class ModelFormat:
-    """Checks what one model's chats ask, and makes the parsers of its answers. Threads may share
-    it."""
+    """Checks the options of one model's chats and creates the parsers of its answers.
+    Thread-safe.
+    """
 
     def __init__(self, tokenizer: Tokenizer, config: AnswerConfig) -> None:
         template = tokenizer.chat_template
@@ -53,7 +53,7 @@ class ModelFormat:
         self._reads_all = self._format.thought is not None
         self._reasoning = None if self._reads_all else REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
-        # The format of answers to chats with tools. A template without tools gets words that ask
+        # The format of answers to chats with tools. If the template has no tools, the prompt asks
         # for JSON.
         self._calls = self._format if self.takes_tools else read_json_too(self._format)
         if tools == "auto" and not (self.takes_tools or self._reads_all):
@@ -70,8 +70,10 @@ class ModelFormat:
         return self._template is None or self._template.takes_system
 
     def written_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, tools: bool) -> str:
-        """Returns calls of an earlier answer in the model's own format if the chat template does
-        not show calls; empty if it does. `tools`: the chat has tools."""
+        """Returns calls of an earlier answer in the model's own format, or "".
+
+        The result is "" if the chat template shows calls itself. `tools`: the chat has tools.
+        """
         template = self._template_of(tools=tools)
         if template is None or template.shows_calls:
             return ""
@@ -101,11 +103,13 @@ class ModelFormat:
     def template_options(
         self, asked: Mapping[str, Any], effort: str | None, thinking: bool | None = None
     ) -> dict[str, Any]:
-        """Returns the values of the template's variables for a request's `chat_template_kwargs`,
-        `reasoning_effort` and `thinking`. Raises BadRequest for one that the model does not
-        take."""
+        """Returns the values of the chat template's variables for a request.
+
+        They come from `chat_template_kwargs`, `reasoning_effort` and `thinking`. Raises BadRequest
+        for one that the model does not support.
+        """
         taken = self._variables - _OWN_VARIABLES
-        # Clients send the switches of reasoning to all models.
+        # Clients send these switches to all models, so unknown ones are ignored.
         asked = {name: v for name, v in asked.items() if name in taken or name not in _SWITCHES}
         for name in asked:
             if name not in taken:
@@ -121,7 +125,7 @@ class ModelFormat:
         if wanted is None:
             return {}
         switch = self._switch()
-        return {switch: wanted} if switch else {}  # else it thinks, or not, as it does
+        return {switch: wanted} if switch else {}  # otherwise the model's default applies
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
@@ -142,7 +146,7 @@ class ModelFormat:
     def _switch(self) -> str | None:
         return next((s for s in _SWITCHES if s in self._variables), None)
 
-    def machine(
+    def answer_parser(
         self,
         tools: Sequence[Mapping[str, Any]],
         prompt_token_ids: Sequence[int],
@@ -150,14 +154,16 @@ class ModelFormat:
         one_call_only: bool,
         finish_reason: str = "tool_calls",
         continued: str | None = None,
-    ) -> Machine | None:
+    ) -> AnswerParser | None:
         """Returns the parser of an answer to a chat; None if all of its text is content.
-        `finish_reason` is that of an answer with calls. `continued` is the content that the answer
-        goes on with, if it does."""
+
+        `finish_reason` is used for an answer with calls. `continued` is the content that the answer
+        continues, if any.
+        """
         if not (tools or self._reads_all or self._reasoning):
             return None
         functions = [tool["function"] for tool in tools]
-        return machine_of(
+        return make_answer_parser(
             self._calls if tools else self._format if self._reads_all else None,
             self._reasoning,
             schemas={f["name"]: f.get("parameters") for f in functions},
@@ -174,7 +180,7 @@ class ModelFormat:
         *,
         one_call_only: bool,
     ) -> StructuredOutput:
-        """Returns the form of an answer that has to call tools. Raises BadRequest."""
+        """Returns the constraint for an answer that must call tools. Raises BadRequest."""
         grammar = write_grammar(
             tools,
             self._calls,
@@ -189,8 +195,9 @@ class ModelFormat:
     def after_reasoning(
         self, wanted: StructuredOutput, prompt_token_ids: Sequence[int]
     ) -> StructuredOutput:
-        """Returns the form of an answer whose content is to have a form: what the model thinks
-        before it has none."""
+        """Returns the constraint for an answer that may reason freely before its constrained
+        content.
+        """
         head = write_head(
             self._format if self._reads_all else _PLAIN,
             self._thought(prompt_token_ids),
@@ -203,7 +210,7 @@ class ModelFormat:
         """Returns the tags of the reasoning that an answer may have."""
         reasoning = self._reasoning
         if reasoning is not None and self._ends_with(prompt_token_ids, reasoning.closes):
-            return None  # the template has written it: this answer is to have none
+            return None  # the template has already closed it, so the answer has no reasoning
         return self._format.thought or reasoning
 
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int], continued: str = "") -> bool:
@@ -218,7 +225,7 @@ class ModelFormat:
         return self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(tag)
 
 
-def machine_of(
+def make_answer_parser(
     tools: ToolFormat | None,
     reasoning: ReasoningTags | None,
     *,
@@ -227,9 +234,11 @@ def machine_of(
     finish_reason: str = "tool_calls",
     begins_in_reasoning: bool = False,
     begins_in_content: bool = False,
-) -> Machine:
-    """Returns the machine of one answer. `schemas` are of the functions' parameters, by name.
-    `begins_in_content`: the prompt ends within content."""
+) -> AnswerParser:
+    """Returns the parser of one answer. `schemas` maps a function's name to its parameters' schema.
+
+    `begins_in_content`: the prompt ends within content.
+    """
     tool_format = tools or _PLAIN
     states, start = dict(tool_format.states), tool_format.start
     marks: Mapping[str, str] = {}
@@ -238,7 +247,8 @@ def machine_of(
         states["reasoning"] = State(Text.REASONING, {**marks, reasoning.closes: start})
         states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
         for name, state in tool_format.states.items():
-            if state.text is Text.BETWEEN:  # the tag may come after a call that it did not precede
+            # the tag may follow a call that came before the reasoning
+            if state.text is Text.BETWEEN:
                 terminals = {**state.terminals, reasoning.closes: "content"}
                 states[name] = replace(state, terminals=terminals)
         start = "begin"
@@ -256,4 +266,4 @@ def machine_of(
         trims_lines=tool_format.trims_lines,
         call_marks=frozenset(marks),
     )
-    return Machine(states, start, rules)
+    return AnswerParser(states, start, rules)

@@ -1,7 +1,7 @@
 """Builds the JSON of a call's arguments from parameters that a model writes as tags.
 
-The tags have no types, so the function's schema tells a string from other values. A string goes out
-while it is written; any other value once it is whole.
+The tags have no types, so the function's schema distinguishes strings from other values. A string
+is returned while it is written; any other value once it is complete.
 """
 
 import ast
@@ -13,7 +13,8 @@ from typing import Any
 from tandem.router.parsers.json_text import escaped, loaded
 
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_LITERAL_CHARACTERS_MAX = 1 << 13  # takes at most 10 ms; longer ones stay text
+# parsing takes at most 10 ms; longer literals are treated as text
+_LITERAL_CHARACTERS_MAX = 1 << 13
 _TYPE_NAMES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
@@ -28,7 +29,7 @@ class PairArguments:
     """The arguments of one call: `begin_value`, `push` and `end_value` for each, then `end`."""
 
     def __init__(self, schema: Mapping[str, Any] | None, *, trims_lines: bool) -> None:
-        """`trims_lines`: a line break at both ends of a value is not part of it."""
+        """`trims_lines`: a line break at either end of a value is not part of it."""
         properties = (schema or {}).get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
         self._trims_lines = trims_lines
@@ -76,7 +77,7 @@ class PairArguments:
         return f'"{escaped(held)}"'
 
     def cut(self, key: str = "") -> str:
-        """Returns what is held of a value that the text's end cut, or a `key` that it cut."""
+        """Returns the held-back part of a value or `key` that the end of the text cut."""
         if key:
             return f'{"{" if self._is_first else ", "}"{escaped(key)}'
         held, self._held = self._held, ""
@@ -91,22 +92,24 @@ class PairArguments:
 
 
 def _from_python(text: str) -> str:
-    """Returns the JSON of an object or array that is written as in Python; empty for others."""
+    """Returns the JSON of an object or array in Python syntax; "" for other text."""
     if not text.startswith(("{", "[", "(")) or len(text) > _LITERAL_CHARACTERS_MAX:
         return ""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # ignore warnings about invalid escapes
             return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return ""
 
 
 def types_of(schema: Any) -> set[str]:
-    """Returns the names of a schema's types; empty if it does not say."""
+    """Returns the names of a schema's types; empty if the schema has none."""
     if not isinstance(schema, dict):
         return set()
-    told = schema.get("type")
-    found = {t for t in (told if isinstance(told, list) else [told]) if isinstance(t, str)}
+    declared = schema.get("type")
+    found = {
+        t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)
+    }
     for alternative in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
         found |= types_of(alternative)
     values = _list(schema.get("enum"))

@@ -1,12 +1,11 @@
 """Chooses where a request goes: a decode worker, and prefill workers in order of preference.
 
-Pure: plain data in, plain data out; no clock, no socket, and the random source is an argument. The
-simulator runs this same code. The cost of a worker is the time that the request is predicted to
-lose there (`costs.py`).
-
-Routers see load that is stale by a step or a record, so the choice is random among the near-best:
-among those that hold the most of the prompt and have not much more requests than the others.
-Of a large pool only some, drawn at random, and those who hold the most of the prompt are weighed:
+This module is pure: it takes plain data and a random source, and uses no clock or socket. The
+simulator runs the same code. The cost of a worker is the predicted time that the request loses on
+it (`costs.py`).
+Routers see loads that are a step or a record old, so the choice is random among the near-best
+workers: those that hold the most of the prompt and have not many more requests than the others. In
+a large pool, only a random sample and the workers that hold the most of the prompt are compared, so
 a choice among a thousand takes little longer than one among thirty.
 """
 
@@ -40,33 +39,36 @@ __all__ = [
     "prefill_cost",
 ]
 
-NEAR_BEST_S = 8e-3  # a decode step: what load that is one step old cannot tell
+NEAR_BEST_S = 8e-3  # a decode step: the precision of a load that is one step old
 PREFILL_CANDIDATES_MAX = 3
 PREFIX_HOLDERS_MAX = 3
-FEW = 32  # workers that are all weighed; of more, some are drawn
-DRAWN = 6  # of each pool
+FEW = 32  # a pool of up to this size is compared completely; a larger one is sampled
+DRAWN = 6  # sample size for each pool
 DRAWS_MAX = 8 * DRAWN
-LOAD_EXCESS = 0.25  # of the near-best workers' mean requests: a prefix draws so many more, and one
-SHARE_EXCESS = 0.05  # of the mean: half of 10%, for what was predicted of a share is not exact
+# How far a worker with a cached prefix may exceed the near-best workers' mean number of requests,
+# plus one request
+LOAD_EXCESS = 0.25
+# Excess over the mean share: half of 10%, because the predicted shares are inexact
+SHARE_EXCESS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
-    # Others that have more of the prompt than the first candidate, the deepest first.
+    # Workers that have more of the prompt than the first candidate, deepest first.
     prefix_holders: tuple[WorkerSnapshot, ...]
-    tokens_missing: int  # where the prompt will be prefilled: the first candidate, else decode
+    tokens_missing: int  # tokens to compute on the first candidate, or on the decode worker
     reason: str
 
     @property
-    def computes(self) -> WorkerSnapshot:
+    def prefill_worker(self) -> WorkerSnapshot:
         """The worker that is expected to prefill the prompt."""
         return self.prefill_candidates[0] if self.prefill_candidates else self.decode
 
     def prefill_s(self, work: Work) -> float:
-        """Seconds that computing the missing tokens takes there, with nobody ahead."""
-        return computing_s(work, self.computes, self.tokens_missing)
+        """Returns the predicted seconds to compute the missing tokens with an empty queue."""
+        return computing_s(work, self.prefill_worker, self.tokens_missing)
 
 
 def choose(
@@ -76,27 +78,32 @@ def choose(
     rng: Random,
     *,
     refused: frozenset[str] = frozenset(),
-    near: str = "",
-    first: str = "",
+    required_decode: str = "",
+    required_prefill: str = "",
 ) -> Placement | None:
-    """Places a request; None if no decode worker is usable. `matches` is its blocks by holder: a
-    worker, or a tier of it.
+    """Places a request; returns None if no decode worker is usable.
 
-    Workers whose epoch is in `refused` said no to this request already. The decode worker `near` is
-    chosen whatever it costs, if it is usable; so is `first` the first prefill candidate.
+    `matches` maps a holder (a worker or one of its tiers) to its number of the prompt's blocks.
+    Decode workers whose epoch is in `refused` have refused this request. The decode worker
+    `required_decode` is chosen at any cost if it is usable. So is `required_prefill` as the first
+    prefill candidate.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
-        return _choose_one_generation(work, roster, matches, rng, refused, near, first)
+        return _choose_one_generation(
+            work, roster, matches, rng, refused, required_decode, required_prefill
+        )
     pools, reach = _by_worker(matches) if roster.num_with_tiers else (matches, matches)
     holders = _deepest(roster, pools, rng)
     likely_to_reuse = _deepest(roster, reach, rng) if reach is not pools else holders
-    usable = _only(near, roster, refused)
+    usable = _only(required_decode, roster, refused)
     usable = usable or _shortlist("decode", work, roster, likely_to_reuse, refused, rng)
     if not usable:
         return None
-    wanted = roster.by_id.get(first)
-    known = likely_to_reuse if wanted is None or not wanted.usable else [wanted, *likely_to_reuse]
+    required = roster.by_id.get(required_prefill)
+    known = (
+        likely_to_reuse if required is None or not required.usable else [required, *likely_to_reuse]
+    )
     peers = _shortlist("prefill", work, roster, known, frozenset(), rng)
     likely = with_likely_rates(usable + peers)
     decode = likely[: len(usable)]
@@ -104,17 +111,21 @@ def choose(
     candidates: list[WorkerSnapshot] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
-        candidates = _order_prefill(work, prefill, matches, producers, roster, rng, first)
+        candidates = _order_prefill(
+            work, prefill, matches, producers, roster, rng, required_prefill
+        )
     else:
         decode = _within_share(work, decode, matches, roster)
     costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
     chosen = _pick(_hold_most(work, near_best(decode, costs), matches, roster), rng)
-    prefills = candidates[0] if candidates else chosen
+    prefill_worker = candidates[0] if candidates else chosen
     cached = reuse(work, chosen, matches)
-    there = reuse(work, prefills, matches)
-    tokens_missing = work.num_tokens - max(cached.num_tokens, there.num_tokens)
-    depth = max(pools.get(prefills.worker_id, 0), there.num_tokens // work.block_size)
-    taken = (chosen.worker_id, prefills.worker_id)
+    prefill_cached = reuse(work, prefill_worker, matches)
+    tokens_missing = work.num_tokens - max(cached.num_tokens, prefill_cached.num_tokens)
+    depth = max(
+        pools.get(prefill_worker.worker_id, 0), prefill_cached.num_tokens // work.block_size
+    )
+    taken = (chosen.worker_id, prefill_worker.worker_id)
     deeper = [w for w in holders if pools[w.worker_id] > depth and w.worker_id not in taken]
     loaded = f" load={cached.load_s * 1000:.0f}ms" if cached.load_s else ""
     names = ",".join([w.worker_id for w in candidates]) or "none"
@@ -140,25 +151,36 @@ def _choose_one_generation(
     matches: Mapping[str, int],
     rng: Random,
     refused: frozenset[str],
-    near: str,
-    first: str,
+    required_decode: str,
+    required_prefill: str,
 ) -> Placement | None:
-    """Places by one KV compatibility in an upgrade, drawn by how many of its workers decode."""
+    """Places on workers of one KV compatibility during an upgrade, where KV cannot be exchanged.
+
+    A group is drawn with the number of its usable decode workers as weight.
+    """
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
         groups.setdefault(worker.compatibility_key, Roster()).put(worker)
     counts = [_num_usable(work, group, refused) for group in groups.values()]
-    if _only(near, roster, refused):
-        counts = [near in group.by_id for group in groups.values()]
+    if _only(required_decode, roster, refused):
+        counts = [required_decode in group.by_id for group in groups.values()]
     if not any(counts):
         return None
     (group,) = rng.choices(list(groups.values()), counts)
-    group.second = roster.second
-    return choose(work, group, matches, rng, refused=refused, near=near, first=first)
+    group.second_weight = roster.second_weight
+    return choose(
+        work,
+        group,
+        matches,
+        rng,
+        refused=refused,
+        required_decode=required_decode,
+        required_prefill=required_prefill,
+    )
 
 
 def _only(name: str, roster: Roster, refused: frozenset[str]) -> list[WorkerSnapshot]:
-    """Returns this decode worker, or nobody if it is not usable."""
+    """Returns the named decode worker in a list; an empty list if it is not usable."""
     worker = roster.by_id.get(name)
     if worker is None or worker.role != "decode" or worker.epoch in refused:
         return []
@@ -173,7 +195,7 @@ def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
 def near_best(
     workers: Sequence[WorkerSnapshot], costs: Mapping[str, float]
 ) -> list[WorkerSnapshot]:
-    """Returns the workers whose cost is too close to the lowest for stale load to tell apart."""
+    """Returns the workers whose cost is indistinguishable from the lowest with stale loads."""
     limit = min([costs[w.worker_id] for w in workers]) + NEAR_BEST_S
     return [w for w in workers if costs[w.worker_id] <= limit]
 
@@ -181,12 +203,15 @@ def near_best(
 def _hold_most(
     work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
 ) -> list[WorkerSnapshot]:
-    """Returns those of some near-best workers that hold the most of the prompt. One that has many
-    more requests than the mean is left out: several routers may see the same prefix there, and each
-    of them only its own requests."""
+    """Returns the near-best workers that hold the most of the prompt.
+
+    Workers with many more requests than the mean are left out. Several routers may choose the same
+    prefix holder, and each knows only its own requests.
+    """
     if len(workers) == 1 or not matches:
         return workers
-    if roster.num_with_tiers:  # a tier that is slower than computing is no help
+    # blocks of a tier count only if loading them is faster than computing
+    if roster.num_with_tiers:
         held = [reuse(work, w, matches).num_tokens for w in workers]
     else:
         held = [matches.get(w.worker_id, 0) for w in workers]
@@ -207,23 +232,24 @@ def _pick(workers: list[WorkerSnapshot], rng: Random) -> WorkerSnapshot:
 def _within_share(
     work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
 ) -> list[WorkerSnapshot]:
-    """Returns the workers that may take more prefill; if none may, the one furthest below the mean.
+    """Returns the workers that may get more prefill; if none may, the one furthest below the mean.
 
-    A worker's share of late, this request in it, stays under the mean and `SHARE_EXCESS` of it
-    and one request: the whole prompt, computed. So one conversation stays where its blocks are,
-    for its turns together cost that once; a prefix that many share spreads.
+    A worker's recent share, this request included, may exceed the mean by `SHARE_EXCESS` and the
+    time to compute one whole prompt. So a conversation stays with its blocks, because its turns
+    together cost that once; a prefix of many conversations is spread.
     """
-    limit = (1 + SHARE_EXCESS) * roster.mean_placed(workers[0].role)
+    limit = (1 + SHARE_EXCESS) * roster.mean_prefill_share(workers[0].role)
     fit = [
         w
         for w in workers
-        if w.placed <= limit or w.placed - limit <= roster.second * _saved_s(work, w, matches)
+        if w.prefill_share <= limit
+        or w.prefill_share - limit <= roster.second_weight * _saved_s(work, w, matches)
     ]
-    return fit or [min(workers, key=lambda w: w.placed)]
+    return fit or [min(workers, key=lambda w: w.prefill_share)]
 
 
 def _saved_s(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
-    """Seconds of prefill that the worker's cached blocks save."""
+    """Returns the seconds of prefill that the worker's cached blocks save."""
     reused = reuse(work, worker, matches)
     if not reused.num_tokens:
         return 0.0
@@ -239,16 +265,19 @@ def _order_prefill(
     holders: Sequence[WorkerSnapshot],
     roster: Roster,
     rng: Random,
-    wanted: str,
+    required: str,
 ) -> list[WorkerSnapshot]:
-    """Puts the wanted worker first, or a random near-best one that may take more; then all others
-    by cost."""
+    """Returns the prefill candidates in order.
+
+    The first one is the required worker, or a random near-best one within its share. The others
+    follow by cost.
+    """
     held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
     costs = {w.worker_id: prefill_cost(work, w, matches, held=held) for w in workers}
-    first = next((w for w in workers if w.worker_id == wanted), None)
+    first = next((w for w in workers if w.worker_id == required), None)
     if first is None:
-        near = near_best(_within_share(work, workers, matches, roster), costs)
-        first = _pick(_hold_most(work, near, matches, roster), rng)
+        cheap = near_best(_within_share(work, workers, matches, roster), costs)
+        first = _pick(_hold_most(work, cheap, matches, roster), rng)
     rest = [w for w in workers if w is not first]
     rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
     return [first, *rest[: PREFILL_CANDIDATES_MAX - 1]]
@@ -262,8 +291,10 @@ def _shortlist(
     refused: frozenset[str],
     rng: Random,
 ) -> list[WorkerSnapshot]:
-    """Returns the workers to weigh: all of a small pool, else some at random and the holders. A
-    worker that cannot have the request's adapter is none of them."""
+    """Returns the workers to compare: a whole small pool, or a random sample and the holders.
+
+    Workers that cannot load the request's adapter are left out.
+    """
     pool = roster.pool(role)
     by_id = roster.by_id
     count = len(pool)
@@ -281,7 +312,7 @@ def _shortlist(
                 drawn[w.worker_id] = w
                 if len(drawn) == wanted:
                     return list(drawn.values())
-    # The pool is small, or few of it are usable: nobody may be missed.
+    # The pool is small or has few usable workers, so compare all of them.
     found = [w for name in pool if (w := by_id[name]).state == "ready" and w.reachable]
     if work.adapter is not None:
         found = [w for w in found if w.can_run(work)]
@@ -289,7 +320,7 @@ def _shortlist(
 
 
 def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Returns the blocks of workers' pools, and of each worker's deepest holder."""
+    """Returns the depths of the workers' pools, and the depths of each worker's deepest holder."""
     pools = {holder: depth for holder, depth in matches.items() if MARK not in holder}
     reach: dict[str, int] = {}
     for holder, depth in matches.items():
@@ -299,13 +330,13 @@ def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[s
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
-    """Returns a few workers with the most of the prompt, the most first, at random among equals."""
+    """Returns a few workers that hold the most of the prompt, deepest first; ties are random."""
     if not matches:
         return []
     found = _usable_of_deepest(roster, matches, rng)
     if len(found) >= PREFIX_HOLDERS_MAX or len(matches) <= FEW:
         return found
-    # Those who have the most leave, perhaps, and others have nearly as much.
+    # The deepest workers may be unusable while others have nearly as much.
     by_id = roster.by_id
     usable = {n: d for n, d in matches.items() if (w := by_id.get(n)) is not None and w.usable}
     return _usable_of_deepest(roster, usable, rng) if usable else []
@@ -317,7 +348,7 @@ def _usable_of_deepest(
     few = PREFIX_HOLDERS_MAX + 2
     names = list(matches)
     if len(names) > FEW:
-        # Often a thousand have the first block, and a few of them more.
+        # Often a thousand workers have the first block, and only a few have more.
         deepest = max(matches.values())
         among = [name for name, depth in matches.items() if depth == deepest]
         names = among if len(among) >= few else names

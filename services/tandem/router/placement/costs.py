@@ -1,22 +1,20 @@
 """Prices of placement: the predicted seconds that a request loses on a worker. Pure.
 
-    decode   the prompts queued there + a share for each sequence that runs or waits there
-             + the wait until a running slot is free, by the tokens that requests make
-             + what it misses of the prompt: loaded from a tier, pulled, or computed there,
-               whichever is soonest;
-               computing counts again for each that it delays
-             + the blocks that it has not free
-    prefill  the prompts queued there + a share for each lease that it serves
-             + what it misses of the prompt: computed, or loaded from a tier or pulled from a
-               holder first;
-               computing counts again for each that it delays
+    decode   its queued prompts + a share for each of its running and waiting sequences
+             + the wait for a running slot, by the mean output of requests
+             + the missing part of the prompt: loaded from a tier, pulled or computed, whichever is
+               fastest; computing counts again for each waiting sequence that it delays
+             + a price for each missing free block
+    prefill  its queued prompts + a share for each of its leases
+             + the missing part of the prompt: computed, or first loaded from a tier or pulled from
+               a holder; computing counts again for each lease that it delays
 
-A second of computing delays whoever comes behind it: as many, in a steady state, as wait there now.
-So long prompts go where nobody waits, and short ones may queue.
+A second of computing delays the requests behind it; in a steady state these are as many as wait
+now. So long prompts go to workers where no request waits, and short ones may queue.
 
-Workers tell their rates in their records, and `perf_model/predict.py` turns them into seconds. One
-that has measured nothing counts as one like the others; while nobody has, all tell the same guess,
-and only the ratios of these prices matter.
+`perf_model/predict.py` converts the rates in the workers' records into seconds. A worker without
+measurements is assumed to be like the others. If none has measured, all have the same assumed
+rates, and only the ratios of these prices matter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,17 +35,18 @@ from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates
 from tandem.common.perf_model.soonest import Prompt, Reach, choose_soonest
 from tandem.prefix_index.holders import source_of
 
-TOKENS_PER_RUNNING = 24.0  # steps that one more sequence makes longer for the others
+TOKENS_PER_RUNNING = 24.0  # decode steps by which one running sequence lengthens the others' time
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
-PULL_PRICE = 0.25  # of a token's KV that is pulled, against one that is computed; unmeasured
-ADAPTER_READ_S = 0.05  # a guess: workers that have the adapter go before others like them
-SHORTFALL_PRICE = 4.0  # of a token without a free block: somebody is preempted for it
+PULL_PRICE = 0.25  # price of pulling a token's KV relative to computing it, if no rate was measured
+ADAPTER_READ_S = 0.05  # assumed; prefers workers that have the adapter among similar ones
+# price of a token without a free block, because a sequence is preempted for it
+SHORTFALL_PRICE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A worker as the router knows it at the moment it places a request."""
+    """A worker as the router knows it when it places a request."""
 
     worker_id: str
     epoch: str
@@ -58,25 +57,28 @@ class WorkerSnapshot:
     num_running: int = 0
     num_waiting: int = 0
     queued_tokens: int = 0
-    queued_s: float | None = None  # until those are computed; None: it does not say
+    queued_s: float | None = None  # until the queued tokens are computed; None: not reported
     num_leases: int = 0
     num_pulls: int = 0
-    num_running_slots: int = 0  # sequences that may run or pull at once; 0: it does not say
-    chunk_tokens: int = 0  # of prefill in a step, beside those who decode; 0: it does not say
+    num_running_slots: int = 0  # sequences that may run or pull at the same time; 0: not reported
+    chunk_tokens: int = 0  # prefill tokens of a step beside decode; 0: not reported
     blocks_total: int = 0
     blocks_used: int = 0
-    groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
+    groups: tuple[GroupLoad, ...] = ()  # KV groups of a model with windows; blocks_* are their sums
     rates: WorkerRates = field(default_factory=WorkerRates)
-    # Peer's worker id -> how its blocks come here.
+    # Peer's worker id -> rate of blocks from the peer.
     pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
-    # Workers whose keys differ cannot exchange KV. One of all but during an upgrade.
+    # Workers with different keys cannot exchange KV. All have the same key except during an
+    # upgrade.
     compatibility_key: bytes = b""
-    placed: float = 0.0  # its share of the prefill of late; only the ratios of shares count
-    adapters: frozenset[str] = frozenset()  # digests of those in its memory
-    adapters_failed: frozenset[str] = frozenset()  # that it could not read of late
-    lora_rank_max: int = 0  # of an adapter that it loads; 0: it loads none
-    keeps_deadlines: bool = False  # it refuses by itself what would come too late
-    prefill_at: str = ""  # of a decode worker: "remote" or "local" if it has no choice
+    prefill_share: float = 0.0  # recent share of the prefill; only the ratios of shares matter
+    adapters: frozenset[str] = frozenset()  # digests of the adapters in its memory
+    # digests of adapters that it recently failed to read
+    adapters_failed: frozenset[str] = frozenset()
+    lora_rank_max: int = 0  # largest rank of an adapter that it loads; 0: it loads none
+    keeps_deadlines: bool = False  # whether it refuses requests that would be too late
+    # for a decode worker: "remote" or "local" if its configuration leaves no choice
+    prefill_at: str = ""
 
     @property
     def usable(self) -> bool:
@@ -89,18 +91,20 @@ class WorkerSnapshot:
 
     @property
     def num_requests(self) -> int:
-        """Sequences and leases there, whatever they do."""
+        """Total number of its sequences and leases."""
         return self.num_running + self.num_waiting + self.num_pulls + self.num_leases
 
     @property
     def queue_s(self) -> float:
-        """Seconds until the prompts queued there are computed."""
+        """Seconds until its queued prompts are computed."""
         if self.queued_s is not None:
             return self.queued_s
         return queue_seconds(self.rates, self.queued_tokens) if self.queued_tokens else 0.0
 
     def can_run(self, work: "Work") -> bool:
-        """Returns whether it has the request's adapter, if any, or may be able to load it."""
+        """Returns whether it has the request's adapter or may be able to load it. True without
+        one.
+        """
         adapter = work.adapter
         if adapter is None or adapter.digest in self.adapters:
             return True
@@ -111,14 +115,15 @@ class WorkerSnapshot:
 class Work:
     """The properties of a request that placement needs."""
 
-    num_tokens: int  # of the model's input
+    num_tokens: int  # length of the model's input
     block_size: int = 16
-    adapter: Adapter | None = None  # that computes it
-    budget_tokens: int | None = None  # whose KV a worker keeps of it at most; None: all
-    completion_tokens: float = 0.0  # that a request is likely to make; 0: not known
+    adapter: Adapter | None = None  # the LoRA adapter of the request
+    # largest number of its tokens whose KV a worker keeps; None: all
+    budget_tokens: int | None = None
+    completion_tokens: float = 0.0  # expected output; 0: unknown
 
     def num_kept(self, num_tokens: int) -> int:
-        """Returns of how many of its tokens a worker keeps the KV."""
+        """Returns the number of its tokens whose KV a worker keeps."""
         return num_tokens if self.budget_tokens is None else min(num_tokens, self.budget_tokens)
 
 
@@ -129,9 +134,10 @@ def decode_cost(
     *,
     producers: Sequence[WorkerSnapshot],
 ) -> float:
-    """Cost in seconds; it is never lower with more load, never higher with more cached blocks.
+    """Returns the cost in seconds.
 
-    `producers` are the prefill workers; without any, what is missing is computed there.
+    It never falls with more load and never rises with more cached blocks. `producers` are the
+    prefill workers; without any, the worker computes the missing tokens itself.
     """
     reused = reuse(work, worker, matches)
     missing = work.num_tokens - reused.num_tokens
@@ -158,12 +164,14 @@ def decode_cost(
 
 
 def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
-    """Predicts the seconds until enough sequences have ended there. In a full worker, one ends
-    every `completion_tokens` steps for each running slot."""
+    """Predicts the seconds until enough sequences have ended for this one to get a slot and blocks.
+
+    On a full worker, each running slot becomes free every `completion_tokens` steps.
+    """
     num_there = decode.num_running + decode.num_pulls + decode.num_waiting
     num_to_end = num_there + 1 - decode.num_running_slots if decode.num_running_slots else 0
-    # What waits there has no blocks yet; all its tokens are queued. Without it, what is queued is
-    # of prompts that have all of theirs.
+    # Waiting sequences have no blocks yet, and all their tokens are queued. If none waits, the
+    # queued tokens belong to prompts that have all of their blocks.
     queued = decode.queued_tokens if decode.num_waiting else 0
     num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
     if lacking_blocks(decode, num_blocks, decode.num_waiting + 1) > 0:
@@ -182,9 +190,10 @@ def prefill_cost(
     *,
     held: Mapping[str, int] | None = None,
 ) -> float:
-    """Cost in seconds; never lower with more load, never higher with more cached blocks or holders.
+    """Returns the cost in seconds.
 
-    `held` is the prompt's tokens that others have (`cached_tokens`), by worker id.
+    It never falls with more load and never rises with more cached blocks or holders. `held` is the
+    number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
     """
     reused = reuse(work, worker, matches)
     rates = worker.rates
@@ -211,29 +220,35 @@ def prefill_cost(
 
 
 def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
-    """Seconds until the request's adapter is in the worker's memory."""
+    """Returns the seconds until the request's adapter is in the worker's memory."""
     return 0.0 if adapter.digest in worker.adapters else ADAPTER_READ_S
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The first tokens of a prompt that a worker has or loads, and the time until they are in its
-    pool; it may compute some of them while it loads the others."""
+    """The first tokens of a prompt that need no computing, and the time until they are in the pool.
+
+    The worker may compute some of them while it loads the others.
+    """
 
     num_tokens: int
     load_s: float = 0.0
 
 
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
-    """Returns what the worker's pool holds of the prompt, and what it loads from tiers below, where
-    that is sooner than computing. The worker decides by the same function."""
+    """Returns the part of the prompt that the worker has in its pool or loads from its tiers.
+
+    A tier is used only where that is faster than computing. The worker decides by the same
+    function.
+    """
     held = cached_tokens(work, worker, matches)
     rates = worker.rates
     in_pool = matches.get(worker.worker_id, 0)
     tiers = []
     for tier in rates.tiers:
         depth = matches.get(source_of(worker.worker_id, tier.name), 0)
-        depth = min(depth, (work.num_tokens - 1) // work.block_size)  # the last token is computed
+        # the last token is always computed
+        depth = min(depth, (work.num_tokens - 1) // work.block_size)
         if depth > in_pool:
             tiers.append(Reach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool)))
     if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
@@ -256,7 +271,9 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
 
 
 def _load_s(rates: WorkerRates, tier: TierRate, num_blocks: int) -> float:
-    """Returns the seconds to load a prompt's last blocks; of windows only the last ones come."""
+    """Returns the seconds to load a prompt's last blocks. Groups with windows load only the last
+    ones.
+    """
     seconds = tier.seconds(num_blocks, rates.block_bytes)
     if not rates.windows:
         return seconds
@@ -264,19 +281,21 @@ def _load_s(rates: WorkerRates, tier: TierRate, num_blocks: int) -> float:
 
 
 def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
-    """Predicts the seconds of the prompt's last `missing` tokens there, with nothing queued."""
+    """Predicts the seconds to compute the prompt's last `missing` tokens with an empty queue."""
     return prefill_seconds(worker.rates, work.num_tokens, work.num_tokens - missing)
 
 
 def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> int:
-    """Returns the prompt's tokens in the worker's pool; a prompt cached whole recomputes its last
-    token."""
+    """Returns the number of the prompt's tokens in the worker's pool.
+
+    A completely cached prompt recomputes its last token.
+    """
     held = matches.get(worker.worker_id, 0) * work.block_size
     return held if held < work.num_tokens else max(0, work.num_tokens - 1)
 
 
 def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
-    """Gives a worker that has measured nothing the median prefill rate of the others."""
+    """Gives each worker without measurements the median prefill rate of the others."""
     if all(w.rates.measured for w in workers):
         return list(workers)
     likely = likely_rates(w.rates for w in workers)
@@ -286,10 +305,10 @@ def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]
 def _missing_s(
     work: Work, worker: WorkerSnapshot, cached: int, producers: Sequence[WorkerSnapshot]
 ) -> float:
-    """Seconds to have the missing blocks there: pulled from a producer, or computed.
+    """Returns the seconds to obtain the missing blocks: pulled from a producer, or computed.
 
-    That a copy pushes out other blocks is not priced: twice the memory saves 1.5% of the computing
-    of Mooncake's trace, so a token pushed out costs little next to one that is computed.
+    The eviction of other blocks has no price. In Mooncake's trace, twice the memory saves only 1.5%
+    of the computing, so an evicted token costs little compared with a computed one.
     """
     rates = worker.rates
     missing = work.num_tokens - cached

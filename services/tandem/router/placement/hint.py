@@ -1,10 +1,9 @@
-"""The placement that an endpoint picker sends with a request, for the front that gets it. Pure.
+"""The placement that an endpoint picker sends with a request to the front that serves it. Pure.
 
-The picker chose a decode worker, whose front the gateway sends the request to, and the prefill
-worker that should compute the prompt. Both travel in one header, which the picker signs with the
-cluster's token. A hint counts for one request id and for a short time: a client cannot make one,
-and one that it saw places nothing but a request of the same id.
-
+The picker chooses a decode worker, whose front gets the request from the gateway, and the prefill
+worker. Both are in one header, which the picker signs with the cluster's token. A hint is valid for
+one request id and a short time. A client cannot create a hint, and a copied one applies only to a
+request with the same id.
     x-tandem-placement-hint: BASE64URL(JSON).HEX(HMAC-SHA256)
 """
 
@@ -16,16 +15,15 @@ import hmac
 import msgspec
 
 HINT_HEADER = "x-tandem-placement-hint"
-AGE_MAX_S = 30.0  # also of clocks that differ
+AGE_MAX_S = 30.0  # also covers the difference of the hosts' clocks
 _CHARACTERS_MAX = 4096
-_PURPOSE = b"tandem placement hint"  # keeps signatures of the token's other uses apart
+_PURPOSE = b"tandem placement hint"  # separates these signatures from other uses of the token
 
 
 class PlacementHint(msgspec.Struct, frozen=True):
-    """A placement for one request. `prefill` is empty where the decode worker computes the prompt
-    itself."""
+    """A placement for one request. `prefill` is "" if the decode worker computes the prompt."""
 
-    request_id: str  # of the header x-request-id
+    request_id: str  # value of the header x-request-id
     at: float  # seconds since 1970
     decode: str  # worker id
     prefill: str = ""  # worker id
@@ -38,7 +36,7 @@ def sign(hint: PlacementHint, token: str) -> str:
 
 
 def read(value: str, token: str, *, request_id: str, now: float) -> PlacementHint | None:
-    """Returns the hint; None if it is malformed, another's, of another request or too old."""
+    """Returns the hint; None if it is malformed, too old, wrongly signed or of another request."""
     body, _, signature = value.partition(".")
     if len(value) > _CHARACTERS_MAX or not value.isascii():
         return None

@@ -1,19 +1,22 @@
-"""Says which decode workers should hand back waiting requests, because others have room. Pure.
+"""Finds decode workers that should return waiting requests because others have room. Pure.
 
-A waiting request holds no KV yet, so nothing is lost when it waits, or runs, elsewhere. A worker
-has room if nobody waits there, a running slot is free and hardly any prompt is queued.
+A waiting request holds no KV yet, so nothing is lost if another worker runs it. A worker has room
+if no sequence waits there, a running slot is free and hardly any prompt is queued.
 """
 
 from collections.abc import Iterable
 
 from tandem.router.placement.costs import WorkerSnapshot
 
-QUEUED_MAX_S = 0.1  # of prefill, at a worker that has room
+QUEUED_MAX_S = 0.1  # longest prefill queue of a worker with room
 
 
 def find_moves(workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
-    """Returns how many of its waiting requests each worker should hand back, by worker id: as many
-    as find a free running slot elsewhere, from the longest queues."""
+    """Returns the number of waiting requests that each worker should return, by worker id.
+
+    In total they are as many as the free running slots of other workers, taken from the longest
+    queues.
+    """
     decode = [w for w in workers if w.role == "decode" and w.usable and w.num_running_slots]
     num_free = sum(_num_free(w) for w in decode)
     moves: dict[str, int] = {}

@@ -1,10 +1,8 @@
-"""Classifies why a request went where it did, for a counter and for people.
+"""Classifies why a request was placed on its workers, for a counter and for operators. Pure.
 
-    prefix             who has the most of the prompt got it
-    load_over_prefix   somebody has more of it, but is too busy, or slow, for that to pay
-    load               nobody has any of it
-
-Pure.
+prefix             the worker with the most of the prompt was chosen
+load_over_prefix   a worker with more of the prompt was too busy or too slow
+load               no worker has any of the prompt
 """
 
 from collections.abc import Mapping
@@ -15,13 +13,14 @@ from tandem.router.placement.costs import Work, cached_tokens
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-PLACEMENT_HEADER = "x-tandem-placement"  # in a request: asks for the line; in its answer: the line
-TIMING_HEADER = "x-tandem-timing"  # in a request: asks for its stages, in `server-timing`
+# in a request: asks for the placement line; in its answer: the line
+PLACEMENT_HEADER = "x-tandem-placement"
+TIMING_HEADER = "x-tandem-timing"  # in a request: asks for its stages in `server-timing`
 _NO = ("", "0", "false", "no", "off")
 
 
 def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> Reason:
-    """Returns why the request was placed there; `matches` is what `choose` took."""
+    """Returns why the request was placed there. `matches` is the argument of `choose`."""
     reused = work.num_tokens - placement.tokens_missing
     holders = placement.prefix_holders
     if any(cached_tokens(work, holder, matches) > reused for holder in holders):
@@ -30,5 +29,5 @@ def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> R
 
 
 def asks(value: str | None) -> bool:
-    """Returns whether a client that sent this value of a header wants the answer to it."""
+    """Returns whether this value of a request header asks for the corresponding response header."""
     return value is not None and value.strip().lower() not in _NO

@@ -1,7 +1,7 @@
-"""The workers as placement reads them: by id, and each pool's ids. Pure.
+"""The workers by id, and the ids of each pool, for placement. Pure.
 
-Taking in one worker's news costs the same among eight and among a thousand, so who keeps a roster
-over many requests (the simulator) never walks all workers for one of them.
+An update of one worker takes the same time among eight and among a thousand. So a caller that keeps
+a roster over many requests (the simulator) never iterates over all workers for one of them.
 """
 
 from collections import Counter
@@ -11,26 +11,34 @@ from tandem.router.placement.costs import WorkerSnapshot
 
 
 class Roster:
-    """Holds one snapshot for each worker id, the last that was put.
+    """The latest snapshot of each worker, by worker id.
 
-    `second` is what a second of prefill counts in the workers' shares (`shares.py`).
+    `second_weight` is the weight of a second of prefill in the workers' shares (`shares.py`).
     """
 
-    __slots__ = ("_pools", "_sums", "by_id", "compatibility_keys", "num_with_tiers", "second")
+    __slots__ = (
+        "_pools",
+        "_sums",
+        "by_id",
+        "compatibility_keys",
+        "num_with_tiers",
+        "second_weight",
+    )
 
     def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
         self.by_id: dict[str, WorkerSnapshot] = {}
-        self.second = 1.0
-        self.num_with_tiers = 0  # workers that load blocks from a tier below their pool
-        # Of all workers: one key but in an upgrade.
+        self.second_weight = 1.0
+        self.num_with_tiers = 0  # number of workers that load blocks from a tier
+        # Key -> number of workers; there is one key except during an upgrade.
         self.compatibility_keys: Counter[bytes] = Counter()
         self._pools: dict[str, list[str]] = {}
-        self._sums: dict[str, list[float]] = {}  # by role: usable workers, and their shares
+        # role -> [number of usable workers, sum of their shares]
+        self._sums: dict[str, list[float]] = {}
         for worker in workers:
             self.put(worker)
 
     def put(self, worker: WorkerSnapshot) -> None:
-        """Adds a worker, or replaces its snapshot."""
+        """Adds a worker or replaces its snapshot."""
         known = self.by_id.get(worker.worker_id)
         if known is None or known.compatibility_key != worker.compatibility_key:
             self.compatibility_keys[worker.compatibility_key] += 1
@@ -47,7 +55,7 @@ class Roster:
         self.by_id[worker.worker_id] = worker
 
     def remove(self, worker_id: str) -> None:
-        """Removes a worker that left; does nothing for one that never came."""
+        """Removes a worker; does nothing if it is unknown."""
         known = self.by_id.pop(worker_id, None)
         if known is not None:
             self._drop_key(known)
@@ -59,7 +67,7 @@ class Roster:
         if worker.usable:
             sums = self._sums[worker.role]
             sums[0] += sign
-            sums[1] += sign * worker.placed
+            sums[1] += sign * worker.prefill_share
 
     def _drop_key(self, worker: WorkerSnapshot) -> None:
         self.compatibility_keys[worker.compatibility_key] -= 1
@@ -67,10 +75,10 @@ class Roster:
             del self.compatibility_keys[worker.compatibility_key]
 
     def pool(self, role: str) -> Sequence[str]:
-        """Ids of the workers of this role, in the order in which they came."""
+        """Returns the ids of the workers with this role, in the order in which they were added."""
         return self._pools.get(role, ())
 
-    def mean_placed(self, role: str) -> float:
-        """Mean share of the usable workers of this role."""
+    def mean_prefill_share(self, role: str) -> float:
+        """Returns the mean share of the usable workers with this role."""
         count, total = self._sums.get(role, (0.0, 0.0))
         return total / count if count else 0.0

@@ -1,53 +1,55 @@
-"""Shares count the recent prefill work that each worker was given. Pure.
+"""Counts the recent prefill work that each worker was given. Pure.
 
-    sent  the predicted seconds are added to its share
+    sent  the predicted seconds are added to the worker's share
     time  a share counts half after `HALF_LIFE_S`
-
-Shares are kept in seconds of the moment when this was made, which shrink by the half-life: so a
-share changes only when something happens to its worker, and nobody walks all of them as time goes
-by. With several routers each keeps the shares of what it sent itself; where each of them is even,
-the sum is.
+Shares are kept in units of one second of prefill at the time of creation, which lose weight by the
+half-life. So a share changes only when its worker gets work, and no loop over all workers is needed
+as time passes. Each of several routers keeps the shares of its own requests; if each one is
+balanced, the sum is balanced.
 """
 
-# Long against a prompt (seconds), so that one long prompt does not make a worker's share; short
-# against the time in which pools are resized and habits of clients change.
+# Long compared with a prompt (seconds), so that one long prompt does not dominate a share. Short
+# compared with changes of pool sizes and of the clients' load.
 HALF_LIFE_S = 300.0
 REBASE_S = 100 * HALF_LIFE_S
 
 
 class Shares:
-    """The workers' shares of recent prefill. `now_s` is of a monotonic clock that began near 0."""
+    """The workers' shares of recent prefill. `now_s` is a monotonic time that began near 0."""
 
     def __init__(self) -> None:
-        self._placed: dict[str, float] = {}
+        self._shares: dict[str, float] = {}
         self._origin_s = 0.0
 
-    def second(self, now_s: float) -> float:
-        """Weight of one second of prefill in a share, at `now_s`."""
+    def second_weight(self, now_s: float) -> float:
+        """Returns the weight of one second of prefill in a share at `now_s`."""
         return float(2.0 ** ((now_s - self._origin_s) / HALF_LIFE_S))
 
     def rebase(self, now_s: float) -> bool:
-        """Rescales all shares before numbers grow out of bounds, after days; True if it did so."""
+        """Rescales all shares after days, before the numbers overflow; returns whether it did."""
         elapsed_s = now_s - self._origin_s
         if elapsed_s < REBASE_S:
             return False
-        # Not 1 / second(now_s): after a pause of 1,024 half-lives (85 h) that is past all floats,
-        # while this becomes 0.
+        # Not 1 / second_weight(now_s), which overflows after a pause of 1,024 half-lives (85 h);
+        # this becomes 0.
         scale = 2.0 ** (-elapsed_s / HALF_LIFE_S)
-        self._placed = {name: placed * scale for name, placed in self._placed.items()}
+        self._shares = {name: share * scale for name, share in self._shares.items()}
         self._origin_s = now_s
         return True
 
-    def join(self, worker_id: str, placed: float) -> None:
-        """Adds a new or returned worker; `placed` is the mean share, so that not all goes to it."""
-        self._placed[worker_id] = placed
+    def join(self, worker_id: str, mean_share: float) -> None:
+        """Adds a new or returned worker.
+
+        `mean_share` is the mean share, so that the worker does not get all requests.
+        """
+        self._shares[worker_id] = mean_share
 
     def leave(self, worker_id: str) -> None:
-        self._placed.pop(worker_id, None)
+        self._shares.pop(worker_id, None)
 
-    def placed(self, worker_id: str) -> float:
-        return self._placed[worker_id]
+    def share(self, worker_id: str) -> float:
+        return self._shares[worker_id]
 
     def sent(self, worker_id: str, prefill_s: float, now_s: float) -> None:
-        """A prompt that is predicted to take `prefill_s` seconds goes there."""
-        self._placed[worker_id] += prefill_s * self.second(now_s)
+        """Adds a prompt of `prefill_s` predicted seconds to the worker's share."""
+        self._shares[worker_id] += prefill_s * self.second_weight(now_s)

@@ -1,4 +1,4 @@
-"""The allowed values of a request's fields, in the words of every refusal, and their bounds."""
+"""The allowed values of a request's fields and their bounds, as the error messages state them."""
 
 import math
 import re
@@ -20,7 +20,7 @@ BAD_WORDS_MAX = 128
 BAD_WORD_CHARACTERS_MAX = 128
 LOGPROBS_MAX = 20
 
-CHOICES_MAX = 128  # sequences of one body: workers queue 256 by default
+CHOICES_MAX = 128  # sequences of one body; a worker's queue holds 256 by default
 BEAMS_MAX = 16
 KEY_CHARACTERS_MAX = 1024
 LENGTH_PENALTY_MAX = 10.0
@@ -105,31 +105,33 @@ ALLOWED = {
 
 
 def refusal(name: str, given: object = None, *, why: str = "") -> BadRequest:
-    """Returns the error for a field whose value is not among what `ALLOWED` says. It shows the
-    given value, or what is said of it."""
+    """Returns the error for a field whose value `ALLOWED` excludes.
+
+    Its message shows the given value, or `why`, a description of it.
+    """
     shown = why if given is None else shorten(given)
     shown = f"; it is {shown}" if shown else ""
     return BadRequest(f"{name} must be {ALLOWED[name]}{shown}", param=name)
 
 
 def name_prompt(error: BadRequest, index: int) -> BadRequest:
-    """Returns the same refusal with a message that says which of several prompts it is about."""
+    """Returns the same error with the index of the prompt, for a body with several prompts."""
     return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
 
 
 def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
-    """Returns the same refusal in the words of an API that calls some fields otherwise."""
+    """Returns the same error with an API's own names of the fields."""
     own = error.param
     if own is None or own not in names:
         return error
-    # Where it is the subject: elsewhere the same word may be plain English.
+    # Replace the name only where it is the subject; elsewhere it may be an ordinary word.
     message = re.sub(rf"\b{own}\b(?= (must|has|is|cannot|\d|'))", names[own], error.message)
     return type(error)(message, param=names[own])
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Gives refusals the names that an API has for fields of a chat."""
+    """Gives errors an API's names for the fields of a chat."""
     try:
         yield
     except BadRequest as error:
@@ -137,7 +139,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def shorten(value: object) -> str:
-    """Returns a value as a message shows it: bounded, and quoted if it is the client's text."""
+    """Formats a value for a message: at most 80 characters, quoted if it is the client's text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = str(value) if isinstance(value, int | float) else repr(value)

@@ -1,4 +1,4 @@
-"""A chat as requested: messages, tools, and what the model's chat template gets of them."""
+"""A chat request: its messages, its tools, and the input of the model's chat template."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,15 @@ from typing import Any, Literal, Self
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal, shorten
 
-# The template decides on roles of a model's own, such as `control`. None can spell a special token.
+# The template decides about a model's own roles, such as `control`. No role can spell a special
+# token.
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-NESTING_MAX = 64  # of a tool's schema, or of a call's arguments
+NESTING_MAX = 64  # levels in a tool's schema or a call's arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model made in an earlier answer."""
+    """A tool call in an earlier answer of the model."""
 
     id: str
     name: str
@@ -29,13 +30,13 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class Message:
     role: str
-    content: str | None  # None: of an assistant that only called tools
+    content: str | None  # None for an assistant message that only has tool calls
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    name: str = ""  # of the speaker; of a tool, its function
+    name: str = ""  # name of the speaker, or of a tool's function
     reasoning: str = ""
-    # The texts of a content that was sent as a list. `content` has them, too, with a line break
-    # between them, as vLLM has it.
+    # The texts of a content that was sent as a list. As in vLLM, `content` has them joined by line
+    # breaks.
     parts: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -52,7 +53,7 @@ class Message:
             )
 
     def template_input(self) -> dict[str, Any]:
-        """Returns what `ChatTemplate.render` takes: only what was sent."""
+        """Returns the message for `ChatTemplate.render`, with only the fields that were sent."""
         content: Any = self.content
         if len(self.parts) > 1:
             content = [{"type": "text", "text": text} for text in self.parts]
@@ -69,21 +70,25 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools to render with the model's chat template, and how the prompt ends: with
-    the head of an answer, after the last message, or within it if `continue_final_message`."""
+    """Messages and tools for the model's chat template, and the end of the prompt.
+
+    The prompt ends with the header of an answer, after the last message, or within it with
+    `continue_final_message`.
+    """
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()  # as the client wrote them
+    tools: tuple[Mapping[str, Any], ...] = ()  # as the client sent them
     tool_choice: Literal["auto", "none", "required"] = "auto"
-    only_tool: str = ""  # the function that the answer calls; the choice is `required` then
+    only_tool: str = ""  # the function that the answer must call; `tool_choice` is then `required`
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    effort_is_hint: bool = False  # a template that does not take the effort renders without it
-    thinking: bool | None = None  # None: as the model does by itself
+    # if True, a template that does not support the effort renders without it
+    effort_is_hint: bool = False
+    thinking: bool | None = None  # None: the model's default
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # those of a plain text; a template has its own
+    add_special_tokens: bool = False  # special tokens of a plain text; a template adds its own
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
@@ -122,21 +127,23 @@ class Conversation:
 
     @property
     def continued(self) -> str | None:
-        """The content that the answer goes on with; None if it is a message of its own. Calls that
-        are forced are one, too."""
+        """The content that the answer continues; None if the answer is a new message.
+
+        Forced tool calls are a new message, too.
+        """
         if not self.continue_final_message or self.tool_choice == "required":
             return None
         return self.messages[-1].content or ""
 
     @property
     def one_call_only(self) -> bool:
-        """True if the answer ends with its first call."""
+        """True if the answer ends after its first call."""
         return bool(self.only_tool) or not self.parallel_tool_calls
 
     def template_input(
         self,
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]] | None, Mapping[str, Any]]:
-        """Returns messages, tools and options, as `Tokenizer.encode_chat` takes them."""
+        """Returns (messages, tools, options), the arguments of `Tokenizer.encode_chat`."""
         messages = [message.template_input() for message in self.messages]
         return messages, list(self.tools) or None, self.template_options
 
@@ -152,7 +159,7 @@ class Conversation:
 
 
 def _num_characters(value: Any) -> int:
-    """Counts at least the characters that a value adds to a text as JSON, less its marks."""
+    """Returns a lower bound of the characters of a value in JSON, without punctuation."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

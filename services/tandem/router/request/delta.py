@@ -1,4 +1,4 @@
-"""The news of a generation, as HTTP and gRPC pass it on."""
+"""The increments of a generation that HTTP and gRPC send to clients."""
 
 import math
 from array import array
@@ -20,15 +20,15 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    reasoning_tokens: int = 0  # of the completion's
-    # Sums to cached_tokens. None: no worker that served the request has a tier.
+    reasoning_tokens: int = 0  # part of the completion tokens
+    # Sums to cached_tokens. None if no worker that served the request has a tier.
     cached_by_tier: CachedTokens | None = None
-    storable_tokens: int = 0  # of the prompt: those in full blocks, cached from now on or before
-    is_budget_restarted: bool = False  # of a completion: see docs/kv_budgets.md
+    storable_tokens: int = 0  # prompt tokens in full blocks, which are now cached
+    is_budget_restarted: bool = False  # see docs/kv_budgets.md
 
     @property
     def cached_details(self) -> dict[str, Any]:
-        """Returns the cached tokens as OpenAI's APIs name them."""
+        """The cached tokens with the names of OpenAI's APIs."""
         details: dict[str, Any] = {"cached_tokens": self.cached_tokens}
         if self.cached_by_tier is not None:
             details["cached_tokens_by_tier"] = asdict(self.cached_by_tier)
@@ -36,19 +36,19 @@ class Usage:
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Returns the fields that the usage of every API has only if they are true."""
+        """The fields that every API's usage contains only if they are true."""
         return {"budget_restarted": True} if self.is_budget_restarted else {}
 
     def __add__(self, other: "Usage") -> "Usage":
         parts = [u.cached_by_tier for u in (self, other) if u.cached_by_tier is not None]
         cached = self.cached_tokens + other.cached_tokens
-        untold = cached - sum(part.total for part in parts)
+        unreported = cached - sum(part.total for part in parts)
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             cached,
             self.reasoning_tokens + other.reasoning_tokens,
-            sum(parts, CachedTokens(device=untold)) if parts else None,
+            sum(parts, CachedTokens(device=unreported)) if parts else None,
             self.storable_tokens + other.storable_tokens,
             self.is_budget_restarted or other.is_budget_restarted,
         )
@@ -56,10 +56,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The news of one choice of a generation since its delta before.
+    """The increment of one choice since its previous delta.
 
-    A choice's first comes with its first token and has the prompt's ids; its last has
-    `finish_reason`. `usage` counts the prompt, and the choice up to here.
+    A choice's first delta has its first token and the prompt's ids; its last has `finish_reason`.
+    `usage` counts the prompt and the choice's tokens so far.
     """
 
     text: str
@@ -67,18 +67,20 @@ class Delta:
     usage: Usage
     finish_reason: str = ""  # "stop", "length" or "tool_calls"
     prompt_token_ids: list[int] | None = None
-    stop_reason: str | int | None = None  # with "stop": the stop string, or the client's stop token
-    logprobs: list[LogprobEntry] = field(default_factory=list)  # of token_ids, if asked for
-    # In the first, if asked for: of the prompt from its second token on.
+    stop_reason: str | int | None = None  # for "stop": the stop string or the client's stop token
+    # one for each of token_ids, if requested
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    # In the first delta, if requested: for the prompt from its second token on.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
-    embedding: list[float] = field(default_factory=list)  # the same: its last token's hidden state
-    placement: str = ""  # why it was placed where it was
-    timeline: Timeline | None = None  # where its time went until now
+    # in the first delta, if requested: the hidden state of the prompt's last token
+    embedding: list[float] = field(default_factory=list)
+    placement: str = ""  # reason of the placement
+    timeline: Timeline | None = None  # stage times so far
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
-    reasoning: str = ""  # it comes before the text
+    reasoning: str = ""  # reasoning text, which precedes the content
     tool_calls: tuple[CallDelta, ...] = ()
-    index: int = 0  # of the choice
-    total: Usage | None = None  # in the last of all choices: the prompt once, and all completions
+    index: int = 0  # index of the choice
+    total: Usage | None = None  # in the very last delta: the prompt once and all completions
 
 
 def normalized(state: Sequence[float]) -> "array[float]":

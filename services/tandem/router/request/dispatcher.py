@@ -1,6 +1,6 @@
-"""Runs a prepared request on decode workers until it ends: places, submits, migrates, cancels it.
+"""Runs a prepared request on decode workers until it ends: places, submits, migrates, cancels.
 
-The states of a request, and what each may become, are in job.py.
+job.py has the states of a request and their transitions.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _Take = Callable[[Job, Work, Placement, dict[str, int]], T]
 
-# A request with fewer tokens to come than this ends where it is sooner than it migrates.
+# A request with fewer remaining tokens does not migrate; it ends sooner where it is.
 FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
 _RETRY_AFTER_S = 1.0
@@ -64,8 +64,11 @@ class Dispatcher:
         on_end: Callable[[Job], None],
         have_tenants: Callable[[], bool],
     ) -> None:
-        """`match` looks up in the prefix tree; `on_end` hears of each request that ends well;
-        `have_tenants` says whether requests come with tenants now."""
+        """`match` looks up block hashes in the prefix tree. `on_end` is called for each successful
+        job.
+
+        `have_tenants` returns whether requests have tenants now.
+        """
         self._config = config
         self._view = view
         self._look_up = match
@@ -79,12 +82,14 @@ class Dispatcher:
 
     @property
     def num_pending(self) -> int:
-        """Requests that wait here because no decode worker is ready."""
+        """Number of requests that wait because no decode worker is ready."""
         return self._pending.num_pending
 
     @contextmanager
     def looking_up(self, job: Job) -> Iterator[None]:
-        """Looks the job up in the prefix tree beside the body, for its first placing."""
+        """Starts the job's look-up in the prefix tree while the body runs, for its first
+        placement.
+        """
         hashes = job.hashes(self._view.compatibility())
         job.routing.lookup = lookup = asyncio.create_task(self._match(hashes), name="lookup")
         try:
@@ -94,9 +99,9 @@ class Dispatcher:
             raise
 
     async def run(self, job: Job) -> AsyncGenerator[JobStep, None]:
-        """Yields steps until the end; closing the iterator cancels the job where it runs.
+        """Yields steps until the end. Closing the iterator cancels the job on its worker.
 
-        Raises Overloaded, QueueFull, NoWorkers, WorkerLost, or what the worker answered.
+        Raises Overloaded, QueueFull, NoWorkers, WorkerLost or the worker's error.
         """
         self._migrations.budget.begin()
         try:
@@ -134,50 +139,58 @@ class Dispatcher:
     async def _wait_for_parent(self, job: Job) -> None:
         if job.parent is not None:
             await job.parent.may_fork.wait()
-            # Its request was taken: it is not refused for want of capacity, and does not queue.
-            job.routing.homeless_since = time.monotonic()
+            # Its request is already admitted, so it is not refused for lack of capacity and does
+            # not queue.
+            job.routing.unassigned_since = time.monotonic()
             job.routing.is_admitted = True
 
     async def _submit(self, job: Job) -> Attempt:
-        """Submits the job; waits for a usable decode worker, and in a migration also for room."""
+        """Submits the job. Waits for a usable decode worker and, if the job had one, also for
+        room.
+        """
         routing = job.routing
         while True:
             try:
                 if (attempt := await self._try_submit(job)) is not None:
                     job.to(JobState.SUBMITTED)
                     return attempt
-                is_begun = routing.homeless_since is not None
+                is_begun = routing.unassigned_since is not None
                 job.to(JobState.PENDING)
                 with job.progress.timeline.stage("queue"):
                     await self._pending.wait(frozenset(routing.refused), is_begun=is_begun)
                 job.to(JobState.PLACING)
             except REFUSALS as error:
-                if routing.homeless_since is None:
+                if routing.unassigned_since is None:
                     raise
-                waited_s = time.monotonic() - routing.homeless_since
+                waited_s = time.monotonic() - routing.unassigned_since
                 if isinstance(error, NoWorkers) or waited_s > self._config.hold_deadline_s:
                     if job.parent is not None and not job.progress.num_lost:
                         raise
                     raise lost_for_good(job, f"no other took it; {error.message}") from error
                 await asyncio.sleep(min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S))
-                routing.ask_all_again()
+                routing.clear_refusals()
 
     async def place(self, job: Job) -> Placement | None:
-        """Chooses workers for a job that somebody else submits, and counts it among their load
-        until `note_elsewhere`. None while no decode worker is usable. Raises QueueFull, Overloaded
-        and AdapterUnavailable."""
+        """Places a job that another process submits, and returns the placement.
+
+        The job counts as its workers' load until `note_elsewhere`. Returns None while no decode
+        worker is usable. Raises QueueFull, Overloaded and AdapterUnavailable.
+        """
         return await self._place(job, self._count_in)
 
     def note_elsewhere(self, job: Job, *, has_token: bool) -> None:
-        """Notes that a job that was placed has its first token, or that nobody waits for one."""
-        self._note_prefilled(job, job.routing.asked[0] if has_token and job.routing.asked else "")
+        """Records that a job placed by `place` has its first token or has ended without one."""
+        self._note_prefilled(
+            job,
+            job.routing.requested_prefill[0] if has_token and job.routing.requested_prefill else "",
+        )
 
     async def _try_submit(self, job: Job) -> Attempt | None:
         """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
         return await self._place(job, self._send)
 
     async def _place(self, job: Job, take: _Take[T]) -> T | None:
-        """Returns what `take` makes of a placement; None while no decode worker is usable."""
+        """Returns the result of `take` for a placement; None while no decode worker is usable."""
         compatibility = self._view.compatibility()
         block_size = compatibility.block_size if compatibility else 16
         work = work_of(job, block_size, self._metrics.demand.output_tokens_mean)
@@ -206,17 +219,17 @@ class Dispatcher:
                 return take(job, work, placement, matches)
 
     async def _migrate(self, job: Job, old: Attempt) -> Attempt:
-        """Migrates the job while `old` still has the blocks; returns the attempt to follow now.
+        """Migrates the job while `old` still has the blocks; returns the attempt to follow.
 
-        `old` goes on meanwhile: if it ends there first, or nobody takes the request, what came from
-        there is what counts.
+        `old` continues meanwhile. If it finishes first, or no worker accepts the request, its
+        tokens are used.
         """
         job.to(JobState.MIGRATING)
         routing = job.routing
         before = routing.routed
         assert before is not None
         routing.leaves = old.worker_id
-        # It may stay after all: never twice on one stream.
+        # If it stays, it must not be placed again on the stream that it is on.
         routing.refused.add(before.placement.decode.epoch)
         new: Attempt | None = None
         is_migrated = False
@@ -234,8 +247,8 @@ class Dispatcher:
         finally:
             job.to(JobState.SUBMITTED)
             routing.leaves = ""
-            routing.ask_all_again()
-            routing.homeless_since = None
+            routing.clear_refusals()
+            routing.unassigned_since = None
             if not is_migrated:
                 routing.routed = before
                 may_lose_more = job.progress.num_lost < LOSSES_MAX
@@ -252,20 +265,20 @@ class Dispatcher:
         return new
 
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
-        """Sends the job; nothing was awaited since the worker was seen usable."""
+        """Sends the job. There is no await between the choice of the worker and this."""
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
         leaves = self._view.roster().by_id.get(job.routing.leaves)
         message = submission(job, work, placement, matches, leaves)
         self._count_in(job, work, placement, matches)
-        is_here = job.routing.asked is None
-        prefill = _prefill_of(work, placement) if is_here else NO_PREFILL
+        is_local = job.routing.requested_prefill is None
+        prefill = _prefill_of(work, placement) if is_local else NO_PREFILL
         return client.submit(message, prefill=prefill)
 
     def _count_in(
         self, job: Job, work: Work, placement: Placement, matches: dict[str, int]
     ) -> Placement:
-        """Counts a placed job among the load of its workers."""
+        """Adds a placed job to the load of its workers."""
         self._note_prefilled(job)
         job.routing.num_submissions += 1
         kind = reason_of(work, placement, matches)
@@ -274,27 +287,27 @@ class Dispatcher:
         self._metrics.placements.labels(reason=kind).inc()
         job.progress.timeline.submit()
         log.debug("request %s: %s", job.request_id, reason, extra={"request_id": job.request_id})
-        self._view.note_share(placement.computes.worker_id, placement.prefill_s(work))
-        computes_id = computing_worker(work, placement).worker_id
-        if computes_id != placement.decode.worker_id:
+        self._view.note_share(placement.prefill_worker.worker_id, placement.prefill_s(work))
+        prefill_worker_id = computing_worker(work, placement).worker_id
+        if prefill_worker_id != placement.decode.worker_id:
             prefill = _prefill_of(work, placement)
-            sent_at = self._view.note_prefill(computes_id, prefill)
-            job.routing.asked = computes_id, prefill, sent_at
+            sent_at = self._view.note_prefill(prefill_worker_id, prefill)
+            job.routing.requested_prefill = prefill_worker_id, prefill, sent_at
         return placement
 
     def _note_refusal(self, job: Job, error: TandemError) -> None:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
-            # Nor does it fit into any pool that is no larger: those need not be asked.
+            # A pool of the same size or smaller cannot hold it either.
             size = longest_sequence(routed.placement.decode)
             workers = self._view.snapshots()
             job.routing.refused |= {w.epoch for w in workers if 0 < longest_sequence(w) <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
-        """Notes that the worker that was asked to prefill has done so, or need not any more."""
-        if job.routing.asked is not None:
-            worker_id, prefill, sent_at = job.routing.asked
-            job.routing.asked = None
+        """Records that the requested prefill is done or no longer needed."""
+        if job.routing.requested_prefill is not None:
+            worker_id, prefill, sent_at = job.routing.requested_prefill
+            job.routing.requested_prefill = None
             self._view.note_prefilled(worker_id, prefill, sent_at, by_it=by == worker_id)
 
     async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[JobStep, None]:
@@ -304,7 +317,7 @@ class Dispatcher:
             token_ids: list[int] = []
             logprobs: list[LogprobEntry] = []
             finish_reason = ""
-            # After what is read here, `updates` raises the failure of an attempt that has one.
+            # Received updates are used first; then `updates` raises the failure of the attempt.
             for update in await attempt.updates():
                 if update.token_ids:
                     progress.take_source(update)
@@ -321,12 +334,13 @@ class Dispatcher:
                         progress.timeline.take(update.timings, num_output_tokens)
                         if num_output_tokens == 1:
                             self.admission.note_wire(progress.timeline.wire_s)
-                        if num_output_tokens == 2:  # its blocks are here now
+                        # the prompt's blocks are committed on the worker now
+                        if num_output_tokens == 2:
                             pulled = update.timings
                             self._metrics.flows.note_pull(
                                 pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled
                             )
-                # The second token is the sign of a worker that does not say so.
+                # Older workers send no `is_committed`; their second token implies it.
                 if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
                     job.may_fork.set()
                 if update.workers_lost > attempt.num_lost:
@@ -336,11 +350,13 @@ class Dispatcher:
                     finish_reason = update.finish_reason
                     progress.timings = update.timings
             if token_ids or finish_reason:
-                routing.homeless_since = None
+                routing.unassigned_since = None
                 routing.first_token_by = math.inf
                 progress.output_token_ids.extend(token_ids)
-                if finish_reason:  # before the last step: who has it may not come back
-                    if job.parent is None:  # the prefix tree promised nothing to the others
+                # before the last step, because the caller may not resume this generator after it
+                if finish_reason:
+                    # the prefix tree promised nothing for the other children
+                    if job.parent is None:
                         self._on_end(job)
                     job.to(JobState.ENDED)
                 yield JobStep(token_ids, finish_reason, logprobs)
@@ -357,20 +373,28 @@ class Dispatcher:
         )
 
     def _choose(self, job: Job, work: Work, matches: dict[str, int]) -> Placement | None:
-        """Returns None while no decode worker is usable. Raises QueueFull when all have refused, or
-        what they said that cannot take it unless the job has begun: then one could, and it waits
-        for such a worker."""
+        """Returns a placement; None while no decode worker is usable.
+
+        Raises QueueFull if all workers have refused, or the error of a worker that can never run
+        it. A job that has begun waits instead, because some worker could run it.
+        """
         routing = job.routing
         refused = frozenset(routing.refused)
-        near, first = job.wanted
+        required_decode, required_prefill = job.required_workers
         roster = self._view.roster()
         placement = None
-        if routing.returned_by:  # it goes elsewhere, if anybody is there
+        if routing.returned_by:  # try other workers first
             avoided = refused | {routing.returned_by}
             placement = choose(work, roster, matches, self._rng, refused=avoided)
             routing.returned_by = ""
         placement = placement or choose(
-            work, roster, matches, self._rng, refused=refused, near=near, first=first
+            work,
+            roster,
+            matches,
+            self._rng,
+            refused=refused,
+            required_decode=required_decode,
+            required_prefill=required_prefill,
         )
         if placement is None:
             raise_if_refused(job, work.adapter, partial(self._view.has_decode_worker, refused))
@@ -379,8 +403,11 @@ class Dispatcher:
     def _turn(
         self, job: Job, work: Work, matches: dict[str, int]
     ) -> AbstractAsyncContextManager[None]:
-        """Returns the wait for a turn; only a first submission waits, a migration has already, and
-        so has the parent of a job: for all of them."""
+        """Returns the wait for the tenant's turn.
+
+        Only a first submission waits. A migrating job has waited before, and a parent has waited
+        for its children.
+        """
         if job.routing.num_submissions or job.parent is not None or job.routing.has_turn:
             return nullcontext()
         if self.admission.must_wait() and (placement := self._choose(job, work, matches)):
@@ -426,7 +453,7 @@ def _prefill_of(work: Work, placement: Placement) -> Prefill:
 
 
 class _Migrate(Exception):
-    """Signals that the worker leaves, and the request might go on elsewhere."""
+    """Signals that the worker is draining and the request may continue on another one."""
 
 
 class PendingQueue:
@@ -439,10 +466,11 @@ class PendingQueue:
         self.num_pending = 0
 
     async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
-        """Waits for a usable decode worker. Raises NoWorkers after too long, or for too many.
+        """Waits for a usable decode worker. Raises NoWorkers at the deadline or if the queue is
+        full.
 
-        An answer that was begun is not given up for want of room here. `refused`: epochs of
-        workers that need not be waited for.
+        A request that has begun (`is_begun`) is always queued. `refused` are epochs of workers that
+        do not count.
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(

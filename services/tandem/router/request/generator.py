@@ -1,10 +1,9 @@
-"""Follows a request through the router, from a checked ClientRequest to text and usage.
+"""Runs a request through the router, from a checked ClientRequest to text and usage.
 
     prepare (tokenize, hash; off the event loop) -> dispatch (place, submit, follow) -> detokenize,
     stop strings -> deltas
-
 Every request ends in exactly one outcome, counted in one place: stop, length, cancelled, or the
-code of an error. HTTP and gRPC both stand on this and know nothing of workers.
+code of an error. The HTTP and gRPC APIs use this module; they know no workers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tandem.router.request.allowed import refusal
 from tandem.router.request.choices.beams import BeamOptions, search
 from tandem.router.request.choices.best_of import best_of
 from tandem.router.request.choices.children import children
-from tandem.router.request.choices.generation import Choice, Generation, Means
+from tandem.router.request.choices.generation import Choice, Generation, Services
 from tandem.router.request.choices.interleave import interleave, items_of
 from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
@@ -57,21 +56,22 @@ from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 
-# Beyond it a router refuses: each open request costs memory and a share of the event loop.
+# More open requests are refused, because each one costs memory and time of the event loop.
 REQUESTS_MAX = 4096
 _NO_TRACE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The parts of the model that the router needs: its tokenizer and limits, no weights."""
+    """The parts of the model that the router needs: its tokenizer and limits, not its weights."""
 
     folder: ModelFolder
     tokenizer: Tokenizer
     preparer: PromptPreparer
-    answers: ModelFormat
-    created_s: int  # when the model's files were written, in seconds since 1970
-    sampling: Mapping[str, float] = field(default_factory=dict)  # for what clients leave out
+    model_format: ModelFormat
+    created_s: int  # time when the model's files were written, in seconds since 1970
+    # defaults for sampling fields that clients omit
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 class Generator:
@@ -92,13 +92,14 @@ class Generator:
         self.metrics = metrics
         self.tenants = tenants
         keeper = Keeper(view, config.answers.tool_pin_s)
-        self._means = Means(
+        self._services = Services(
             dispatcher, metrics, tenants, config.autoscale, keeper, config.request_deadline_s
         )
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
-        self.end_reason = ""  # why new requests are to go to another router; what runs goes on
+        # reason why new requests must use another router; running ones continue
+        self.end_reason = ""
 
     @property
     def served_name(self) -> str:
@@ -107,8 +108,10 @@ class Generator:
         return self.model.folder.name
 
     def adapter(self, model: str) -> Adapter | None:
-        """Returns the LoRA adapter that a request names as its model; None for the base model.
-        Raises ModelNotFound for another name."""
+        """Returns the LoRA adapter with this model name; None for the base model.
+
+        Raises ModelNotFound for another name.
+        """
         if model in ("", self.served_name):
             return None
         if (adapter := self._view.adapters().get(model)) is not None:
@@ -117,33 +120,33 @@ class Generator:
         return None
 
     def name_of(self, model: str) -> str:
-        """Returns the name that answers tell of what a request names as its model."""
+        """Returns the model name that answers contain for a requested model name."""
         return model if model in self._view.adapters() else self.served_name
 
     def with_defaults(self, request: ClientRequest) -> ClientRequest:
-        """Returns a request with the model's defaults for the sampling that it leaves out."""
+        """Returns the request with the model's defaults for omitted sampling fields."""
         return request if self.model is None else request.with_defaults(self.model.sampling)
 
     @property
     def adapters(self) -> list[Adapter]:
-        """The LoRA adapters that requests may name, by name."""
+        """The LoRA adapters that requests may use, sorted by name."""
         return sorted(self._view.adapters().values(), key=lambda adapter: adapter.name)
 
     @property
     def num_running(self) -> int:
-        """Number of requests that are open: running, queued or being tokenized."""
+        """Number of open requests: running, queued or being tokenized."""
         return self._num_running
 
     @property
     def max_model_len(self) -> int:
-        """Largest number of tokens, prompt and completion together; 0 until the model is loaded."""
+        """Largest number of prompt and completion tokens together; 0 until the model is loaded."""
         if self.model is None:
             return 0
         limits = [self.model.folder.config.max_model_len, self._view.max_model_len()]
         return min(limit for limit in limits if limit is not None)
 
     def not_ready_reason(self) -> str:
-        """Returns why requests cannot be served; empty when they can."""
+        """Returns why requests cannot be served; "" if they can."""
         if self.end_reason:
             return self.end_reason
         if self.model is None:
@@ -159,8 +162,9 @@ class Generator:
     async def without_workers(
         self, tenant: str, limits: Limits, number: int = 1
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Counts requests that need no worker among those that a key's limits allow, while the body
-        answers them. They take no tokens. Yields the headers `x-ratelimit-*`. Raises RateLimited.
+        """Counts requests that need no worker towards a key's request limits during the body.
+
+        They use no tokens. Yields the headers `x-ratelimit-*`. Raises RateLimited.
         """
         async with AsyncExitStack() as held:
             reserved = [
@@ -172,14 +176,17 @@ class Generator:
                 self.tenants.limiter.settle(reservation, 0)
 
     async def tokenize(self, request: ClientRequest) -> list[int]:
-        """Returns the token ids of a prompt, which may have no room for an answer. Raises what
-        `generate` does for a prompt that cannot be prepared, or that its key's limits refuse."""
+        """Returns the token ids of a prompt, which may fill the whole context.
+
+        Raises the errors of `generate` for a prompt that cannot be prepared or that its key's
+        limits refuse.
+        """
         with self._place() as model:
             max_model_len = self.max_model_len
             self.adapter(request.model)
             vocab_size = model.folder.config.vocab_size
             request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
-            request = with_template_options(model.answers, request)
+            request = with_template_options(model.model_format, request)
             prepare = model.preparer.prepare
             token_ids = (await prepare(request, None, max_model_len=max_model_len)).token_ids
             request.check_prompt_limit(len(token_ids))
@@ -188,8 +195,10 @@ class Generator:
     async def detokenize(
         self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool
     ) -> str:
-        """Returns the text of token ids. Raises BadRequest for ids that are not in the vocabulary,
-        and for more than the context has."""
+        """Returns the text of token ids.
+
+        Raises BadRequest for ids outside the vocabulary or more ids than the context has.
+        """
         with self._place() as model:
             if len(token_ids) > self.max_model_len:
                 raise refusal("tokens", why=f"a list of {len(token_ids)}")
@@ -215,13 +224,13 @@ class Generator:
         self,
         request: ClientRequest,
         trace: Mapping[str, str] = _NO_TRACE,
-        together: Together | None = None,
+        together: BodyRequests | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Yields deltas, at least one; closing the generator cancels the request wherever it is.
+        """Yields deltas, at least one. Closing the generator cancels the request wherever it is.
 
-        `trace`: the client's headers `traceparent` and `tracestate`, if it sent them. `together`:
-        the requests of its body, of which none is placed unless all are valid; None if it is alone.
-        Raises errors of services/tandem/errors.py only.
+        `trace` has the client's headers `traceparent` and `tracestate`. `together` has the requests
+        of its body, of which none is placed unless all are valid; None if it is the only one.
+        Raises only errors of services/tandem/errors.py.
         """
         together = together or self.together()
         request = self.with_defaults(request)
@@ -257,9 +266,9 @@ class Generator:
             record.end()
             self.metrics.on_end(record)
 
-    def together(self, num_requests: int = 1) -> Together:
-        """Returns what the requests of one body share."""
-        return Together(num_requests, logprobs_max=self.config.logprobs_max)
+    def together(self, num_requests: int = 1) -> BodyRequests:
+        """Returns the shared state of the requests of one body."""
+        return BodyRequests(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
         operation = operation_of(request.kind)
@@ -279,7 +288,7 @@ class Generator:
         return record
 
     async def _run(
-        self, request: ClientRequest, record: RequestRecord, together: Together
+        self, request: ClientRequest, record: RequestRecord, together: BodyRequests
     ) -> AsyncGenerator[Delta, None]:
         model = self.model
         if model is None:
@@ -288,20 +297,22 @@ class Generator:
         async with AsyncExitStack() as held:
             with record.timeline.stage("tokenize"):
                 job = await self.prepare(request, model, record.timeline, together)
-                made_max = job.request.max_tokens * request.num_sequences
-                # Limits and the prefix tree are both in Redis: one wait for both.
+                generated_max = job.request.max_tokens * request.num_sequences
+                # Limits and the prefix tree are both in Redis, so wait for both at once.
                 are_counted = request.limits.are_counted
-                with self._means.dispatcher.looking_up(job) if are_counted else nullcontext():
+                with self._services.dispatcher.looking_up(job) if are_counted else nullcontext():
                     reservation = await held.enter_async_context(
                         self.tenants.reserved(
-                            request.tenant, request.limits, len(job.request.token_ids) + made_max
+                            request.tenant,
+                            request.limits,
+                            len(job.request.token_ids) + generated_max,
                         )
                     )
                 await together.begin()
             num_jobs = 1 if request.use_beam_search else request.num_sequences
             record.jobs = children(job, num_jobs)
             generation = Generation(
-                self._means,
+                self._services,
                 record,
                 reservation,
                 num_choices=request.num_sequences,
@@ -312,7 +323,7 @@ class Generator:
                 Choice(
                     index,
                     record.jobs[index % num_jobs],
-                    text_stream(model.tokenizer, model.answers, job.request),
+                    text_stream(model.tokenizer, model.model_format, job.request),
                 )
                 for index in range(request.num_sequences)
             ]
@@ -326,14 +337,14 @@ class Generator:
         request: ClientRequest,
         model: LoadedModel,
         timeline: Timeline,
-        together: Together,
+        together: BodyRequests,
     ) -> Job:
         """Returns the job of a request, with its prompt as tokens. Raises BadRequest."""
         max_model_len = self.max_model_len
         vocab_size = model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
-        request = with_template_options(model.answers, request)
+        request = with_template_options(model.model_format, request)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
         token_ids, block_hashes, pinned_tokens = await model.preparer.prepare(
@@ -346,7 +357,7 @@ class Generator:
         limit = together.limit_logprobs(request, len(token_ids), limit)
         bad_words = await model.preparer.bad_words(request)
         grammar = await model.preparer.grammar(
-            wanted_form(model.answers, request, token_ids), request.tenant
+            wanted_form(model.model_format, request, token_ids), request.tenant
         )
         checked = prepare_request(
             request,
@@ -370,7 +381,7 @@ def _deltas(
     request: ClientRequest,
     model: LoadedModel,
 ) -> AsyncGenerator[Delta, None]:
-    """Returns the deltas of all choices: beams, the best of several, or each as it is made."""
+    """Returns the deltas of all choices: beams, the best of several, or each as it is generated."""
     if request.use_beam_search:
         return _beams(generation, choices, request, model)
     if len(choices) == 1:
@@ -398,10 +409,11 @@ async def _beams(
 def pool_tokens_of(
     request: ClientRequest, pool_tokens: int | None, config: RouterConfig
 ) -> int | None:
-    """Returns how many tokens the request may have in pools of `pool_tokens`; None: any number.
+    """Returns the largest number of tokens of the request in pools of `pool_tokens`; None: no
+    limit.
 
-    A sequence with a budget holds the budget, rounded up to blocks: no more than twice as much in a
-    pool of some blocks. Raises BadRequest for a budget where the operator allows none.
+    A sequence with a budget holds at most the budget rounded up to blocks. This is at most twice
+    the budget in a pool of several blocks. Raises BadRequest if the operator allows no budgets.
     """
     budget = request.kv_budget
     if budget is not None and config.kv_budgets == "refuse":
@@ -414,13 +426,13 @@ def pool_tokens_of(
     return None if 2 * budget.tokens <= pool_tokens else pool_tokens
 
 
-class Together:
+class BodyRequests:
     """The requests of one body. `logprobs_max` bounds the log probabilities of their answer.
 
-    None is placed before all are prepared, and they share one answer. The answer to a body is made
-    in memory where it is not streamed, and what a client asks of it costs a worker little: a prompt
-    is computed once for `n` choices, and each has all of its log probabilities. So their number is
-    bounded before anything is computed.
+    None is placed before all are prepared, and they share one answer. An answer that is not
+    streamed is built in memory. Log probabilities cost a worker little, because a prompt is
+    computed once for `n` choices, but each choice contains all of them. So their number is bounded
+    before anything is computed.
     """
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
@@ -433,8 +445,9 @@ class Together:
         await self._all_prepared.wait()
 
     def limit_logprobs(self, request: ClientRequest, num_prompt_tokens: int, limit: int) -> int:
-        """Counts the log probabilities of a request that makes `limit` tokens at most. Returns that
-        limit, or a smaller one if the client did not name it. Raises BadRequest.
+        """Counts the log probabilities of a request with at most `limit` completion tokens.
+
+        Returns `limit`, or a smaller one if the client did not set max_tokens. Raises BadRequest.
         """
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens

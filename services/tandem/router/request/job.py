@@ -1,24 +1,24 @@
-"""A prepared request on its way through the router: its states, how far it is, where it goes.
+"""A prepared request on its way through the router: its states, progress and routing.
 
     PLACING    --a decode worker is chosen------------------> SUBMITTED
                --tenants take turns-------------------------> WAITING
                --no decode worker is usable-----------------> PENDING
-    WAITING    --its tenant's turn came---------------------> PLACING
-    PENDING    --a worker came------------------------------> PLACING
+    WAITING    --its tenant has the turn--------------------> PLACING
+    PENDING    --a worker is usable-------------------------> PLACING
     SUBMITTED  --stop or length-----------------------------> ENDED
-               --refused there, or the worker was lost------> PLACING
-               --the worker leaves--------------------------> MIGRATING
-    MIGRATING  --another has a token, or nobody takes it----> SUBMITTED
+               --the worker refused it or was lost----------> PLACING
+               --the worker drains--------------------------> MIGRATING
+    MIGRATING  --another has a token, or none accepts it----> SUBMITTED
     any other  --error--> FAILED, --closed by its caller----> CANCELLED
 
-The Dispatcher alone changes the state of a job, by `Job.to`. A job holds nothing itself: the
-Dispatcher closes the `Attempt` that a job leaves, which cancels it at that worker, and counts back
-what a prefill worker was asked for (`Routing.asked`). A worker is lost to a job at most a few times
-(migration_budget.py). A request that was taken once is not refused for want of capacity: it waits
-where all are full or none is there.
+Only the Dispatcher changes the state of a job, by `Job.to`. A job holds no resources. When a job
+leaves a worker, the Dispatcher closes its `Attempt`, which cancels it on that worker, and takes
+back the requested prefill (`Routing.requested_prefill`). A job survives only a few lost workers
+(migration_budget.py). A job that was accepted once is not refused for lack of capacity: it waits
+while all workers are full or none is usable.
 
-Knows token ids, not text. What was made so far goes with the prompt wherever the request migrates,
-and sampling is seeded by position: so it makes the same tokens there.
+A job knows token ids, not text. Its output tokens migrate with the prompt, and sampling is seeded
+by position, so it generates the same tokens on another worker.
 """
 
 import asyncio
@@ -54,11 +54,12 @@ from tandem.router.request.request import ClientRequest, Sampling
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
 
-WORKER_SHARE = 0.98  # of the time that is left: the first token has its way back to the router
-FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late
+# Share of the remaining time for the worker; the rest is for the token's way back to the router
+WORKER_SHARE = 0.98
+FIRST_TOKEN_MIN_S = 1e-3  # must be positive, because 0 means no deadline for the first token
 
 
-RETURNS_MAX = 4  # of one request by workers where it waited
+RETURNS_MAX = 4  # times that workers may return one request from their queues
 
 
 class JobState(Enum):
@@ -87,33 +88,36 @@ TRANSITIONS: Mapping[JobState, Collection[JobState]] = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A client's request with its prompt as token ids; it stays as it is."""
+    """A client's request with its prompt as token ids. It does not change."""
 
     client: ClientRequest
     seed: int
     token_ids: list[int]
     max_tokens: int
     stop_token_ids: list[int]
-    bad_words: list[list[int]] = field(default_factory=list)  # as runs of tokens
-    grammar: str = ""  # of the completion; empty: any text
+    bad_words: list[list[int]] = field(default_factory=list)  # token runs that spell the bad words
+    grammar: str = ""  # grammar of the completion; "" allows any text
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # None: the base model
-    logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    block_size: int = 0  # of the workers; 0: not known
-    pinned_tokens: int = 0  # of the prompt's first ones; 0: all, and the answer
+    # number of most likely tokens per token; None: no log probabilities
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    block_size: int = 0  # the workers' block size; 0: unknown
+    pinned_tokens: int = 0  # number of the prompt's first tokens to pin; 0: all, and the answer
 
     @property
     def storable_tokens(self) -> int:
-        """Tokens of the prompt in full blocks, which are cached once they are computed; if only a
-        part is pinned, of that."""
+        """Number of prompt tokens in full blocks, which are cached once they are computed.
+
+        If only a part of the prompt is pinned, the number is that of this part.
+        """
         size = self.block_size
         num_tokens = self.pinned_tokens or len(self.token_ids)
         return num_tokens // size * size if size else 0
 
     @property
     def retention(self) -> Retention:
-        """The wishes for its KV, as a worker gets them."""
+        """The retention of its KV, as workers receive it."""
         return msgspec.structs.replace(self.client.wishes, num_tokens=self.pinned_tokens)
 
     def chain_root(self, compatibility: "KvCompatibility") -> bytes:
@@ -159,86 +163,96 @@ def prepare_request(
 
 @dataclass(slots=True)
 class Progress:
-    """A request's tokens and times so far, wherever they were made."""
+    """A request's tokens and timings so far, over all workers."""
 
-    block_hashes: list[bytes]  # of the prompt, later of what was made too, as far as it was needed
+    block_hashes: list[bytes]  # of the prompt, later also of the output as far as needed
     timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
-    # Of the prompt from its second token on, if they were asked for.
+    # For the prompt from its second token on, if requested.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
-    embedding: list[float] = field(default_factory=list)  # the same: its last token's hidden state
-    cached_tokens: int = 0  # of the prompt, where its first token was made
-    cached_by_tier: CachedTokens | None = None  # None: no worker that made it has a tier
+    # if requested: the hidden state of the prompt's last token
+    embedding: list[float] = field(default_factory=list)
+    cached_tokens: int = 0  # cached prompt tokens on the worker of the first token
+    cached_by_tier: CachedTokens | None = None  # None if that worker has no tier
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
-    attempts: set[int] = field(default_factory=set)  # numbers of those that made its tokens
+    # numbers of the attempts that generated its tokens
+    attempts: set[int] = field(default_factory=set)
     num_migrations: int = 0
-    num_lost: int = 0  # workers, prefill or decode
+    num_lost: int = 0  # lost workers, prefill or decode
 
     def take_source(self, update: pb.SequenceUpdate) -> None:
-        """Takes whose tokens these are; the first one comes with the prompt's cached tokens."""
-        if not (self.attempts or self.output_token_ids):  # a beam's job begins with tokens
+        """Records the attempt of an update; the first one also has the cached tokens."""
+        if not (self.attempts or self.output_token_ids):  # a beam's job begins with output tokens
             self._take_cached(update)
         self.attempts.add(update.attempt)
 
     def _take_cached(self, update: pb.SequenceUpdate) -> None:
         self.cached_tokens = update.cached_tokens
         if update.HasField("cached_by_tier"):
-            told = update.cached_by_tier
+            reported = update.cached_by_tier
             self.cached_by_tier = CachedTokens(
-                device=told.device,
-                host=told.host,
-                disk=told.disk,
-                store=told.store,
-                peer=told.peer,
+                device=reported.device,
+                host=reported.host,
+                disk=reported.disk,
+                store=reported.store,
+                peer=reported.peer,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A submission's workers, and why they were chosen."""
+    """The workers of a submission and the reason for the choice."""
 
     placement: Placement
-    matches: dict[str, int]  # that it was placed by
-    reason: str  # in one line
+    matches: dict[str, int]  # prefix matches used for the placement
+    reason: str  # one line
 
 
 @dataclass(slots=True)
 class Routing:
-    """A request's way to the workers: where it is, and where it may not go. Times are monotonic
-    seconds."""
+    """The routing of a request: its current workers and those that it must avoid.
+
+    Times are monotonic seconds.
+    """
 
     routed: Routed | None = None
-    lookup: Task[dict[str, int]] | None = None  # in the prefix tree, begun before its first placing
+    # look-up in the prefix tree that began before the first placement
+    lookup: Task[dict[str, int]] | None = None
     num_submissions: int = 0
-    asked: tuple[str, Prefill, float] | None = None  # a prefill worker: who, for what, when
+    # (worker id, prefill, time) of the request to a prefill worker
+    requested_prefill: tuple[str, Prefill, float] | None = None
     is_admitted: bool = False
-    is_urgent: bool = False  # it is counted, and admitted however late its first token may be
-    has_turn: bool = False  # it waits for no turn of its tenant
-    promise: Promise | None = None  # of its first token, while none came and it did not migrate
-    first_token_by: float = math.inf  # a later one is of no use, and workers may refuse it
-    homeless_since: float | None = None  # no worker has it, and one had
-    leaves: str = ""  # MIGRATING: id of the worker that it migrates off
-    stays_until: float = -math.inf  # no worker was found for it to migrate to
-    refused: set[str] = field(default_factory=set)  # epochs of workers that did not take it
-    retry_after_s: float | None = None  # the shortest that a full worker named
-    num_returns: int = 0  # by workers where it would have waited
-    returned_by: str = ""  # epoch of the last of them, until it is placed again
-    overloaded: Overloaded | None = None  # of a worker where its first token would be late
-    # What a worker said that cannot take it, however long it waits.
+    is_urgent: bool = False  # counted and admitted, however late its first token may be
+    has_turn: bool = False  # does not wait for its tenant's turn
+    # prediction of the first token, until it arrives or the request migrates
+    promise: Promise | None = None
+    # a later first token is useless, so workers may refuse the request
+    first_token_by: float = math.inf
+    unassigned_since: float | None = None  # time since when no worker has it, after one had it
+    leaves: str = ""  # MIGRATING: id of the worker that it leaves
+    # time before which it does not try to migrate again, because no worker was found
+    stays_until: float = -math.inf
+    refused: set[str] = field(default_factory=set)  # epochs of workers that refused it
+    retry_after_s: float | None = None  # shortest retry time of a full worker
+    num_returns: int = 0  # number of returns from workers' queues
+    returned_by: str = ""  # epoch of the last of these workers, until the next placement
+    overloaded: Overloaded | None = None  # error of a worker whose first token would be late
+    # Error of a worker that can never run it.
     cannot_take: NeverFits | AdapterUnavailable | None = None
 
-    def ask_all_again(self) -> None:
-        """Workers that refused it may be asked once more."""
+    def clear_refusals(self) -> None:
+        """Allows workers that refused it to be tried again."""
         self.refused.clear()
         self.retry_after_s = self.overloaded = None
 
 
 @dataclass(slots=True)
 class Job:
-    """One completion on its way; `to` is the one place where its state changes.
+    """One completion on its way. Only `to` changes its state.
 
-    A request has one job or several (choices/). A job with a `parent` begins once that one's prompt
-    is committed, or it is over: it is placed where the parent is, if it can be, and shares its KV.
+    A request has one or several jobs (choices/). A job with a `parent` begins once the parent's
+    prompt is committed or the parent has ended. It is placed on the parent's worker if possible and
+    shares its KV.
     """
 
     request: PreparedRequest
@@ -247,10 +261,11 @@ class Job:
     state: JobState = JobState.PLACING
     index: int = 0  # among the jobs of its request
     parent: "Job | None" = None
-    may_fork: asyncio.Event = field(default_factory=asyncio.Event)  # others may begin
+    # set when the children may begin
+    may_fork: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        if self.request.client.hint is not None:  # the picker that sent it here has admitted it
+        if self.request.client.hint is not None:  # the endpoint picker has admitted it
             self.routing.is_admitted = self.routing.has_turn = True
 
     def to(self, state: JobState) -> None:
@@ -267,22 +282,26 @@ class Job:
 
     @property
     def worker(self) -> WorkerSnapshot | None:
-        """The decode worker that it was submitted to last."""
+        """The decode worker of its last submission."""
         return self.routing.routed.placement.decode if self.routing.routed else None
 
     @property
     def is_budget_restarted(self) -> bool:
-        """The blocks that its KV budget keeps were chosen again, by sums computed anew: it had
-        tokens, and others came from another submission."""
+        """True if the blocks that its KV budget keeps were chosen again.
+
+        That happens if it had tokens and another submission continued it with newly computed sums.
+        """
         budget = self.request.client.kv_budget
         keeps_hitters = budget is not None and budget.keeps_hitters
         return keeps_hitters and len(self.progress.attempts) > 1
 
     @property
-    def wanted(self) -> tuple[str, str]:
-        """The decode worker that should run it, and the prefill worker that should compute its
-        prompt: ids, empty where any may. A job stays near its parent; an endpoint picker chose for
-        the first submission."""
+    def required_workers(self) -> tuple[str, str]:
+        """The ids of the decode worker and the prefill worker that it must use; "" for any.
+
+        A child uses its parent's decode worker. An endpoint picker's hint applies to the first
+        submission.
+        """
         if self.parent is not None:
             worker = self.parent.worker
             return (worker.worker_id if worker else ""), ""
@@ -293,12 +312,14 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the model's input: the prompt, and what was made of the answer."""
+        """Number of input tokens: the prompt and the output so far."""
         return len(self.request.token_ids) + len(self.progress.output_token_ids)
 
     def hashes(self, compatibility: "KvCompatibility | None") -> list[bytes]:
-        """Returns the hashes of all full blocks of the input; only the prompt's while no KV
-        compatibility is known. There are none with a KV budget: such KV is not shared.
+        """Returns the hashes of all full blocks of the input.
+
+        They are only the prompt's while no KV compatibility is known. With a KV budget there are
+        none, because its KV is not shared.
         """
         block_hashes = self.progress.block_hashes
         if self.request.client.kv_budget is not None:
@@ -314,7 +335,7 @@ class Job:
         return block_hashes
 
     def _tokens(self, start: int, end: int) -> list[int]:
-        """Returns a slice of the input, without a copy of all of it."""
+        """Returns a slice of the input without copying all of it."""
         token_ids = self.request.token_ids
         output_token_ids = self.progress.output_token_ids
         prompt = len(token_ids)
@@ -324,16 +345,18 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobStep:
-    """New tokens of a job; `finish_reason` ("stop" or "length") only in the last step."""
+    """New tokens of a job. Only the last step has a `finish_reason`, "stop" or "length"."""
 
     token_ids: list[int]
     finish_reason: str = ""
-    logprobs: list[LogprobEntry] = field(default_factory=list)  # one each, if they were asked for
+    logprobs: list[LogprobEntry] = field(default_factory=list)  # one for each token, if requested
 
 
 def work_of(job: Job, block_size: int, completion_tokens: float = 0.0) -> Work:
-    """Returns what placement needs to know. A request makes `completion_tokens` tokens here in the
-    mean; 0: not known."""
+    """Returns the properties of a job for placement.
+
+    `completion_tokens` is the mean output of a request; 0 if unknown.
+    """
     budget = job.request.client.kv_budget
     budget_tokens = None if budget is None else budget.tokens
     tokens_left = job.request.max_tokens - len(job.progress.output_token_ids)
@@ -353,7 +376,9 @@ def submission(
     matches: Mapping[str, int],
     leaves: WorkerSnapshot | None = None,
 ) -> pb.SubmitSequence:
-    """Builds the message; `leaves` is the worker it migrates off, still with all its blocks."""
+    """Builds the message. `leaves` is the worker from which it migrates, which has all its
+    blocks.
+    """
     request = job.request
     progress = job.progress
     trace = progress.timeline.span.headers

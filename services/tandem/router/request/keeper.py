@@ -1,10 +1,9 @@
-"""Asks decode workers to keep the KV of requests that ended, and notes what they answer.
+"""Requests decode workers to keep the KV of ended requests, and records their answers.
 
-    a completion ends --to be kept--> asked (beside the answer) --> noted in the request's record
-
-A worker pins by itself what a request asked for (Retention). It does not know that an answer has
-tool calls: its client comes back with their results. What a worker cannot pin is evicted sooner;
-nothing fails.
+    a completion ends --to be kept--> request to its worker (in the background) --> record
+A worker pins blocks itself for a request's Retention. It does not know that an answer has tool
+calls, after which the client sends their results. Blocks that a worker cannot pin are evicted
+sooner; nothing fails.
 """
 
 import asyncio
@@ -23,30 +22,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ASKED_MAX = 256  # at once
+_ASKED_MAX = 256  # simultaneous requests to workers
 
 
 class Keeper:
     def __init__(self, view: ClusterView, tool_pin_s: float) -> None:
-        """`tool_pin_s` is how long an answer with tool calls is kept at least."""
+        """`tool_pin_s` is the minimum time for which an answer with tool calls is kept."""
         self._view = view
         self._tool_pin_s = tool_pin_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
-        """Has the KV of a completion kept, if its request asks for it or its client runs tools."""
+        """Requests that a completion's KV is kept, if its request wants that or its client runs
+        tools.
+        """
         client = job.request.client
         worker = job.worker
         pin_s = client.retention.pin_s
         pinned_tokens = job.request.pinned_tokens
         if waits_for_tools and self._tool_pin_s:
-            # All of it is kept then. Of a part, the worker has pinned that part already.
+            # After tool calls all of the KV is kept. If only a part was to be pinned, the worker
+            # has already pinned it.
             pin_s = self._tool_pin_s if pinned_tokens else max(pin_s, self._tool_pin_s)
             pinned_tokens = 0
         compatibility = self._view.compatibility()
         if not pin_s or worker is None or compatibility is None:
             return
-        # The KV of the last token was never computed.
+        # The KV of the last token was not computed.
         num_tokens = min(job.num_tokens - 1, pinned_tokens or job.num_tokens)
         num_blocks = num_tokens // compatibility.block_size
         message = pb.KeepRequest(

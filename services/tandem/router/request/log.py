@@ -1,9 +1,8 @@
-"""Keeps the requests that this router served of late: outcome, placement, stages, tokens, moves.
+"""Keeps the recent requests of this router: outcome, placement, stages, tokens, migrations.
 
-    open --> running (its job is looked at when somebody asks) --> ended (only facts are kept)
-
-Bounded: the oldest are forgotten. In memory alone, and each router replica knows its own. Holds no
-prompt and no text.
+    open --> running (read from its jobs on demand) --> ended (only facts are kept)
+The number is bounded; the oldest are dropped. The log is in memory and separate for each router
+replica. It contains no prompt and no text.
 """
 
 import logging
@@ -28,14 +27,14 @@ _REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request; its `jobs` are there from when its prompt is tokenized until it ends."""
+    """One request. Its `jobs` exist from the tokenization of its prompt until its end."""
 
     request_id: str
     kind: str
     timeline: Timeline
     tenant: str = ""
-    model: str = ""  # the served name, or an adapter's
-    client_id: str = ""  # what the client calls it, which others may call theirs
+    model: str = ""  # the served name or an adapter's name
+    client_id: str = ""  # the client's id of the request; not unique
     created: float = field(default_factory=time.time)  # seconds since 1970
     outcome: str = RUNNING
     error: str = ""
@@ -43,7 +42,8 @@ class RequestRecord:
     e2e_s: float | None = None
     jobs: list[Job] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # what of its KV is pinned; empty: nothing
+    # result of pinning its KV; empty if nothing was to be pinned
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, error: TandemError) -> None:
         self.outcome = error.code
@@ -92,7 +92,7 @@ class RequestRecord:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """The first job's, which brought the prompt; of bytes, moves and losses the sum of all."""
+        """Returns the facts of the first job; bytes, moves and losses are sums over all jobs."""
         job = self.jobs[0] if self.jobs else None
         progress = job.progress if job else None
         routed = job.routing.routed if job else None
@@ -124,7 +124,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """The latest requests of a router; each router has one."""
+    """The latest requests of a router. Each router has one log."""
 
     def __init__(self, requests_max: int = REQUESTS_MAX) -> None:
         self._requests_max = requests_max
@@ -136,11 +136,11 @@ class RequestLog:
             self._records.popitem(last=False)
 
     def latest(self, num_max: int) -> list[RequestRecord]:
-        """Returns the requests that came last, the newest first."""
+        """Returns the latest requests, newest first."""
         return list(islice(reversed(self._records.values()), num_max))
 
     def find(self, name: str, tenant: str | None = None) -> RequestRecord:
-        """Finds a request by its id, or that of its reply (`cmpl-...`). Raises RequestNotFound.
+        """Returns a request by its id or its reply's id (`cmpl-...`). Raises RequestNotFound.
 
         A `tenant` finds only its own requests; None finds all.
         """
@@ -153,14 +153,17 @@ class RequestLog:
         return record
 
     def is_of_another(self, name: str, tenant: str | None) -> bool:
-        """Returns whether the request is kept here, and is not this tenant's."""
+        """Returns whether the log has the request and it belongs to another tenant."""
         request_id = _request_id(name)
         found = self._records.get(request_id) or self._records.get(f"{request_id}-0")
         return found is not None and tenant not in (None, found.tenant)
 
     def find_choices(self, name: str, tenant: str | None = None) -> list[RequestRecord]:
-        """Returns the requests `ID-0`, `ID-1`, ... of an answer to several prompts, or all that
-        their clients called by this name; else none."""
+        """Returns the requests `ID-0`, `ID-1`, ... of a body with several prompts.
+
+        If `name` is a client's own id, all requests with that id are returned. The list may be
+        empty.
+        """
         request_id = _request_id(name)
         return [
             record

@@ -1,17 +1,17 @@
-"""Limits how often requests migrate after the loss of a worker. Pure: `now` is an argument.
+"""Limits migrations after the loss of a worker. Pure: `now` is an argument.
 
-A request that makes its worker crash would take down one after the other; so each may lose
-`LOSSES_MAX` workers, and all requests of a router together migrate as often in a minute as there
-were requests in it: a crash migrates each of them once, and only crash after crash uses that up. A
-worker that leaves in order costs nothing of either.
+A request that crashes its worker would crash one worker after another. So each request survives
+fewer than `LOSSES_MAX` lost workers. All requests of a router together may migrate as many times in
+a minute as there were requests in that minute. One crash migrates each request once; only repeated
+crashes exhaust the budget. A worker that drains costs nothing.
 """
 
 from collections import Counter
 from typing import Literal, get_args
 
-# Workers of one request, prefill or decode: two migrations after crashes, then an error.
+# Lost workers of one request, prefill or decode: two migrations after crashes, then an error.
 LOSSES_MAX = 3
-MIGRATIONS_MIN = 10  # in a minute, however few requests there are
+MIGRATIONS_MIN = 10  # minimum budget per minute
 _WINDOW_S = 60
 
 MigrationReason = Literal["crash", "drain"]
@@ -19,10 +19,10 @@ MIGRATION_REASONS: tuple[MigrationReason, ...] = get_args(MigrationReason)
 
 
 class MigrationBudget:
-    """Migrations after crashes in the last minute: as many as requests were open in it, or
-    `MIGRATIONS_MIN`.
+    """The budget of migrations after crashes in the last minute.
 
-    Times are of one monotonic clock, in seconds.
+    It is the number of requests that were open in that minute, at least `MIGRATIONS_MIN`. Times are
+    seconds of one monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class MigrationBudget:
         self._ended.add(now)
 
     def take(self, now: float) -> bool:
-        """Returns whether one more request may migrate now, and counts it if so."""
+        """Counts a migration and returns True if the budget allows one more."""
         allowed = max(MIGRATIONS_MIN, self._num_open + self._ended.total(now))
         if self._migrations.total(now) >= allowed:
             return False
@@ -47,7 +47,7 @@ class MigrationBudget:
 
 
 class _LastMinute:
-    """Counts the events of the last minute, by the second."""
+    """Counts the events of the last minute in buckets of one second."""
 
     def __init__(self) -> None:
         self._by_second: Counter[int] = Counter()

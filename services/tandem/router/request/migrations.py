@@ -1,6 +1,6 @@
-"""Decides what becomes of a request whose worker refused it, was lost under it, or leaves.
+"""Decides about a request whose worker refused it, was lost, or drains.
 
-Raises what its client gets when it may not migrate any more; the bounds are in migration_budget.py.
+If the request may not migrate, the client's error is raised. migration_budget.py has the bounds.
 """
 
 import logging
@@ -34,7 +34,7 @@ from tandem.router.workers.events import EventLog
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_DEFAULT_S = 1.0
-# What a worker answers that does not take the request: another one may.
+# Errors with which a worker refuses a request; another worker may accept it.
 REFUSALS = (QueueFull, NoWorkers, NeverFits, AdapterUnavailable)
 
 
@@ -45,7 +45,7 @@ class Migrations:
         self._metrics = metrics
         self._events = events
         for reason in MIGRATION_REASONS:
-            metrics.migrations.labels(reason=reason)  # 0 before the first one
+            metrics.migrations.labels(reason=reason)  # export 0 before the first migration
         self.budget = MigrationBudget()
 
     def note_refusal(self, job: Job, error: TandemError) -> None:
@@ -64,22 +64,23 @@ class Migrations:
             routing.retry_after_s = min(after_s, routing.retry_after_s or after_s)
         if isinstance(error, NeverFits | AdapterUnavailable):
             routing.cannot_take = error
-        if job.progress.output_token_ids and routing.homeless_since is None:
-            routing.homeless_since = time.monotonic()
+        if job.progress.output_token_ids and routing.unassigned_since is None:
+            routing.unassigned_since = time.monotonic()
         self._metrics.refusals.labels(code=error.code).inc()
 
     def note_loss(self, job: Job, error: WorkerLost) -> None:
-        """Lets the request migrate, or raises WorkerLost."""
-        job.routing.first_token_by = math.inf  # it was taken: it is not refused for the loss
+        """Lets the request migrate or raises WorkerLost."""
+        # it was admitted, so it is not refused after the loss
+        job.routing.first_token_by = math.inf
         is_crash = not isinstance(error, WorkerLeft)
         if is_crash and (why_not := self._count_loss(job)):
             raise lost_for_good(job, f"{error.message}; {why_not}") from error
-        job.routing.homeless_since = time.monotonic()
+        job.routing.unassigned_since = time.monotonic()
         off = job.worker.worker_id if job.worker is not None else ""
         self.note_migration(job, "crash" if is_crash else "drain", error.message, off=off)
 
     def note_migration(self, job: Job, reason: MigrationReason, why: str, *, off: str) -> None:
-        """Notes that the request migrates, or has migrated, off this worker."""
+        """Records that the request migrates, or has migrated, from the worker `off`."""
         job.progress.num_migrations += 1
         self._metrics.flows.note_move(off, partial(_worker_of, job))
         self._metrics.migrations.labels(reason=reason).inc()
@@ -88,13 +89,18 @@ class Migrations:
             text = f"migrated {how}, last placed on this worker"
             self._events.count("migrated", routed.placement.decode.worker_id, text)
         level = logging.WARNING if reason == "crash" else logging.INFO
-        said = "request %s migrates with %d tokens: %s"
-        about = {"request_id": job.request_id}
         num_output_tokens = len(job.progress.output_token_ids)
-        log.log(level, said, job.request_id, num_output_tokens, why, extra=about)
+        log.log(
+            level,
+            "request %s migrates with %d tokens: %s",
+            job.request_id,
+            num_output_tokens,
+            why,
+            extra={"request_id": job.request_id},
+        )
 
     def may_ask_another(self, job: Job, failure: TandemError) -> bool:
-        """Returns whether to ask another worker after one did not take a request that may stay."""
+        """Returns whether to try another worker after a failed attempt to migrate."""
         if isinstance(failure, REFUSALS):
             self.note_refusal(job, failure)
             return True
@@ -103,9 +109,10 @@ class Migrations:
         return isinstance(failure, WorkerLost) and not self._count_loss(job)
 
     def _count_loss(self, job: Job) -> str:
-        """Counts a lost worker; returns why the request may not migrate again; empty if it may."""
+        """Counts a lost worker; returns why the request may not migrate, or "" if it may."""
         progress = job.progress
-        if progress.num_lost < LOSSES_MAX:  # else its worker told of the last one already
+        # otherwise the worker has already reported the last loss
+        if progress.num_lost < LOSSES_MAX:
             progress.num_lost += 1
         if progress.num_lost == LOSSES_MAX:
             return "no request may lose more"
@@ -129,10 +136,11 @@ def lost_for_good(job: Job, why: str) -> WorkerLost:
 
 
 def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[], bool]) -> None:
-    """Raises what a client gets whose job no decode worker took; returns where it may wait for one.
+    """Raises the client's error if no decode worker accepted the job; returns if it may wait for
+    one.
 
-    `can_decode`: whether any worker that has not refused it decodes. A job that has begun waits:
-    one worker could take it, so another can.
+    `can_decode` returns whether a worker that has not refused the job can decode. A job that has
+    begun waits, because another worker can run it, too.
     """
     routing = job.routing
     if routing.overloaded is not None:
@@ -143,7 +151,7 @@ def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[],
             "the queues of all decode workers are full; try again later",
             retry_after_s=routing.retry_after_s,
         )
-    if routing.homeless_since is not None:
+    if routing.unassigned_since is not None:
         return
     if routing.cannot_take is not None:
         raise routing.cannot_take

@@ -1,7 +1,8 @@
-"""A checked generation request: HTTP and gRPC both translate into it.
+"""A checked generation request. HTTP and gRPC both translate into it.
 
-A `ClientRequest` that exists is valid, but for what only the model can tell (`check_against`).
-Every refusal names the field and says what is allowed. Knows no wire format.
+A `ClientRequest` is valid when it is constructed, except for checks that need the model
+(`check_against`). Every error names the field and the allowed values. This module knows no wire
+format.
 """
 
 import math
@@ -39,9 +40,9 @@ from tandem.router.request.conversation import Conversation
 MESSAGES_MAX = 4096
 MAX_TOKENS_MAX = 2**31 - 1
 TOP_K_MAX = 2**31 - 1
-# No text of a longer average token is worth tokenizing only to be refused.
+# A text with more characters per token than this cannot fit, so it is refused without tokenizing.
 CHARACTERS_PER_TOKEN_MAX = 64
-# Below it the division of logits by the temperature leaves float32; vLLM clamps there too.
+# Below it, dividing logits by the temperature overflows float32; vLLM uses the same bound.
 TEMPERATURE_MIN = 0.01
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -49,32 +50,35 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 Prompt = str | tuple[int, ...] | Conversation
-# Fields of sampling for which a model may have defaults of its own, as vLLM reads them. Like vLLM,
+# Sampling fields for which a model may have its own defaults, as in vLLM. Also as in vLLM,
 # `do_sample` has no effect.
 MODEL_DEFAULTS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling as requested; temperature 0 is greedy. Off are top_k, min_p and the first two
-    penalties at 0, top_p and the repetition penalty at 1."""
+    """The requested sampling. Temperature 0 is greedy.
+
+    Neutral values: 0 for top_k, min_p, presence_penalty and frequency_penalty; 1 for top_p and
+    repetition_penalty.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    presence_penalty: float = 0.0  # of tokens in the completion
-    frequency_penalty: float = 0.0  # for each time in the completion
-    repetition_penalty: float = 1.0  # of tokens in the prompt or the completion
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    presence_penalty: float = 0.0  # for tokens in the completion
+    frequency_penalty: float = 0.0  # for each occurrence in the completion
+    repetition_penalty: float = 1.0  # for tokens in the prompt or the completion
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # keyed by token id
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
-    # Names of MODEL_DEFAULTS that the client did not send.
+    # Fields of MODEL_DEFAULTS that the client did not send.
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
-        # Written so that NaN fails.
+        # These comparisons are false for NaN.
         if not 0.0 <= self.temperature <= 2.0:
             raise refusal("temperature", self.temperature)
         if not 0.0 < self.top_p <= 1.0:
@@ -107,7 +111,7 @@ class Sampling:
             raise refusal("bad_words", why="one with an empty or too long string")
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
-        """Returns the sampling with a model's defaults for what the client left out."""
+        """Returns the sampling with a model's defaults for omitted fields."""
         used = {name: value for name, value in defaults.items() if name in self.left_out}
         return replace(self, **used, left_out=frozenset())  # type: ignore[arg-type]
 
@@ -119,35 +123,39 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
     prompt: Prompt
-    model: str = ""  # empty: the served model
+    model: str = ""  # "": the served model
     sampling: Sampling = Sampling()
-    max_tokens: int | None = None  # None: `default_max_tokens`, or what the context leaves
+    max_tokens: int | None = None  # None: `default_max_tokens`, or the rest of the context
     default_max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # most likely tokens with each token's; None: no log probabilities
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    structured_output: StructuredOutput | None = None  # the form of the completion; None: any
-    echo: bool = False  # the text begins with the prompt's, or a chat's final assistant message
-    embed: bool = False  # the prompt's last hidden state is wanted, and no text
-    is_whole: bool = False  # nothing of the answer is sent before all of it is made
+    # number of most likely tokens per token; None: no log probabilities
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    # constraint on the completion; None: any text
+    structured_output: StructuredOutput | None = None
+    echo: bool = False  # the text begins with the prompt, or with a chat's final assistant message
+    embed: bool = False  # return the prompt's last hidden state and no text
+    is_whole: bool = False  # the answer is sent only when it is complete
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # the prompt's last tokens that are kept; -1: all fit
-    add_special_tokens: bool = True  # of a prompt that is a text
-    n: int = 1  # completions of the prompt
-    best_of: int | None = None  # that `n` are the best of; None: `n`
-    use_beam_search: bool = False  # `n` beams
-    length_penalty: float = 1.0  # of beams
-    retention: Retention = NO_RETENTION  # that its fields ask for
-    pinned_chat: Conversation | None = None  # the part of its chat that is pinned; None: all
+    # number of last prompt tokens to keep; -1: as many as fit
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True  # for a text prompt
+    n: int = 1  # number of completions
+    # number of completions from which the `n` best are chosen; None: `n`
+    best_of: int | None = None
+    use_beam_search: bool = False  # with `n` beams
+    length_penalty: float = 1.0  # for beams
+    retention: Retention = NO_RETENTION  # requested by its fields
+    pinned_chat: Conversation | None = None  # the part of its chat to pin; None: all
     is_of_session: bool = False  # a header names its session
     kv_budget: KvBudget | None = None  # None: each token sees all KV before it
-    tenant: str = ""  # empty: of nobody's own
-    limits: Limits = NO_LIMITS  # of its API key
-    hint: PlacementHint | None = None  # of the endpoint picker that sent it here
-    client_id: str = ""  # the client's own name for the request; others may have the same
+    tenant: str = ""  # "": no tenant
+    limits: Limits = NO_LIMITS  # limits of its API key
+    hint: PlacementHint | None = None  # from the endpoint picker that routed it here
+    client_id: str = ""  # the client's own id of the request; not unique
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -200,7 +208,9 @@ class ClientRequest:
             )
 
     def _is_not_for_beams(self) -> str:
-        """Returns the name of a field that was set and has no meaning for beams; empty if none."""
+        """Returns the name of a field that is set and not supported for beams; "" if there is
+        none.
+        """
         sampling = self.sampling
         chat = self.prompt
         form = self.structured_output
@@ -223,33 +233,34 @@ class ClientRequest:
         return next((name for name, is_wrong in is_set.items() if is_wrong), "")
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
-        """Returns the request with a model's defaults for the sampling that the client left out.
-        Beams and embeddings draw nothing."""
+        """Returns the request with a model's defaults for omitted sampling fields.
+
+        Beams and embeddings use no sampling, so they are returned unchanged.
+        """
         if self.use_beam_search or self.embed:
             return self
         return replace(self, sampling=self.sampling.with_defaults(defaults))
 
     @property
     def num_sequences(self) -> int:
-        """Number of completions that are made at once: beams, or those that some are best of."""
+        """Number of completions that are generated, including those that `best_of` discards."""
         return max(self.n, self.best_of or 1)
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Number of log probabilities that the answer has for each token of the prompt."""
+        """Number of log probabilities in the answer for each prompt token."""
         return 0 if self.prompt_logprobs is None else self.n * (1 + self.prompt_logprobs)
 
     @property
     def num_logprobs_kept(self) -> int:
-        """Number of log probabilities for each token of a completion, as far as the router keeps
-        them until its end."""
+        """Number of log probabilities per completion token that the router keeps until the end."""
         is_kept = self.is_whole or self.num_sequences > self.n
         return (
             0 if self.logprobs is None or not is_kept else self.num_sequences * (1 + self.logprobs)
         )
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
-        """Checks what it can before the prompt is tokenized. Raises BadRequest."""
+        """Checks the fields that need no tokenized prompt. Raises BadRequest."""
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("logit_bias", self.sampling.logit_bias, vocab_size)
         if isinstance(self.prompt, tuple):
@@ -266,7 +277,7 @@ class ClientRequest:
             )
 
     def prompt_tokens_max(self, max_model_len: int) -> int | None:
-        """Returns how many of the prompt's last tokens are kept; None: all."""
+        """Returns the number of the prompt's last tokens to keep; None means all."""
         if self.truncate_prompt_tokens != -1:
             return self.truncate_prompt_tokens
         return max(1, max_model_len - max(1, self.max_tokens or 1))
@@ -274,10 +285,11 @@ class ClientRequest:
     def completion_limit(
         self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
     ) -> int:
-        """Returns the completion's limit. Raises ContextTooLong if it and the prompt do not fit,
-        and OverKeyLimit if the API key allows less.
+        """Returns the largest number of completion tokens.
 
-        A limit that the client did not name also leaves room in a KV pool of `pool_tokens`.
+        If the client set no limit, the result also fits into a KV pool of `pool_tokens`. Raises
+        ContextTooLong if the completion and the prompt do not fit into the context, and
+        OverKeyLimit if the API key allows less.
         """
         left = max_model_len - num_prompt_tokens
         if num_prompt_tokens < 1:
@@ -310,7 +322,7 @@ class ClientRequest:
         return self.max_tokens
 
     def check_prompt_limit(self, num_prompt_tokens: int) -> None:
-        """Raises OverKeyLimit if the API key allows no prompt of so many tokens."""
+        """Raises OverKeyLimit if the API key does not allow a prompt of this length."""
         limits = self.limits
         prompt_max = limits.max_prompt_tokens or math.inf
         if limits.tokens_per_minute:
@@ -323,7 +335,7 @@ class ClientRequest:
             )
 
     def _allowed_by_key(self, num_prompt_tokens: int) -> int | None:
-        """Returns the largest completion that the API key allows; None without such a limit."""
+        """Returns the largest completion that the API key allows; None means no limit."""
         limits = self.limits
         self.check_prompt_limit(num_prompt_tokens)
         allowed = limits.max_completion_tokens or math.inf
@@ -349,7 +361,10 @@ class ClientRequest:
         return f"the API key has {shown}, and the prompt takes {num_prompt_tokens}"
 
     def too_long(self, num_prompt_tokens: str, max_model_len: int) -> ContextTooLong:
-        """Returns the error for a prompt that leaves no room; the number may be "at least 7"."""
+        """Returns the error for a prompt that leaves no room for a completion.
+
+        `num_prompt_tokens` is text, such as "at least 7".
+        """
         return ContextTooLong(
             f"{_context(max_model_len)}; the prompt has {num_prompt_tokens} tokens, and may have "
             f"at most {max_model_len - 1}, so that one can be made",
@@ -363,9 +378,11 @@ class ClientRequest:
 
     @property
     def wishes(self) -> Retention:
-        """The wishes for its KV, as a worker gets them: its priority is at most that of its key. A
-        prompt is likely to return if it is to be kept, has a session or tools, or goes on from an
-        earlier answer."""
+        """The retention of its KV, as workers receive it. The key bounds its priority.
+
+        A prompt is likely to be sent again if it is to be kept, has a session or tools, or contains
+        an earlier answer.
+        """
         asked = self.retention
         chat = self.prompt
         returns = asked.returns or asked.pin_s > 0 or self.is_of_session
@@ -387,8 +404,10 @@ class ClientRequest:
 
 
 def read_model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the defaults of sampling in a generation_config.json. Raises ConfigError for a value
-    that no request may have."""
+    """Returns the sampling defaults of a generation_config.json.
+
+    Raises ConfigError for a value that is not allowed in a request.
+    """
     sent = {n: generation_config[n] for n in sorted(MODEL_DEFAULTS & generation_config.keys())}
     defaults = {name: value for name, value in sent.items() if value is not None}
     try:
@@ -405,19 +424,19 @@ def read_model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float
 
 
 def read_client_id(sent: Sequence[str]) -> str:
-    """Returns the client's id; empty if there is none, several, or one of other characters."""
+    """Returns the client's id; "" if there is none, several, or an invalid one."""
     return sent[0] if len(sent) == 1 and _CLIENT_ID.fullmatch(sent[0]) else ""
 
 
 def check_model(name: str, *, served: str) -> None:
-    """Raises ModelNotFound for another name than that of the served model."""
+    """Raises ModelNotFound unless `name` is empty or the served model's name."""
     if name not in ("", served):
         message = f"the model {shorten(name)} is not served here; {served!r} is"
         raise ModelNotFound(message, param="model")
 
 
 def num_characters(prompt: Prompt) -> int:
-    """Counts the characters to tokenize; 0 for token ids."""
+    """Returns the number of characters to tokenize; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Conversation):
@@ -426,12 +445,12 @@ def num_characters(prompt: Prompt) -> int:
 
 
 def _context(max_model_len: int) -> str:
-    # OpenAI's words: clients find them in the message, and shorten the prompt.
+    # OpenAI's wording: clients search the message for it and shorten the prompt.
     return f"This model's maximum context length is {max_model_len} tokens"
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raises BadRequest for an id that is not in the vocabulary."""
+    """Raises BadRequest if a token id is not in the vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise BadRequest(

@@ -1,9 +1,9 @@
-"""The ways in which clients say that the KV of a request is worth keeping.
+"""The ways in which clients request that KV is kept.
 
-prompt_cache_key, a session's header     the prompt is likely to return
+prompt_cache_key, a session's header     the prompt is likely to be sent again
 prompt_cache_retention, a cache's mark   its blocks are pinned for some time after its end
-kv_priority                              what tiers evict first, with the policy `priority`
-an answer with tool calls                they are pinned while the tool runs (keeper.py)
+kv_priority                              order of eviction from tiers with the policy `priority`
+an answer with tool calls                its blocks are pinned while the tool runs (keeper.py)
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import KEY_CHARACTERS_MAX, refusal
 
-# OpenAI's retentions: KV stays for 5 minutes of inactivity at least, or for a day. Some of its
+# OpenAI's retentions: KV stays for at least 5 minutes of inactivity, or for a day. Some OpenAI
 # clients write the first one with a hyphen.
 RETENTIONS_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
-TTLS_S = {"5m": 300.0, "1h": 3600.0}  # Anthropic's
+TTLS_S = {"5m": 300.0, "1h": 3600.0}  # Anthropic's values
 SESSION_HEADERS = ("x-session-id", "x-correlation-id")
 _SESSION_CHARACTERS_MAX = 256
 
@@ -23,8 +23,10 @@ _SESSION_CHARACTERS_MAX = 256
 def asked_retention(
     retention: str | None, key: str | None, priority: int = PRIORITY_DEFAULT
 ) -> Retention:
-    """Returns what OpenAI's fields and `kv_priority` ask for. Raises BadRequest for values that are
-    not allowed."""
+    """Returns the retention that OpenAI's fields and `kv_priority` request.
+
+    Raises BadRequest for values that are not allowed.
+    """
     if retention is not None and retention not in RETENTIONS_S:
         raise refusal("prompt_cache_retention", retention)
     if key is not None and len(key) > KEY_CHARACTERS_MAX:
@@ -36,8 +38,10 @@ def asked_retention(
 
 
 def is_of_session(sent: Callable[[str], Sequence[str]]) -> bool:
-    """Returns whether headers name the request's session; `sent` returns the values of a header.
-    Raises BadRequest for a value that names none."""
+    """Returns whether headers name the request's session. `sent` returns the values of a header.
+
+    Raises BadRequest for an invalid value.
+    """
     named = [(name, value.strip(" \t")) for name in SESSION_HEADERS for value in sent(name)]
     for name, value in named:
         is_printable = value.isascii() and value.isprintable()

@@ -1,7 +1,7 @@
-"""Turns a request's token ids into the text its client sees: detokenized, cut at a stop string, and
-split into content, reasoning and tool calls.
+"""Converts a request's token ids into text: detokenized, cut at a stop string, and parsed.
 
-It only finds where the text ends; the caller cancels the sequence.
+Parsing splits the text into content, reasoning and tool calls. This module only finds where the
+text ends; the caller cancels the sequence.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tandem.models.tokenizer.detokenizer import IncrementalDetokenizer
 from tandem.models.tokenizer.stop import StopStrings
 from tandem.models.tokenizer.tokenizer import Tokenizer
-from tandem.router.parsers.machine import CallDelta, Machine
+from tandem.router.parsers.machine import AnswerParser, CallDelta
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.job import PreparedRequest
@@ -19,15 +19,16 @@ from tandem.router.request.prompt.formats import answer_parser
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text with the tokens that count: up to the one that completed a stop string."""
+    """New text and its tokens, up to the token that completed a stop string."""
 
     text: str
     token_ids: list[int]
     finish_reason: str
-    stop_reason: str | int | None = None  # the stop string, or the client's stop token, that ended
+    # the stop string or the client's stop token that ended the text
+    stop_reason: str | int | None = None
     reasoning: str = ""
     tool_calls: tuple[CallDelta, ...] = ()
-    num_reasoning: int = 0  # tokens of reasoning so far, its tags included
+    num_reasoning: int = 0  # reasoning tokens so far, tags included
 
 
 class TextStream:
@@ -37,7 +38,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         stop: Sequence[str],
-        parser: Machine | None = None,
+        parser: AnswerParser | None = None,
         *,
         stop_token_ids: Collection[int] = (),
         shows_stop: bool = False,
@@ -45,10 +46,13 @@ class TextStream:
         min_tokens: int = 0,
         prompt_text: str = "",
     ) -> None:
-        """`parser` splits the text; without one all of it is content. The text begins with
-        `prompt_text`. `shows_stop`: what stops the text is part of it. No stop string is looked for
-        in the text of the first `min_tokens` tokens."""
-        # Clients see no special tokens, and parsers see those that they look for.
+        """`parser` splits the text; without one all text is content. The text begins with
+        `prompt_text`.
+
+        With `shows_stop` the text includes the stop string or token. The text of the first
+        `min_tokens` tokens is not searched for stop strings.
+        """
+        # Clients see no special tokens; a parser sees those that it uses.
         shown = frozenset() if parser is None else tokenizer.special_ids(parser.terminals)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, shown=shown
@@ -60,13 +64,13 @@ class TextStream:
         self._num_unstopped = min_tokens
         self._prompt_text = prompt_text
         self._num_reasoning = 0
-        self._num_undecided = 0  # tokens that may be the tag before reasoning
+        self._num_undecided = 0  # tokens that may belong to the tag before reasoning
 
     def push(self, token_ids: list[int], finish_reason: str) -> Piece:
-        """Returns the new text. A `finish_reason` releases all text that was held back.
+        """Returns the new text. With a `finish_reason`, all held-back text is released.
 
-        The token that ended a sequence with "stop" (an end-of-sequence token, or one of the
-        client's stop ids) counts, and is not part of the text unless `shows_stop`.
+        The token that ended a sequence with "stop" (an end-of-sequence token or one of the client's
+        stop ids) is counted but is not part of the text unless `shows_stop`.
         """
         piece = self._parsed(token_ids, finish_reason)
         if self._prompt_text:
@@ -75,8 +79,11 @@ class TextStream:
         return piece
 
     def _parsed(self, token_ids: list[int], finish_reason: str) -> Piece:
-        """Returns the new text in its parts. Tokens go one by one while the model may think, so
-        that those of reasoning are counted."""
+        """Returns the new text, parsed.
+
+        Tokens are parsed one by one while the model may be reasoning, to count the reasoning
+        tokens.
+        """
         parser = self._parser
         if parser is None:
             return self._push(token_ids, finish_reason)
@@ -91,7 +98,7 @@ class TextStream:
         last = self._counted(token_ids[at:], finish_reason, parser)
         return last if made is None else _joined(made, last)
 
-    def _counted(self, token_ids: list[int], finish_reason: str, parser: Machine) -> Piece:
+    def _counted(self, token_ids: list[int], finish_reason: str, parser: AnswerParser) -> Piece:
         was_reasoning = parser.in_reasoning
         piece = _split(self._push(token_ids, finish_reason), parser)
         self._num_undecided += len(piece.token_ids)
@@ -109,7 +116,7 @@ class TextStream:
             text = self._detokenizer.push(shown)
             return Piece(text + self._rest(finish_reason), token_ids, finish_reason, ended_by)
         texts = []
-        # One by one, to know which token completed a stop string.
+        # Push tokens one by one, to know which one completed a stop string.
         for index, token_id in enumerate(shown):
             if self._num_unstopped > 0:
                 self._num_unstopped -= 1
@@ -128,7 +135,9 @@ class TextStream:
         return Piece("".join(texts), token_ids, finish_reason, ended_by)
 
     def _rest(self, finish_reason: str) -> str:
-        """Returns what the detokenizer held back, less a character that the end cut in half."""
+        """Returns the text that the detokenizer held back, without a character that the end cut
+        in half.
+        """
         return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""
 
 
@@ -169,7 +178,7 @@ def _joined(first: Piece, then: Piece) -> Piece:
     )
 
 
-def _split(piece: Piece, parser: Machine) -> Piece:
+def _split(piece: Piece, parser: AnswerParser) -> Piece:
     parts = parser.finish(piece.text) if piece.finish_reason else parser.push(piece.text)
     finish_reason = piece.finish_reason
     if parser.is_done or finish_reason == "stop":

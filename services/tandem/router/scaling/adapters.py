@@ -1,11 +1,10 @@
-"""Operators' changes of the LoRA adapters that the cluster serves, over HTTP and gRPC alike.
+"""Operators' changes of the LoRA adapters that the cluster serves, over HTTP and gRPC.
 
-    load     all workers look at the folder --> those that can use it take the name --> this router
+    load     all workers read the folder --> those that can use it add the name --> this router
              sees it in their records
-    unload   all workers drop the name ------------------------------------------> and not any more
-
-A worker that cannot use the folder now may load the adapter later, if a request brings it there and
-the files are those of its digest.
+    unload   all workers remove the name ------------------------------------------> and no longer
+A worker that cannot use the folder now may load the adapter later, if a request needs it there and
+the files have its digest.
 """
 
 import asyncio
@@ -31,25 +30,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """An adapter that is served now, and the workers that could not use its folder, with why."""
+    """An adapter that is served now, and the reasons of the workers that could not use its
+    folder.
+    """
 
     adapter: Adapter
     refused: dict[str, str]
 
 
 class AdapterControl:
-    """Loads and unloads. Raises errors of errors.py. `who` asks, for the log of changes."""
+    """Loads and unloads adapters. Raises errors of errors.py. `who` is the caller, for the log."""
 
     def __init__(self, control: ClusterControl, generator: Generator, trail: AuditTrail) -> None:
-        """`generator` tells the name of the model, which no adapter may take."""
+        """`generator` has the name of the model, which no adapter may use."""
         self._control = control
         self._generator = generator
         self._view = control.view
         self._trail = trail
 
     async def load(self, name: str, path: str, *, in_place: bool, who: Caller) -> AdapterLoaded:
-        """Serves the adapter in a folder of the workers as `name`; with `in_place` also where an
-        adapter has the name."""
+        """Serves the adapter in a folder of the workers as `name`.
+
+        With `in_place` it may replace an adapter with that name.
+        """
         with logged_change(self._trail, who, f"adapter {name}") as change:
             served = self._view.adapters()
             change.before = served[name].digest if name in served else "none"
@@ -70,8 +73,11 @@ class AdapterControl:
         return AdapterLoaded(adapter, refused)
 
     async def unload(self, name: str, *, who: Caller) -> None:
-        """Serves the adapter no more. Raises ModelNotFound, and WorkerLost if a worker did not
-        answer; the others are done."""
+        """Stops serving the adapter.
+
+        Raises ModelNotFound, and WorkerLost if a worker did not answer; the other workers have done
+        it.
+        """
         with logged_change(self._trail, who, f"adapter {name}") as change:
             change.after = "none"
             if (adapter := self._view.adapters().get(name)) is None:
@@ -89,7 +95,7 @@ class AdapterControl:
     async def _describe(
         self, name: str, path: str
     ) -> tuple[Adapter, list[WorkerRecord], dict[str, str]]:
-        """Returns the adapter, the workers that can use it, and why the others cannot."""
+        """Returns the adapter, the workers that can use it, and the reasons of the others."""
         records = self._records()
         request = pb.DescribeAdapterRequest(path=path)
         calls = [self._control.call(record, "DescribeAdapter", request) for record in records]
@@ -130,7 +136,7 @@ class AdapterControl:
         return records
 
     async def _see(self, name: str, adapter: Adapter | None) -> None:
-        """Waits until this router serves the name as it is to be."""
+        """Waits until this router sees the change in the workers' records."""
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while self._view.adapters().get(name) != adapter:

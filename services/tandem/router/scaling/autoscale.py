@@ -1,12 +1,11 @@
-"""The autoscaler in a router: it sums the demand of all routers, decides once and asks for sizes.
+"""The autoscaler in a router: adds the demand of all routers, decides once and requests sizes.
 
     {tandem:CLUSTER}:demand      HASH, router -> msgpack (when, held, Demand); each writes its own
-    {tandem:CLUSTER}:autoscaler  STRING, who decides, for a few intervals: another one if it is gone
+    {tandem:CLUSTER}:autoscaler  STRING, the deciding router, for a few intervals; then another one
     {tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions, for a few intervals
-
-Every router counts and tells; one of them runs the policy (`autoscaler/policy.py`) and
-asks the owner of the sizes, as `tandem scale` does. Where that is an HPA or KEDA, it reads the
-metric `tandem_desired_workers`, which every router exports. Redis lost: sizes stay.
+Every router writes its demand. One of them runs the policy (`autoscaler/policy.py`) and requests
+sizes from their owner, as `tandem scale` does. An HPA or KEDA as owner reads the metric
+`tandem_desired_workers`, which every router exports. While Redis is lost, sizes do not change.
 """
 
 import asyncio
@@ -33,12 +32,13 @@ from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 
-_Told = tuple[float, int, Demand]  # by a router: when (Unix seconds), requests held, counters
-_WAKE_POLL_S = 0.2  # between two looks for requests that wait for an empty pool
-_LEASE_INTERVALS = 3  # that a router may miss before another one decides
-_GONE_AFTER_S = 600.0  # a router's counters that are older are dropped
+_DemandRecord = tuple[float, int, Demand]  # a router's (Unix seconds, requests held, counters)
+_WAKE_POLL_S = 0.2  # interval of checks for requests that wait for an empty pool
+_LEASE_INTERVALS = 3  # missed intervals after which another router decides
+_GONE_AFTER_S = 600.0  # a router's older counters are dropped
 
-# KEYS: 1 who decides. ARGV: 1 who asks, 2 time to live in ms. Returns 1 when that is the same.
+# KEYS: 1 the deciding router. ARGV: 1 this router, 2 time to live in ms. Returns 1 if they are the
+# same.
 _LEAD = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -48,7 +48,7 @@ return 1
 
 
 class AutoscaleLoop:
-    """Runs the autoscaler beside the router; the request path tells `meter` of its requests."""
+    """Runs the autoscaler in a router. Requests are counted by `meter`."""
 
     def __init__(
         self,
@@ -59,24 +59,26 @@ class AutoscaleLoop:
         *,
         num_held: Callable[[], int],
     ) -> None:
-        """`num_held()` is how many requests this router holds because a pool is empty."""
+        """`num_held` returns the number of requests that this router holds because a pool is
+        empty.
+        """
         self._owner = SizeOwner(config, view, trail)
         self._meter = meter
         self._config = config
         self._view = view
         self._num_held = num_held
-        self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # of this process
+        self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # unique for this process
         prefix = f"{{tandem:{config.cluster.cluster_id}}}"
         self._demand_key = f"{prefix}:demand"
-        self._told_key = f"{prefix}:autoscale"
+        self._decisions_key = f"{prefix}:autoscale"
         self._leader_key = f"{prefix}:autoscaler"
         self._lead = Script(_LEAD)
-        self._policy: Autoscaler | None = None  # while this router decides
-        self._last: dict[str, Demand] = {}  # of each router
+        self._policy: Autoscaler | None = None  # set while this router decides
+        self._last: dict[str, Demand] = {}  # router -> its last demand
         self._total = Demand()
 
     async def run(self) -> None:
-        """Runs until cancelled; not to be run when autoscaling is off."""
+        """Runs until cancelled. Do not run it if autoscaling is off."""
         interval_s = self._config.autoscale.interval_s
         while True:
             try:
@@ -88,13 +90,14 @@ class AutoscaleLoop:
             except TandemError as error:
                 log.warning("pool sizes are not asked for: %s", error.message)
             except Exception:
-                # A bug, or what a router of another version wrote: sizes stay, requests go on.
+                # A bug, or data of a router of another version: sizes do not change, requests
+                # continue.
                 self._policy = None
                 log.exception("autoscaling broke")
             await asyncio.sleep(interval_s)
 
     async def _pause(self) -> None:
-        """Waits for an interval; ends sooner if a request waits for an empty decode pool."""
+        """Waits for an interval, or until a request waits for an empty decode pool."""
         ends_at = time.monotonic() + self._config.autoscale.interval_s
         while (left_s := ends_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, _WAKE_POLL_S))
@@ -102,11 +105,11 @@ class AutoscaleLoop:
                 return
 
     def _sleeps(self) -> bool:
-        """Returns whether the decode pool was decided to have no worker."""
+        """Returns whether the decided size of the decode pool is 0."""
         return any(d.role == "decode" and d.to == 0 for d in self._view.decisions)
 
     async def _is_awaited(self) -> bool:
-        """Returns whether this router holds a request, or, where it decides, any router does."""
+        """Returns whether this router holds a request or, if it decides, any router does."""
         if self._num_held():
             return True
         return self._policy is not None and await self._sum_demand() > 0
@@ -115,28 +118,28 @@ class AutoscaleLoop:
         redis = self._view.redis
         config = self._config.autoscale
         if self._view.redis_state != "ok":
-            return  # nobody is known yet, or any more
+            return  # the workers are not known
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
         await redis.hset(self._demand_key, self._name, mine)
         keep_ms = round(_LEASE_INTERVALS * config.interval_s * 1000)
-        # A picker, a front or a gRPC replica sets no size: it tells what it counts, others decide.
+        # A picker, a front or a gRPC replica sets no size; it only writes its demand.
         may_lead = self._config.gateway.is_router and self._config.api != "grpc"
         lead = may_lead and await self._lead(redis, [self._leader_key], self._name, keep_ms)
         if not lead:
             self._policy = None
-            told = await redis.get(self._told_key)
-            self._view.decisions = msgspec.json.decode(told or b"[]", type=list[ScalingDecision])
+            encoded = await redis.get(self._decisions_key)
+            self._view.decisions = msgspec.json.decode(encoded or b"[]", type=list[ScalingDecision])
             return
         num_held = await self._sum_demand()
-        owned: dict[str, int] = {}  # without sizes that cannot be set here, or read now
+        owned: dict[str, int] = {}  # without sizes that cannot be set or read
         try:
             owned = await self._owner.sizes()
         except TandemError as error:
             log.warning("pool sizes cannot be read: %s", error.message)
         self._view.decisions = decisions = self._decide(num_held, owned)
-        await redis.set(self._told_key, msgspec.json.encode(decisions), px=keep_ms)
+        await redis.set(self._decisions_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
-            d.role: max(0, owned[d.role] + d.to - d.size)  # without those that are lent
+            d.role: max(0, owned[d.role] + d.to - d.size)  # without lent workers
             for d in decisions
             if d.to != d.size and d.role in owned
         }
@@ -145,7 +148,9 @@ class AutoscaleLoop:
             await self._owner.set_sizes(changes, who=who)
 
     async def _sum_demand(self) -> int:
-        """Adds what each router counted since the last turn; returns how many requests all hold."""
+        """Adds each router's demand since the last turn; returns the number of requests held by
+        all.
+        """
         redis = self._view.redis
         now = time.time()
         is_first = self._policy is None
@@ -154,18 +159,18 @@ class AutoscaleLoop:
         for field, value in (await redis.hgetall(self._demand_key)).items():
             assert isinstance(value, bytes)
             try:
-                told_at, holds, demand = msgspec.msgpack.decode(value, type=_Told)
+                written_at, holds, demand = msgspec.msgpack.decode(value, type=_DemandRecord)
             except UNREADABLE as error:
                 log.warning("a router's demand cannot be read, and is left out: %s", error)
                 await redis.hdel(self._demand_key, field)
                 continue
-            if now - told_at > _GONE_AFTER_S:
+            if now - written_at > _GONE_AFTER_S:
                 await redis.hdel(self._demand_key, field)
                 continue
             name = field.decode(errors="replace") if isinstance(field, bytes) else field
-            num_held += holds if now - told_at < 3 * self._config.autoscale.interval_s else 0
+            num_held += holds if now - written_at < 3 * self._config.autoscale.interval_s else 0
             seen[name] = demand
-            if not is_first:  # else it cannot be told when they counted it
+            if not is_first:  # at first it is unknown when they were counted
                 self._total = self._total.plus(demand.since(self._last.get(name, Demand())))
         self._last = seen
         return num_held
@@ -191,8 +196,11 @@ class AutoscaleLoop:
         return decisions
 
     def _size(self, role: str, owned: dict[str, int]) -> int:
-        """Returns the pool's size from its owner, or else the last decided size: the pool follows
-        that later, and with a counted size it would be decided again until then."""
+        """Returns the pool's size from its owner, or else the last decided size.
+
+        The decided size is needed because the pool follows later; with the counted size the same
+        change would be decided again.
+        """
         records = [w.record for w in self._view.known()]
         if role not in owned:
             decided: dict[str, int] = {d.role: d.to for d in self._view.decisions}
@@ -203,7 +211,7 @@ class AutoscaleLoop:
 
 
 class AutoscaleGauges(Collector):
-    """Metrics of the sizes that the pools should have, for people, an HPA or KEDA."""
+    """Metrics of the sizes that the pools should have, for operators, an HPA or KEDA."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view

@@ -1,10 +1,9 @@
-"""The log of changes: one line for each change of sizes, roles, workers or keys that was asked for.
+"""The log of changes: one line for each requested change of sizes, roles, workers or keys.
 
     change by 127.0.0.1:40312 over HTTP: sizes, before decode=1 prefill=1, after decode=2 prefill=1
     change by autoscaler of router-0: sizes, before decode=1, after decode=9: refused: ...
-
-The first line is a change that was accepted, the second one that was not. Each is also an entry of
-the cluster's audit trail.
+The first line is an accepted change, the second one a refused one. Each is also an entry of the
+cluster's audit trail.
 """
 
 import logging
@@ -25,7 +24,7 @@ _TEXT_MAX = 200  # characters of one part
 
 @dataclass(slots=True)
 class Change:
-    """A change; its maker fills in `before` and `after` as soon as it knows them."""
+    """A change. The caller sets `before` and `after` as soon as it knows them."""
 
     before: str = "unknown"
     after: str = "unknown"
@@ -33,7 +32,7 @@ class Change:
 
 @contextmanager
 def logged_change(trail: AuditTrail, who: Caller, what: str) -> Iterator[Change]:
-    """Logs the change when the block ends, and a refusal when it raises a TandemError."""
+    """Logs the change when the block ends, or a refusal if it raises a TandemError."""
     change = Change()
     try:
         yield change
@@ -48,7 +47,7 @@ def logged_change(trail: AuditTrail, who: Caller, what: str) -> Iterator[Change]
 
 
 def shown_sizes(sizes: Mapping[str, Any]) -> str:
-    """`decode=1 prefill=2`, in the order of the names."""
+    """Returns sizes as text, such as `decode=1 prefill=2`, sorted by name."""
     return " ".join(f"{pool}={size}" for pool, size in sorted(sizes.items())) or "none"
 
 

@@ -1,4 +1,4 @@
-"""Operators' changes, over HTTP and gRPC alike: pool sizes, a worker's role, its end, its cache."""
+"""Operators' changes over HTTP and gRPC: pool sizes, a worker's role, its drain, its cache."""
 
 import asyncio
 import logging
@@ -34,12 +34,12 @@ _OTHER = {"prefill": "decode", "decode": "prefill"}
 class RoleSet(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
-    took_s: float  # at the worker
-    seen_s: float  # until this router placed by it
+    took_s: float  # on the worker
+    seen_s: float  # until this router used it for placement
 
 
 class ClusterControl:
-    """Changes of a cluster. Raises errors of errors.py. `who` asks, for the log of changes."""
+    """Changes of a cluster. Raises errors of errors.py. `who` is the caller, for the log."""
 
     def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
         self._trail = trail
@@ -49,7 +49,9 @@ class ClusterControl:
 
     async def scale(self, wanted: dict[str, Any], *, who: Caller) -> dict[str, int]:
         """Forwards the request to the owner of the pools; poll the pool state for completion.
-        Raises NotNow if there is no owner that a router can ask."""
+
+        Raises NotNow if this router can reach no owner of the sizes.
+        """
         try:
             sizes = dict[str, int](check_sizes(wanted).items())
         except BadRequest:
@@ -60,8 +62,11 @@ class ClusterControl:
         return sizes
 
     async def set_role(self, worker_id: str, role: str = "", *, who: Caller) -> RoleSet:
-        """Moves a worker to the pool of this role, or to the other one, and waits until this
-        router sees it there. The last decode worker stays: nobody could answer without it."""
+        """Moves a worker to the pool `role`, or to the other one, and waits until this router sees
+        it.
+
+        The last decode worker is not moved, because no worker could answer requests without it.
+        """
         started = time.monotonic()
         with logged_change(self._trail, who, f"role of {worker_id}") as change:
             change.after = role or "the other"
@@ -90,9 +95,11 @@ class ClusterControl:
     async def drain(
         self, worker_id: str, deadline_s: Any, *, force: bool = False, who: Caller
     ) -> None:
-        """Starts a worker's drain; `deadline_s` 0 is its own. The worker does the rest: it leaves
-        placement at once, routers migrate its sequences, and it ends when it is empty. The last
-        decode worker drains only with `force`."""
+        """Starts a worker's drain. With `deadline_s` 0 the worker uses its own deadline.
+
+        The worker leaves placement at once, routers migrate its sequences, and it ends when it is
+        empty. The last decode worker drains only with `force`.
+        """
         with logged_change(self._trail, who, f"drain of {worker_id}") as change:
             change.after = "draining"
             is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
@@ -113,9 +120,10 @@ class ClusterControl:
                 await self.call(record, "Drain", request)
 
     async def reset_prefix_cache(self, worker_id: str = "", *, who: Caller) -> dict[str, int]:
-        """Has all workers, or this one, drop the cached blocks that nobody uses.
+        """Makes all workers, or the named one, drop their unused cached blocks.
 
-        Returns how many each dropped. Raises WorkerLost if one did not answer; the others are done.
+        Returns the number of dropped blocks by worker. Raises WorkerLost if one did not answer; the
+        others have done it.
         """
         with logged_change(self._trail, who, f"prefix cache of {worker_id or 'all'}") as change:
             change.after = "empty"
@@ -134,7 +142,7 @@ class ClusterControl:
             return dict(sorted(dropped.items()))
 
     async def call(self, record: WorkerRecord, method: str, request: Any) -> Any:
-        """Calls a worker. Raises NotNow where it cannot do it now, and WorkerLost."""
+        """Calls a worker. Raises NotNow if it cannot do it now, and WorkerLost."""
         async with self.view.calls.open(record.address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)
@@ -160,8 +168,11 @@ class ClusterControl:
     async def _departure(
         self, record: WorkerRecord, way_out: str = "", *, force: bool = False
     ) -> AsyncIterator[None]:
-        """Tells a decode worker within this block that it leaves its pool. Raises NotNow if nobody
-        could answer requests then, unless by `force`; `way_out` is the end of the message."""
+        """Claims a decode worker's departure from its pool for the time of the block.
+
+        Raises NotNow if no decode worker would be left, unless `force`; `way_out` is the end of the
+        message.
+        """
         own = frozenset({record.epoch})
         try:
             leaving = await self._departures.claim(record.epoch)

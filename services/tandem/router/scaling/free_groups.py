@@ -1,10 +1,9 @@
 """Lets an upgrade of the chart change the pools of a RayCluster that Ray's autoscaler has scaled.
 
-The API server knows all worker groups of a RayCluster as one field. Ray's autoscaler patches the
-number of replicas of one group, and then owns the whole field, so that a manager that applies other
-groups gets a conflict. This program takes the field away from whoever has patched it. The chart
-states the numbers that are there, and the autoscaler continues from them.
-
+The API server treats all worker groups of a RayCluster as one field. Ray's autoscaler patches the
+number of replicas of one group and then owns the whole field, so a manager that applies other
+groups gets a conflict. This program takes the field from every manager that has patched it. The
+chart states the present numbers, and the autoscaler continues from them.
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#conflicts
 """
 
@@ -28,8 +27,11 @@ _ATTEMPTS = 10
 
 
 def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the `managedFields` of a RayCluster without the worker groups of those who have
-    patched them. Those who apply the groups keep them."""
+    """Returns a RayCluster's `managedFields` without the worker groups of managers that patched
+    them.
+
+    Managers that apply the groups keep them.
+    """
     kept = []
     for entry in deepcopy([dict(entry) for entry in managers]):
         spec = entry.get("fieldsV1", {}).get("f:spec", {})
@@ -44,8 +46,10 @@ def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 async def free_groups(client: httpx.AsyncClient, owner: str) -> None:
-    """Takes the worker groups of `owner` (rayclusters/NAME) from whoever has patched them. Raises
-    ScaleAway, or httpx.HTTPError if the API server cannot be reached."""
+    """Takes the worker groups of `owner` (rayclusters/NAME) from managers that patched them.
+
+    Raises ScaleAway, or httpx.HTTPError if the API server cannot be reached.
+    """
     base = client.base_url
     url = base.copy_with(path=base.path.replace("/apps/v1/", "/ray.io/v1/", 1) + owner)
     for _ in range(_ATTEMPTS):

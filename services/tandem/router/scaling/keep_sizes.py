@@ -1,15 +1,12 @@
-"""Keeps the sizes of pools over an upgrade of the chart. A Job runs this before the upgrade.
+"""Keeps the sizes of pools during an upgrade of the chart. A Job runs this before the upgrade.
 
     python -m tandem.router.scaling.keep_sizes statefulsets/NAME=2 deployments/NAME=3
-
-Each word is RESOURCE/NAME of an object, and after `=` the chart's value of `replicas`. Without a
-value, something other than the chart owns the size. Of a RayCluster (rayclusters/NAME) whose pools
-Ray's autoscaler has scaled, the upgrade may then change the pools (free_groups.py).
-
+Each argument is RESOURCE/NAME of an object, with the chart's value of `replicas` after `=`. Without
+a value, something other than the chart owns the size. For a RayCluster (rayclusters/NAME) whose
+pools Ray's autoscaler has scaled, the upgrade may then change the pools (free_groups.py).
 In server-side apply, a size falls back to 1 when the only manager that owns the field stops stating
 it, and a manager that applies a different size gets a conflict. This program applies the scale of
 each object as the manager `tandem-size`, so that the chart need not state a size.
-
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#transferring-ownership
 """
 
@@ -32,28 +29,33 @@ from tandem.router.scaling.kubernetes import answer_of, open_client
 log = logging.getLogger(__name__)
 
 MANAGER = "tandem-size"
-SURGE = "tandem-surge"  # owns a size that is one larger for the time of an upgrade (surge.py)
-TOLD = "tandem.dev/replicas"  # annotation: the value of `replicas` that the chart stated last
-_APPLY = {"Content-Type": "application/apply-patch+yaml"}  # JSON is YAML, too
-LATE = 3  # exit status of a Job that would be late again
-_ATTEMPTS = 10  # an object whose pods start changes often
+SURGE = "tandem-surge"  # owns a size that is one larger during an upgrade (surge.py)
+REPLICAS_ANNOTATION = "tandem.dev/replicas"  # annotation with the chart's last value of `replicas`
+_APPLY = {"Content-Type": "application/apply-patch+yaml"}  # JSON is valid YAML
+LATE = 3  # exit status of a Job that would miss its deadline again
+_ATTEMPTS = 10  # an object changes often while its pods start
 
 
 def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
-    """Returns the size of an object after the upgrade: the present one, unless the chart's value
-    `replicas` has changed. An object of a chart that did not note the value keeps a size that
-    somebody has set by its scale. The chart's template `tandem.replicas` has the same rule. A
-    worker that an upgrade before this one added, and that stayed, does not count."""
+    """Returns the size of an object after the upgrade.
+
+    It is the present size unless the chart's value `replicas` has changed. If the chart did not
+    record the value, a size that was set by the object's scale is kept. The chart's template
+    `tandem.replicas` has the same rule. A worker that an earlier upgrade added and left is not
+    counted.
+    """
     current = int(live["spec"]["replicas"]) - is_surged(live)
-    told = live["metadata"].get("annotations", {}).get(TOLD)
-    if replicas is None or told == str(replicas):
+    noted = live["metadata"].get("annotations", {}).get(REPLICAS_ANNOTATION)
+    if replicas is None or noted == str(replicas):
         return current
-    return current if told is None and _scalers(live) else replicas
+    return current if noted is None and _scalers(live) else replicas
 
 
 def is_surged(live: Mapping[str, Any]) -> bool:
-    """Returns whether one of an object's replicas is there for an upgrade only. It is no more once
-    somebody has set another size."""
+    """Returns whether one of an object's replicas exists only for an upgrade.
+
+    That ends when another manager sets a size.
+    """
     return SURGE in _scalers(live)
 
 
@@ -74,8 +76,10 @@ def read_objects(words: Sequence[str]) -> dict[str, int | None]:
 
 
 async def keep_sizes(client: httpx.AsyncClient, objects: Mapping[str, int | None]) -> None:
-    """Takes the sizes of these objects over. An object that is not there yet is left out. Raises
-    ScaleAway, or httpx.HTTPError if the API server cannot be reached."""
+    """Takes over the sizes of these objects. Objects that do not exist yet are skipped.
+
+    Raises ScaleAway, or httpx.HTTPError if the API server cannot be reached.
+    """
     for owner, replicas in objects.items():
         if owner.startswith(RAY_CLUSTERS):
             await free_groups(client, owner)
@@ -89,8 +93,11 @@ async def set_size(
     choose: Callable[[Mapping[str, Any]], int | None],
     manager: str,
 ) -> int | None:
-    """Applies the size that `choose` makes of an object, as the field manager `manager`. Returns
-    it; None if there is no such object, or `choose` leaves it alone. Raises as `keep_sizes`."""
+    """Applies the size that `choose` returns for an object, as the field manager `manager`.
+
+    Returns the size; None if the object does not exist or `choose` returns None. Raises the errors
+    of `keep_sizes`.
+    """
     for _ in range(_ATTEMPTS):
         live = await read_object(client, owner)
         size = None if live is None else choose(live)
@@ -103,7 +110,7 @@ async def set_size(
 
 
 async def read_object(client: httpx.AsyncClient, owner: str) -> dict[str, Any] | None:
-    """Returns an object, or None if it is not there. Raises as `keep_sizes` does."""
+    """Returns an object, or None if it does not exist. Raises the errors of `keep_sizes`."""
     reply = await client.get(owner)
     if reply.status_code == 404:
         log.info("%s: not there yet", owner)
@@ -116,7 +123,7 @@ async def read_object(client: httpx.AsyncClient, owner: str) -> dict[str, Any] |
 async def _apply(
     client: httpx.AsyncClient, owner: str, live: Mapping[str, Any], size: int, manager: str
 ) -> bool:
-    """Returns False if the object has changed meanwhile."""
+    """Applies a size; returns False if the object has changed meanwhile."""
     scale = {
         "apiVersion": "autoscaling/v1",
         "kind": "Scale",
@@ -140,13 +147,15 @@ async def _apply(
 
 
 async def run(client: httpx.AsyncClient, words: Sequence[str]) -> None:
-    """Runs the program with its arguments. Raises as `keep_sizes` does."""
+    """Runs the program with its arguments. Raises the errors of `keep_sizes`."""
     await keep_sizes(client, read_objects(words))
 
 
 def run_job(run: Callable[[httpx.AsyncClient, Sequence[str]], Awaitable[None]]) -> int:
-    """Runs a Job's program against the API server of its pod. Returns the exit status: 1 stops the
-    upgrade, and another try may help; with LATE (3) none does."""
+    """Runs a Job's program against the API server of its pod; returns the exit status.
+
+    1 stops the upgrade, and a retry may help; LATE (3) means that a retry does not help.
+    """
 
     async def with_client() -> None:
         async with open_client(Path(SERVICE_ACCOUNT)) as client:
@@ -164,7 +173,7 @@ def run_job(run: Callable[[httpx.AsyncClient, Sequence[str]], Awaitable[None]]) 
 
 
 def main() -> int:
-    """Returns the exit status; 1 stops the upgrade before it changes anything."""
+    """Runs the program; returns the exit status. 1 stops the upgrade before it changes anything."""
     from tandem.net.observability.logs import configure_logging
 
     configure_logging("keep-sizes")

@@ -3,9 +3,8 @@
     GET   /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
     PATCH /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
     {"spec": {"replicas": 2}}    a merge patch of an autoscaling/v1 Scale, as `kubectl scale` sends
-
-The pod's service account is a folder (token, ca.crt, namespace) whose files kubelet writes anew
-before they expire: each request reads them. Waits for no pod, and knows no worker.
+The pod's service account is a folder (token, ca.crt, namespace). kubelet rewrites its files before
+they expire, so each request reads them. This module waits for no pod and knows no workers.
 https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
 """
 
@@ -25,18 +24,18 @@ from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, Tan
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 3.0  # shorter than `tandem scale` waits for its answer
+DEADLINE_S = 3.0  # shorter than the time that `tandem scale` waits for its answer
 _MESSAGE_MAX = 500  # characters of the API server's reason
 _HEADERS = {"Content-Type": "application/merge-patch+json", "Accept": "application/json"}
-_MANAGER = {"fieldManager": "tandem-router"}  # who owns `replicas` in the object's managedFields
+_MANAGER = {"fieldManager": "tandem-router"}  # owner of `replicas` in the object's managedFields
 
 
 class _ScaleSpec(msgspec.Struct):
-    replicas: int = 0  # the server leaves a zero out
+    replicas: int = 0  # the server omits a zero
 
 
 class _Scale(msgspec.Struct):
-    """The fields of autoscaling/v1 Scale that are read here."""
+    """The fields of autoscaling/v1 Scale that are used."""
 
     spec: _ScaleSpec = msgspec.field(default_factory=_ScaleSpec)
     status: _ScaleSpec = msgspec.field(default_factory=_ScaleSpec)
@@ -44,14 +43,16 @@ class _Scale(msgspec.Struct):
 
 class KubernetesScale:
     def __init__(self, objects: Mapping[str, str], account: Path) -> None:
-        """`objects` maps a pool to RESOURCE/NAME; `account` is the service account's folder."""
+        """`objects` maps a pool to RESOURCE/NAME. `account` is the service account's folder."""
         self._objects = objects
         self._account = account
 
     async def set_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Sets all sizes at the API server. Raises NotNow before the first request if one is not to
-        be set here; else the first error of a size that was not taken, which says what became of
-        each."""
+        """Sets all sizes at the API server.
+
+        Raises NotNow before the first request if this router may not set one of them. Otherwise
+        raises the first error; its message has the result of each size.
+        """
         if foreign := [pool for pool in sizes if pool not in self._objects]:
             raise NotNow(
                 f"the size of {' and '.join(foreign)} is not this router's to set (that of "
@@ -66,17 +67,19 @@ class KubernetesScale:
             if isinstance(result, BaseException) and not isinstance(result, TandemError):
                 raise result
         if errors := [result for result in results if isinstance(result, TandemError)]:
-            told = zip(sizes, results, strict=True)
-            taken = [f"{pool} is set to {sizes[pool]}" for pool, error in told if error is None]
+            outcomes = zip(sizes, results, strict=True)
+            taken = [f"{pool} is set to {sizes[pool]}" for pool, error in outcomes if error is None]
             raise type(errors[0])("; ".join([*(e.message for e in errors), *taken]))
 
     async def sizes(self) -> dict[str, int]:
-        """Returns the wanted replicas of each pool of workers. Raises as `set_sizes` does."""
+        """Returns the requested replicas of each pool of workers. Raises the errors of
+        `set_sizes`.
+        """
         scales = await self._scales([pool for pool in self._objects if pool != "router"])
         return {pool: scale.spec.replicas for pool, scale in scales.items()}
 
     async def pools(self) -> dict[str, dict[str, int]]:
-        """Returns the pods that are wanted and that run, of each pool. Raises as `set_sizes`."""
+        """Returns the requested and running pods of each pool. Raises the errors of `set_sizes`."""
         scales = await self._scales(list(self._objects))
         return {
             pool: {"wanted": scale.spec.replicas, "running": scale.status.replicas}
@@ -118,9 +121,11 @@ class KubernetesScale:
 
 
 def open_client(account: Path) -> httpx.AsyncClient:
-    """Opens a client of the API server for the objects of the pod's namespace, of the API group
-    apps. `account` is the service account's folder. Raises NotNow outside a pod, or where the pod
-    has no token."""
+    """Opens a client of the API server for the pod's namespace and the API group apps.
+
+    `account` is the service account's folder. Raises NotNow outside a pod, or if the pod has no
+    token.
+    """
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     if not host:
         raise NotNow(
@@ -143,22 +148,22 @@ def open_client(account: Path) -> httpx.AsyncClient:
         verify=tls,
         headers={**_HEADERS, "Authorization": f"Bearer {token}"},
         timeout=DEADLINE_S,
-        trust_env=False,  # no proxy gets the token
+        trust_env=False,  # no proxy may get the token
     )
 
 
 def answer_of(reply: httpx.Response, owner: str) -> str:
-    """Returns in words what the API server answered for an object, with its reason."""
+    """Returns the API server's answer for an object as text, with its reason."""
     message = f"the Kubernetes API server answers {reply.status_code} for {owner}"
     with suppress(msgspec.DecodeError):  # only a Status object has a reason
-        told = msgspec.json.decode(reply.content, type=dict[str, object])
-        if reason := str(told.get("message", ""))[:_MESSAGE_MAX]:
+        answer = msgspec.json.decode(reply.content, type=dict[str, object])
+        if reason := str(answer.get("message", ""))[:_MESSAGE_MAX]:
             message += f": {reason}"
     return message
 
 
 def _refusal(reply: httpx.Response, pool: str, owner: str, done: str) -> TandemError:
-    """Returns the API server's message under an error code that tells whether a retry may help."""
+    """Returns the API server's message as the error that says whether a retry may help."""
     status = reply.status_code
     message = f"{pool} is not {done}: {answer_of(reply, owner)}"
     if status in (401, 403):

@@ -1,4 +1,4 @@
-"""The pools as the autoscaler sees them, from what placement sees of their workers. Pure."""
+"""The autoscaler's observations of the pools, from placement's snapshots of the workers. Pure."""
 
 from collections.abc import Iterable
 from statistics import median_high
@@ -23,6 +23,6 @@ def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> Po
 
 
 def likely_decode(workers: Iterable[WorkerSnapshot]) -> DecodeRate:
-    """The decode rate in the middle of those that were measured; a guess before."""
-    told = (w.rates for w in workers if w.role == "decode")
-    return (likely_rates(told, by=lambda rates: rates.decode.sequence_s) or WorkerRates()).decode
+    """Returns the median of the measured decode rates; an assumed rate if none was measured."""
+    rates = (w.rates for w in workers if w.role == "decode")
+    return (likely_rates(rates, by=lambda each: each.decode.sequence_s) or WorkerRates()).decode

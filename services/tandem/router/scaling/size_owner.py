@@ -1,8 +1,8 @@
-"""The owner of the pool sizes, which a router asks to change them.
+"""The owner of the pool sizes, from which a router requests changes.
 
 a pool controller       (Ray, `tandem up`)  by its list in Redis
 Kubernetes' API server  (`--scale-objects`) by the scale of each pool's object
-nobody                  an HPA, KEDA or a person reads what is wanted, and acts by itself
+neither                 an HPA, KEDA or a person reads the requested size and sets it
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.errors import NotNow, TandemError
 from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import ask_sizes, told_pools
+from tandem.router.workers.pools import ask_sizes, decode_pools
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 _KUBERNETES_KEPT_S = 2.0
 _KUBERNETES_WATCH_S = 10.0
-_CONTROLLER_TELLS_S = 3.0
-_BEFORE_DEADLINE_S = 1.0  # the log's `before` may not use up the time of who waits for an answer
+_CONTROLLER_START_S = 3.0
+_BEFORE_DEADLINE_S = 1.0  # reading the old sizes for the log must not use up the caller's time
 
 
 class SizeOwner:
-    """The owner of the sizes as a router reaches it. Raises errors of services/tandem/errors.py."""
+    """A router's access to the owner of the sizes. Raises errors of services/tandem/errors.py."""
 
     def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
         self._trail = trail
@@ -43,29 +43,33 @@ class SizeOwner:
         self._kubernetes: KubernetesScale | None = None
         self._read_at = -math.inf
         if config.scale_objects:
-            # Imported late: it brings an HTTP client that no router needs elsewhere.
+            # Import late, because it loads an HTTP client that other routers do not need.
             from tandem.router.scaling.kubernetes import KubernetesScale
 
             self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))
 
     async def sizes(self) -> dict[str, int]:
-        """Returns the sizes of pools that can be set here, including workers that still start."""
+        """Returns the sizes of pools that can be set here, including workers that are starting."""
         if self._kubernetes is not None:
             return await self._kubernetes.sizes()
-        told = told_pools(self._view.pools_json)
-        return {pool: int(state["wanted"]) for pool, state in told.items() if "wanted" in state}
+        pools = decode_pools(self._view.pools_json)
+        return {pool: int(state["wanted"]) for pool, state in pools.items() if "wanted" in state}
 
     async def pools(self) -> dict[str, dict[str, Any]]:
-        """Returns the state of each pool: what its owner wants and runs, and what has registered.
-        Kubernetes' part is as old as `_KUBERNETES_KEPT_S`, and left out while it does not tell."""
+        """Returns the state of each pool: the size that its owner requests and runs, and its
+        records.
+
+        Kubernetes' part is at most `_KUBERNETES_KEPT_S` old, and missing while it does not answer.
+        """
         if asyncio.get_running_loop().time() - self._read_at > _KUBERNETES_KEPT_S:
             await self._read_kubernetes()
         records = [worker.record for worker in self._view.known()]
         return self._view.pool_watch.states(records, self._view.pools_json)
 
     async def watch(self) -> None:
-        """Reads what Kubernetes wants and runs until it is cancelled, for metrics and for the
-        problems that the view notes."""
+        """Reads the sizes at Kubernetes until it is cancelled, for metrics and the view's
+        problems.
+        """
         while True:
             try:
                 await self._read_kubernetes()
@@ -84,8 +88,10 @@ class SizeOwner:
         self._view.pool_watch.owned = owned
 
     async def set_sizes(self, sizes: Mapping[str, int], *, who: Caller) -> None:
-        """Requests the sizes and logs who did; poll the pool state for completion. Raises NotNow if
-        there is no owner that a router can ask."""
+        """Requests the sizes and logs the caller; poll the pool state for completion.
+
+        Raises NotNow if this router can reach no owner of the sizes.
+        """
         with logged_change(self._trail, who, "sizes") as change:
             change.after = shown_sizes(sizes)
             before: dict[str, int] = {}
@@ -108,13 +114,16 @@ class SizeOwner:
                 )
 
     def _of_others(self, sizes: Mapping[str, int]) -> list[str]:
-        """Returns the pools that the controller does not tell of; none while it has not told."""
-        told = told_pools(self._view.pools_json)
-        return sorted(sizes.keys() - told.keys()) if told else []
+        """Returns the pools that the controller does not own; none while it has written nothing."""
+        pools = decode_pools(self._view.pools_json)
+        return sorted(sizes.keys() - pools.keys()) if pools else []
 
     async def _ask_controller(self, sizes: dict[str, int]) -> bool:
-        """Returns False if there is none. It tells of its pools a moment after the start."""
-        give_up_at = asyncio.get_running_loop().time() + _CONTROLLER_TELLS_S
+        """Requests sizes from the controller; returns False if there is none.
+
+        A controller writes its pools a moment after its start.
+        """
+        give_up_at = asyncio.get_running_loop().time() + _CONTROLLER_START_S
         while not await ask_sizes(self._view.redis, self._cluster_id, sizes):
             if asyncio.get_running_loop().time() > give_up_at:
                 return False

@@ -1,17 +1,13 @@
-"""Adds a worker to pools of one for the time of an upgrade of the chart. Two Jobs run this.
+"""Adds a worker to pools of one during an upgrade of the chart. Two Jobs run this.
 
     python -m tandem.router.scaling.surge add SECONDS statefulsets/NAME ...    before the upgrade
     python -m tandem.router.scaling.surge end SECONDS statefulsets/NAME ...    after it
-
     size 1  --add-->  size 2, which the manager `tandem-surge` owns  --end-->  size 1
-                        '-- somebody sets another size: it is theirs, and stays
-
-The owner of the size is all the state that there is: a Job that is run again goes on, and the next
-upgrade takes back what a failed one left behind (keep_sizes.py).
-
-A StatefulSet replaces its pods in place: first the one of the highest ordinal, which was added, and
-the next one when that is ready. So one of the two is ready at any time.
-
+                        '-- another manager sets a size: that size is kept
+The owner of the size is the only state. A Job that is run again continues, and the next upgrade
+removes a worker that a failed one left (keep_sizes.py).
+A StatefulSet replaces its pods in place: first the pod with the highest ordinal, which was added,
+and the next one when that is ready. So one of the two is ready at any time.
 https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#rolling-updates
 """
 
@@ -40,10 +36,13 @@ _POLL_S = 1.0
 
 
 async def add(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: float) -> None:
-    """Adds a worker to each of these pools that has one, and waits until it is ready. A pool whose
-    only worker is not ready gets none: the upgrade may be what mends it, and nothing is lost. Nor
-    does it wait while a rollout is under way, whose revision the added worker has. Raises
-    DeadlineExceeded if one is not ready, after all are taken back; else as `set_size` does."""
+    """Adds a worker to each pool of one ready worker and waits until the new one is ready.
+
+    A pool whose only worker is not ready gets none, because the upgrade may repair it and nothing
+    is lost. It does not wait during a rollout, whose revision the added worker has. Raises
+    DeadlineExceeded if a worker is not ready in time, after all added ones were removed; otherwise
+    the errors of `set_size`.
+    """
     for owner in owners:
         await set_size(client, owner, _one_more, SURGE)
     if late := await _wait(client, owners, _is_added, deadline_s):
@@ -55,9 +54,11 @@ async def add(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: floa
 
 
 async def end(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: float) -> None:
-    """Takes the added workers back when their pools have been replaced. Raises DeadlineExceeded if
-    that takes longer. Their added workers stay then: without them, the controller would replace
-    the only worker that serves."""
+    """Removes the added workers after their pools have been replaced.
+
+    Raises DeadlineExceeded if that takes too long. Their added workers then stay, because the
+    controller would otherwise replace the only worker that serves.
+    """
     late = await _wait(client, owners, _is_replaced, deadline_s)
     await _take_back(client, [owner for owner in owners if owner not in late])
     if late:
@@ -93,7 +94,10 @@ def _is_added(live: Mapping[str, Any]) -> bool:
 
 
 def _is_replaced(live: Mapping[str, Any]) -> bool:
-    """The controller sets the present revision when all pods have the new one and are ready."""
+    """Returns whether all pods have the new revision and are ready.
+
+    The controller sets the current revision only then.
+    """
     status = live.get("status", {})
     return _is_ready(live) and status.get("currentRevision") == status.get("updateRevision")
 
@@ -104,8 +108,11 @@ async def _wait(
     done: Callable[[Mapping[str, Any]], bool],
     deadline_s: float,
 ) -> list[str]:
-    """Returns the pools with an added worker for which `done` does not hold at the deadline. An API
-    server that is away for a while is asked again."""
+    """Waits for `done`; returns the pools with an added worker for which it is False at the
+    deadline.
+
+    Errors of an unavailable API server are retried.
+    """
     give_up_at = time.monotonic() + deadline_s
     left = list(owners)
     while left := [owner for owner in left if not await _holds(client, owner, done)]:
@@ -127,13 +134,13 @@ async def _holds(
 
 
 async def run(client: httpx.AsyncClient, words: Sequence[str]) -> None:
-    """Runs the program with its arguments. Raises as `add` and `end` do."""
+    """Runs the program with its arguments. Raises the errors of `add` and `end`."""
     step, deadline_s, *owners = words
     await {"add": add, "end": end}[step](client, owners, float(deadline_s))
 
 
 def main() -> int:
-    """Returns the exit status, which is `run_job`'s."""
+    """Runs the program; returns the exit status of `run_job`."""
     from tandem.net.observability.logs import configure_logging
 
     configure_logging("surge")

@@ -1,4 +1,4 @@
-"""The logs of workers, which operators read through a router: workers may be on other machines."""
+"""Reads workers' logs for operators through a router, because workers may be on other machines."""
 
 import asyncio
 import os
@@ -15,10 +15,10 @@ from tandem.router.workers.rows import host_of
 async def read_worker_log(
     control: ClusterControl, worker_id: str, after: LogPosition
 ) -> tuple[bytes, LogPosition]:
-    """Returns what a worker's log has after a place, and where that ends.
+    """Returns the part of a worker's log after a place, and the place where it ends.
 
-    Raises WorkerNotFound, NotNow if its log is no file, and WorkerLost if it does not answer. They
-    name the host, if one is known.
+    Raises WorkerNotFound, NotNow if its log is no file, and WorkerLost if it does not answer. The
+    errors name the host if it is known.
     """
     try:
         record = control.record(worker_id)
@@ -35,7 +35,10 @@ async def read_worker_log(
 
 
 async def read_own_log(after: LogPosition) -> tuple[bytes, LogPosition]:
-    """Returns the same of this process's log. Raises NotNow if it is no file."""
+    """Returns the part of this process's log after a place, and the place where it ends.
+
+    Raises NotNow if its log is no file.
+    """
     if not (path := os.environ.get(FILE_VARIABLE)):
         raise NotNow(NO_FILE)
     return await asyncio.to_thread(read_piece, Path(path), after)

@@ -1,8 +1,8 @@
-"""One submission of a request to a decode worker, and its answer: tokens, an end, a failure.
+"""One submission of a request to a decode worker, and its result: tokens, an end or a failure.
 
-Its updates wait in a buffer of its own, so a client that reads slowly holds up nobody else; the
-buffer needs no back pressure, because a request makes at most `max_tokens` tokens and each is 4
-bytes. More than that breaks the protocol and fails it.
+Each attempt buffers its own updates, so a client that reads slowly delays no other. The buffer
+needs no back pressure, because a request has at most `max_tokens` tokens of 4 bytes each. More
+tokens violate the protocol and fail the attempt.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 
 class Attempt:
-    """A submission and its answer; `close` it when nobody reads it any more."""
+    """A submission and its result. `close` it when its updates are no longer read."""
 
     def __init__(
         self, worker_id: str, number: int, tokens_max: int, on_close: Callable[[Attempt], None]
     ) -> None:
-        """`tokens_max` more tokens may come; `number` is what the worker's updates name."""
+        """`tokens_max` is the largest number of further tokens; `number` identifies its updates."""
         self.worker_id = worker_id
         self.failure: TandemError | None = None
-        self.is_finished = False  # "stop" or "length" came, read or not
-        self.is_draining = False  # the worker leaves, but goes on with what it has
-        self.num_lost = 0  # prefill workers, as it was told last
+        self.is_finished = False  # "stop" or "length" has arrived
+        self.is_draining = False  # the worker drains and continues its running sequences
+        self.num_lost = 0  # lost prefill workers that the worker last reported
         self._number = number
         self._tokens_left = tokens_max
         self._on_close = on_close
@@ -39,9 +39,9 @@ class Attempt:
         return self.is_finished or self.failure is not None
 
     async def updates(self) -> list[pb.SequenceUpdate]:
-        """Returns all updates since the last call; none when the worker has said that it leaves.
+        """Returns all updates since the last call; an empty list if the worker began to drain.
 
-        Raises what it failed with, once all before that was read.
+        After all updates were read, it raises the failure of the attempt.
         """
         while not self._updates:
             if self.failure is not None:
@@ -55,7 +55,9 @@ class Attempt:
         return ready
 
     async def news_or_end_of(self, other: Attempt) -> None:
-        """Returns when this one has a token or is over, or the other is over. Reads nothing."""
+        """Waits until this attempt has a token or is over, or the other one is over. Reads
+        nothing.
+        """
         waits = [
             asyncio.create_task(self._until(lambda: self._has_answer or self.is_over)),
             asyncio.create_task(other._until(lambda: other.is_over)),
@@ -67,10 +69,10 @@ class Attempt:
                 wait.cancel()
 
     def close(self) -> None:
-        """Cancels the sequence at the worker unless it ended there. Never waits."""
+        """Cancels the sequence on the worker unless it has ended there. Never waits."""
         self._on_close(self)
 
-    # For the stream that it came by.
+    # Called by the stream on which its updates arrive.
 
     def take(self, update: pb.SequenceUpdate) -> None:
         if update.attempt != self._number or self.is_over:
@@ -82,9 +84,9 @@ class Attempt:
         self._updates.append(update)
         self._has_answer |= bool(update.token_ids)
         if update.finish_reason == "error":
-            told = update.error
-            after_s = told.retry_after_s or None
-            self.failure = from_code(told.code, told.message, retry_after_s=after_s)
+            error = update.error
+            after_s = error.retry_after_s or None
+            self.failure = from_code(error.code, error.message, retry_after_s=after_s)
         else:
             self.is_finished = bool(update.finish_reason)
         self._changed.set()

@@ -1,12 +1,10 @@
-"""The router's end of one Decode stream to one worker: every request there shares it.
+"""The router's end of one Decode stream to one worker. All requests on the worker share it.
 
-States, moved by `run` alone:
-
+States, changed by `run` only:
     down -> connecting -> up -> down (every attempt on it fails with WorkerLost) -> connecting ...
-                           `-> draining (its attempts are told, and go on) -> down (WorkerLeft)
-
-An `Attempt` is one request on this worker (attempt.py). Commands wait in a queue that holds at most
-a submit and a cancel for each live request.
+                           `-> draining (its attempts continue) -> down (WorkerLeft)
+An `Attempt` is one request on this worker (attempt.py). The queue of commands holds at most a
+submit and a cancel for each live request.
 """
 
 import asyncio
@@ -41,7 +39,7 @@ _GROUP_FIELDS = GroupLoad.__struct_fields__
 
 
 class WorkerClient:
-    """Keeps one stream to a decode worker: reconnects with a bounded back-off until `close`."""
+    """Keeps one stream to a decode worker; reconnects with a bounded back-off until `close`."""
 
     def __init__(
         self,
@@ -52,15 +50,17 @@ class WorkerClient:
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
     ) -> None:
-        """Calls `on_change` when it goes up or down, `on_load` when load or sent work changes."""
+        """`on_change` is called when it goes up or down, `on_load` when load or sent work
+        changes.
+        """
         self.worker_id = worker_id
         self.address = address
         self.is_up = False
         self.is_draining = False
-        self.why_down = ""  # what ended the stream, or the last attempt to open one
+        self.why_down = ""  # reason for the end of the stream or of the last attempt to open one
         self.load: WorkerLoad | None = None
-        # Prefill of each submission that the worker's load does not show yet. A load is told while
-        # submissions are on their way: the worker says how many it had seen.
+        # Prefill of each submission that the worker's load does not include yet. A load contains
+        # the number of submissions that it includes.
         self.unreported: deque[Prefill] = deque()
         self._num_reported = 0
         self._calls = calls
@@ -69,7 +69,7 @@ class WorkerClient:
         self._attempts: dict[str, Attempt] = {}
         self._commands: deque[pb.DecodeCommand] = deque()
         self._command_waits = asyncio.Event()
-        self._stub: pb_grpc.WorkerStub | None = None  # while it is up
+        self._stub: pb_grpc.WorkerStub | None = None  # set while it is up
         self._heard_at = 0.0  # monotonic seconds
         self._task = asyncio.create_task(self._run(), name=f"decode-stream-{worker_id}")
 
@@ -78,8 +78,10 @@ class WorkerClient:
         return len(self._attempts)
 
     def submit(self, message: pb.SubmitSequence, *, prefill: Prefill) -> Attempt:
-        """Submits a sequence, of which so much is prefilled there. Raises WorkerLost at once when
-        the stream is down."""
+        """Submits a sequence; `prefill` is the work that the worker will prefill.
+
+        Raises WorkerLost at once if the stream is down.
+        """
         if not self.is_up:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         num_output_tokens = len(message.input.token_ids) - message.input.num_prompt_tokens
@@ -101,15 +103,17 @@ class WorkerClient:
         return attempt
 
     def return_waiting(self, count: int) -> None:
-        """Has the worker hand back so many sequences of which nothing is begun: their attempts fail
-        with Returned."""
+        """Makes the worker return up to `count` waiting sequences; their attempts fail with
+        Returned.
+        """
         if self.is_up:
             returned = pb.ReturnWaiting(count=count)
             self._send(pb.DecodeCommand(return_waiting=returned))
 
     async def keep(self, message: pb.KeepRequest) -> pb.KeepResponse:
-        """Has the worker pin a chain of blocks. Raises WorkerLost when the stream is down, and
-        AioRpcError."""
+        """Makes the worker pin a chain of blocks. Raises WorkerLost if the stream is down, or
+        AioRpcError.
+        """
         if self._stub is None:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         call = self._stub.Keep(message, timeout=KEEP_DEADLINE_S, metadata=self._calls.metadata)
@@ -117,8 +121,10 @@ class WorkerClient:
         return answer
 
     def give_up_if_silent(self, limit_s: float) -> None:
-        """Ends a stream on which nothing came for so long: gRPC's pings take 20 s to find out that
-        a worker is stopped or cut off."""
+        """Ends a stream that has been silent for `limit_s` seconds.
+
+        gRPC's pings need 20 s to detect a worker that is stopped or cut off.
+        """
         silent_s = time.monotonic() - self._heard_at
         if self.is_up and silent_s > limit_s:
             self._go_down(f"nothing came from it for {silent_s:.0f} s")
@@ -172,7 +178,7 @@ class WorkerClient:
             if self.is_draining:
                 self._go_down("it has left", WorkerLeft)
         finally:
-            # The stream is down: no attempt may be added while what is left is cleaned up.
+            # The stream is down, so no attempt may be added during the clean-up.
             self._go_down("its stream broke")
             writer.cancel()
             call.cancel()
@@ -186,7 +192,7 @@ class WorkerClient:
                 self._command_waits.clear()
                 await self._command_waits.wait()
         except Exception as error:
-            # The reader of the same call ends with the reason and cleans up.
+            # The reader of this call reports the reason and cleans up.
             log.debug("writing to worker %s ended: %r", self.worker_id, error)
             call.cancel()
 
@@ -223,7 +229,7 @@ class WorkerClient:
 
 
 def load_of(message: pb.WorkerLoad) -> WorkerLoad:
-    """Returns the load that a worker tells."""
+    """Converts a worker's load message."""
     groups = tuple(
         GroupLoad(*(getattr(group, name) for name in _GROUP_FIELDS)) for group in message.groups
     )

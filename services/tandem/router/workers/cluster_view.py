@@ -1,12 +1,12 @@
-"""The workers as this router sees them: records in Redis, streams, reported load.
+"""The workers as this router sees them: records in Redis, streams and reported loads.
 
-    record seen, ready, same model            -> may be chosen, if decode once its stream is up
-    record expired while Redis is well        -> gone; its stream is closed when no request is on it
-    Redis lost, or back or emptied for less than a TTL, or this process stood still
-                                              -> the last table stands; a stream that is up is alive
+    record read, ready, same model    -> may be chosen; a decode worker once its stream is up
+    record expired while Redis works  -> gone; its stream closes when its requests end
+    Redis lost, back or emptied for less than a TTL, or this process was paused
+                                      -> the last table is used; a stream that is up is alive
 
 A record's epoch changes whenever a worker publishes its blocks again; only another process
-(address, pid, start) is another connection. Places nothing and knows no request.
+(address, pid, start) needs another connection. This module places nothing and knows no requests.
 """
 
 import asyncio
@@ -50,38 +50,38 @@ _GONE_MAX = 64
 
 @dataclass(slots=True)
 class ClusterView:
-    """The workers that a router knows. `run` updates them; `listen` tells others of changes."""
+    """The workers that a router knows. `run` updates them; listeners are called after changes."""
 
     cluster: ClusterConfig
     redis: Client
     tls_dir: str = ""
-    model_fingerprint: str = ""  # empty until the model is loaded: then nothing is compatible
+    model_fingerprint: str = ""  # empty until the model is loaded; no worker is compatible before
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
-    pools_json: bytes | None = None  # as the pool controller wrote it
+    pools_json: bytes | None = None  # as written by the pool controller
     pool_watch: PoolWatch = field(default_factory=PoolWatch)
     decisions: list[ScalingDecision] = field(
         default_factory=list
-    )  # of the autoscaler, the last ones
+    )  # latest decisions of the autoscaler
     calls: PeerCalls = field(init=False)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _roster: Roster = field(default_factory=Roster)
-    _shares: Shares = field(default_factory=Shares)  # of the prefill that this router gave out
+    _shares: Shares = field(default_factory=Shares)  # of the prefill that this router assigned
     _made_at: float = field(default_factory=time.monotonic)
-    _stale: set[str] = field(default_factory=set)  # ids whose snapshot in the roster is old
-    _noted_at: float = 0.0  # monotonic seconds, when the problems were noted last
-    _read_at: float = 0.0  # monotonic seconds, when the records were read last
+    _stale: set[str] = field(default_factory=set)  # ids whose snapshot in the roster is outdated
+    _problems_noted_at: float = 0.0  # monotonic seconds of the last check for problems
+    _read_at: float = 0.0  # monotonic seconds of the last read of the records
     _leaving: list[WorkerClient] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _adapters: dict[str, Adapter] = field(default_factory=dict)
-    gone: dict[str, Gone] = field(default_factory=dict)  # of late, until they are back
+    gone: dict[str, Gone] = field(default_factory=dict)  # recently gone workers, until they return
     _loading: LoadingWorkers = field(default_factory=LoadingWorkers)
     events: EventLog = field(init=False)
     control: ControlWatch = field(default_factory=ControlWatch)
     problems: ProblemWatch = field(init=False)
     _silences: Silences = field(init=False)
     _data_set: bytes = b""
-    _trusted_from: float = 0.0  # monotonic seconds: until then Redis may not know all workers yet
+    _trusted_from: float = 0.0  # monotonic seconds; before that, Redis may not have all records yet
 
     def __post_init__(self) -> None:
         self.calls = PeerCalls(self.cluster.cluster_id, self.cluster.token, self.tls_dir)
@@ -102,14 +102,14 @@ class ClusterView:
                     self._note_problems()
                 except Exception:
                     log.exception("what is wrong cannot be told; requests are served all the same")
-                    self._noted_at += _AFTER_BUG_S
+                    self._problems_noted_at += _AFTER_BUG_S
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             clients = [w.client for w in self._workers.values() if w.client] + self._leaving
             await asyncio.gather(*(c.close() for c in clients))
 
     def roster(self) -> Roster:
-        """Returns all workers as of now; a snapshot is made anew only after a change there."""
+        """Returns the current snapshots of all workers. Only changed workers are updated."""
         now_s = time.monotonic() - self._made_at
         if self._shares.rebase(now_s):
             self._roster = Roster()
@@ -117,17 +117,17 @@ class ClusterView:
         for worker_id in self._stale:
             worker = self._workers[worker_id]
             compatible = self.is_compatible(worker.record)
-            placed = self._shares.placed(worker_id)
-            self._roster.put(worker.snapshot(compatible=compatible, placed=placed))
+            share = self._shares.share(worker_id)
+            self._roster.put(worker.snapshot(compatible=compatible, prefill_share=share))
         self._stale.clear()
-        self._roster.second = self._shares.second(now_s)
+        self._roster.second_weight = self._shares.second_weight(now_s)
         return self._roster
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` from now on whenever a worker's load was told or changed here."""
+        """Calls `listener` whenever a worker's load changes."""
         self._listeners.append(listener)
 
-    def _tell_news(self) -> None:
+    def _notify_listeners(self) -> None:
         for listener in self._listeners:
             listener()
 
@@ -135,7 +135,7 @@ class ClusterView:
         return list(self.roster().by_id.values())
 
     def has_decode_worker(self, refused: frozenset[str] = frozenset()) -> bool:
-        """Returns whether a request can go now to a worker whose epoch is not in `refused`."""
+        """Returns whether a decode worker is usable whose epoch is not in `refused`."""
         return any(
             w.usable and w.role == "decode" and w.epoch not in refused for w in self.snapshots()
         )
@@ -144,8 +144,11 @@ class ClusterView:
         return list(self._workers.values())
 
     def seen(self) -> list[Seen]:
-        """Returns all workers with a record, as they are shown to operators. A router that does not
-        know its model yet, or connects to a worker for the first time, has nothing to tell."""
+        """Returns all workers with a record, as operators see them.
+
+        While the router has no model, or connects to a worker for the first time, a worker is not
+        shown as faulty.
+        """
         return [
             Seen(
                 worker.record,
@@ -166,7 +169,7 @@ class ClusterView:
         return self._loading.now(time.monotonic(), self.cluster.record_ttl_s)
 
     def cluster_problems(self) -> dict[str, str]:
-        """Returns a phrase for each part that is not well; workers and Redis are left out."""
+        """Returns a phrase for each faulty part of the cluster other than workers and Redis."""
         found = self.control.problems | self.pool_watch.problems
         ahead_s = clock_of_router([w.clock_ahead_s for w in self._workers.values()])
         if ahead_s:
@@ -175,9 +178,9 @@ class ClusterView:
         return found
 
     def _note_problems(self) -> None:
-        if (now := time.monotonic()) - self._noted_at < _NOTE_INTERVAL_S:
+        if (now := time.monotonic()) - self._problems_noted_at < _NOTE_INTERVAL_S:
             return
-        self._noted_at = now
+        self._problems_noted_at = now
         pools = self.pool_watch.states([w.record for w in self._workers.values()], self.pools_json)
         rows = worker_rows(self.seen(), self.gone, pools, time.time(), self.loading)
         self.pool_watch.note(pools, rows, now)
@@ -188,7 +191,9 @@ class ClusterView:
         return worker.client if worker else None
 
     def note_prefill(self, worker_id: str, prefill: Prefill) -> float:
-        """Counts work sent to a prefill worker until its next record shows it; returns the time."""
+        """Counts work sent to a prefill worker until its record includes it; returns the current
+        time.
+        """
         now = time.monotonic()
         if worker := self._workers.get(worker_id):
             worker.note_prefill(prefill, now, forgotten_before=self._forgotten_before(now))
@@ -198,34 +203,39 @@ class ClusterView:
     def note_prefilled(
         self, worker_id: str, prefill: Prefill, sent_at: float, *, by_it: bool
     ) -> None:
-        """Notes that work sent there at `sent_at` waits no more; `by_it`: that worker did it."""
+        """Records that work sent at `sent_at` no longer waits. `by_it`: that worker computed it."""
         if worker := self._workers.get(worker_id):
             worker.note_prefilled(prefill, sent_at, by_it=by_it)
             self._stale.add(worker_id)
-            self._tell_news()
+            self._notify_listeners()
 
     def note_share(self, worker_id: str, prefill_s: float) -> None:
-        """Adds a prompt that takes `prefill_s` seconds there to the worker's share."""
+        """Adds a prompt of `prefill_s` seconds to the worker's share."""
         if worker_id in self._workers:
             self._shares.sent(worker_id, prefill_s, time.monotonic() - self._made_at)
             self._stale.add(worker_id)
 
     def compatibility(self) -> KvCompatibility | None:
-        """KV compatibility that blocks are hashed under; None without a compatible worker."""
+        """The KV compatibility under which blocks are hashed; None without a compatible worker."""
         return next((w.record.compatibility for w in self._compatible()), None)
 
     def adapters(self) -> Mapping[str, Adapter]:
-        """Returns the LoRA adapters that compatible workers serve, by name. Of two with one name
-        the one that was added last counts."""
+        """Returns the LoRA adapters of compatible workers by name.
+
+        If two have the same name, the one that was added last is returned.
+        """
         return self._adapters
 
     def max_model_len(self) -> int | None:
-        """The shortest context among compatible workers; None while there are none."""
+        """Returns the shortest context of the compatible workers; None if there are none."""
         return min((w.record.max_model_len for w in self._compatible()), default=None)
 
     def pool_tokens(self) -> int | None:
-        """Tokens of the longest sequence that fits every decode worker's KV pools; None while no
-        bound is known."""
+        """Returns the length in tokens of the longest sequence that fits every decode worker's KV
+        pools.
+
+        Returns None while no bound is known.
+        """
         sizes = (
             longest_sequence(w.load) * w.record.compatibility.block_size
             for w in self._compatible()
@@ -240,34 +250,34 @@ class ClusterView:
         return record.compatibility.model_fingerprint == self.model_fingerprint
 
     async def wait_change(self) -> None:
-        """Returns when a worker came, went, or changed its state or connection."""
+        """Waits until a worker joins, leaves, or changes its state or connection."""
         await self._changed.wait()
 
     def tell_change(self) -> None:
         self._stale.update(self._workers)
         self._changed.set()
         self._changed = asyncio.Event()
-        self._tell_news()
+        self._notify_listeners()
 
     def _note_load(self, worker_id: str) -> None:
         if worker_id in self._workers:
             self._stale.add(worker_id)
-            self._tell_news()
+            self._notify_listeners()
 
     async def _poll(self, registry: Registry) -> None:
         read_at = time.monotonic()
         records = await registry.read()
         data_set = await registry.data_set()
         self.pools_json, beat, head = await read_control(self.redis, self.cluster.cluster_id)
-        told = await registry.read_loading()
+        notices = await registry.read_loading()
         now = time.monotonic()
-        news = self.control.note(
+        restart = self.control.note(
             has_pools=self.pools_json is not None, beat=beat, head=head, now=now
         )
-        if news:
-            log.warning("%s", news)
-            self.events.add("controller", "", news, once=news)
-        if dead := self._loading.note(told, now):
+        if restart:
+            log.warning("%s", restart)
+            self.events.add("controller", "", restart, once=restart)
+        if dead := self._loading.note(notices, now):
             await registry.end_loading(*dead)
         if self.redis_state != "ok" or data_set != self._data_set:
             if self.redis_state == "lost":
@@ -283,7 +293,7 @@ class ClusterView:
             self._data_set = data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
-            # A laptop that slept, a host that was paused: the workers may have stood still, too.
+            # A suspended laptop or a paused host: the workers may have been paused, too.
             log.info("no records were read for %.1f s: workers get time", now - self._read_at)
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
@@ -305,16 +315,19 @@ class ClusterView:
                 changed = True
         for client in [c for c in self._leaving if not c.num_inflight]:
             self._leaving.remove(client)
-            # Closing is bounded; the view must not wait for it.
+            # Closing is bounded, and polling must not wait for it.
             asyncio.create_task(client.close())  # noqa: RUF006
         if changed | self._gather_adapters():
             self.tell_change()
         elif self._stale:
-            self._tell_news()
+            self._notify_listeners()
 
     def _note_gone(self, record: WorkerRecord, *, is_replaced: bool = False) -> None:
-        """Notes a record that has gone: taken away by its worker, or expired after a silence, or
-        written over by the next process of its name."""
+        """Records a worker whose record has gone.
+
+        The worker removed it, it expired after a silence, or the next process with the same name
+        replaced it.
+        """
         now = time.time()
         silent_s = self._silences.silent_s(record.worker_id)
         is_removed = bool(record.num_writes) and not silent_s and not is_replaced
@@ -325,7 +338,7 @@ class ClusterView:
         self.gone = dict(kept[-_GONE_MAX:])
 
     def _gather_adapters(self) -> bool:
-        """Returns whether other adapters are served than before."""
+        """Updates the adapters; returns whether they changed."""
         named = [each for w in self._compatible() for each in w.record.adapters.named]
         named.sort(key=lambda adapter: (adapter.added_at, adapter.digest))
         before = self._adapters
@@ -333,7 +346,7 @@ class ClusterView:
         return before != self._adapters
 
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:
-        """Takes a record in. True when something changed that a waiting request may care about."""
+        """Merges one record; returns whether a waiting request may be affected."""
         known = self._workers.get(worker_id)
         if known is not None and _process(known.record) != _process(record):
             log.info("worker %s is another process now, at %s", worker_id, record.address)
@@ -344,14 +357,14 @@ class ClusterView:
             known = self._workers[worker_id] = KnownWorker(record)
             self.gone.pop(worker_id, None)
             self.events.joined(record)
-            self._shares.join(worker_id, self._roster.mean_placed(record.role))
+            self._shares.join(worker_id, self._roster.mean_prefill_share(record.role))
             self._report_incompatible(record)
             changed = True
         else:
             changed = (known.record.state, known.record.role) != (record.state, record.role)
             if known.record.role != record.role:
                 log.info("worker %s is in the %s pool now", worker_id, record.role)
-                self._shares.join(worker_id, self._roster.mean_placed(record.role))
+                self._shares.join(worker_id, self._roster.mean_prefill_share(record.role))
             self.events.changed(known.record, record)
             if record.num_writes != known.record.num_writes and record.written_at:
                 known.clocks.append(record.written_at - time.time())
@@ -359,7 +372,7 @@ class ClusterView:
             if known.take_record(record, last_read_at=self._read_at, forgotten_before=forgotten):
                 self._stale.add(worker_id)
         if record.role != "decode" and known.client is not None:
-            self._leaving.append(known.client)  # what runs on it goes on
+            self._leaving.append(known.client)  # its running requests continue
             known.client = None
         if record.role == "decode" and known.client is None:
             known.client = WorkerClient(
@@ -372,7 +385,7 @@ class ClusterView:
         return changed
 
     def _forgotten_before(self, now: float) -> float:
-        """Returns a time: what was sent before it shows in a record by now, or never will."""
+        """Returns a time: work sent before it is in a record by now or never will be."""
         return now - 2 * self.cluster.record_interval_s
 
     def _drop(self, worker_id: str) -> None:
@@ -389,7 +402,7 @@ class ClusterView:
             text = "Redis was lost: the last known workers stood"
             self.events.add("redis", "", text, once=f"lost:{int(time.time()) // 60}")
         self.redis_state = "lost"
-        self._tell_news()
+        self._notify_listeners()
 
     def _report_incompatible(self, record: WorkerRecord) -> None:
         if self.model_fingerprint and not self.is_compatible(record):

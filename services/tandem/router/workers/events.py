@@ -1,10 +1,9 @@
-"""Events of the cluster, kept over restarts: workers that come and go, and what requests met.
+"""Events of the cluster, kept over restarts: workers that join and leave, and failed requests.
 
     {tandem:CLUSTER}:events:all    STREAM, bounded; field `entry` is an Event as JSON
-
-All routers see the same worker go: what is about a process is written once. Requests are counted,
-and told in one event for each second. Changes that somebody asked for are in the audit trail, and
-`read` tells them too.
+All routers see the same worker leave, so an event about a process is written once. Requests are
+counted and written as one event per second. Changes requested by operators are in the audit trail;
+`read` returns them, too.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from tandem.net.store.registry import WorkerRecord
 
 _STREAM = "all"
 _TELL_EVERY_S = 1.0
-_COUNTED_MAX = 100  # kinds of things between two events
+_COUNTED_MAX = 100  # different events counted within one interval
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
@@ -34,7 +33,7 @@ class ClusterEvent(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """The events as one router writes and reads them; `run` writes what was added."""
+    """The events as one router writes and reads them. `run` writes the added ones."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         prefix = f"{{tandem:{cluster_id}}}:events"
@@ -42,17 +41,17 @@ class EventLog:
         self._counted: Counter[tuple[str, str, str]] = Counter()
 
     def add(self, kind: str, about: str, text: str, once: str = "") -> None:
-        """Adds an event; with `once`, unless another router has told of the same."""
+        """Adds an event. With `once`, it is skipped if another router has written the same."""
         event = ClusterEvent(time.time(), kind, about, text)
         self._journal.add(_STREAM, event, f"{kind}:{once}" if once else "")
 
     def count(self, kind: str, about: str, text: str) -> None:
-        """Counts a request; `text` says what became of it."""
+        """Counts a request; `text` describes what happened to it."""
         if (kind, about, text) in self._counted or len(self._counted) < _COUNTED_MAX:
             self._counted[kind, about, text] += 1
 
     async def run(self) -> None:
-        """Writes events until it is cancelled; then those that still wait, if Redis answers."""
+        """Writes events until it is cancelled; then the waiting ones, if Redis answers."""
         writing = asyncio.create_task(self._journal.run())
         try:
             while True:
@@ -63,7 +62,7 @@ class EventLog:
             await cancel(writing)
 
     async def read(self, num_max: int, trail: AuditTrail) -> list[ClusterEvent]:
-        """Returns the last events and changes of all routers, the newest first. Raises NotNow."""
+        """Returns the latest events and changes of all routers, newest first. Raises NotNow."""
         events = await self._journal.read(_STREAM, num_max, _decode)
         events += [_of_change(entry) for entry in await trail.read_kind("changes", num_max)]
         return sorted(events, key=lambda event: event.at, reverse=True)[:num_max]
@@ -75,12 +74,12 @@ class EventLog:
             self.add(kind, about, f"{number} request{'' if number == 1 else 's'} {text}")
 
     def joined(self, record: WorkerRecord) -> None:
-        """Tells of a process that has a record."""
+        """Adds an event for a process that has a record."""
         text = f"{record.role} worker at {record.address}, process {record.pid} of {record.host}"
         self.add("started", record.worker_id, text, once=record.epoch)
 
     def changed(self, before: WorkerRecord, now: WorkerRecord) -> None:
-        """Tells what differs between two records of a process."""
+        """Adds events for the differences between two records of a process."""
         name = now.worker_id
         epoch = now.epoch
         if before.state != "draining" and now.state == "draining":
@@ -95,11 +94,12 @@ class EventLog:
             if was is not None and was.transport != pair.transport:
                 text += f" now, before over {was.transport}{why}"
                 self.add("transport", name, text, once=f"{epoch}:{peer}:{now.num_writes}")
-            elif was is None and why:  # once for a process: its other pairs have the same reason
+            # once for each process, because its other pairs have the same reason
+            elif was is None and why:
                 self.add("transport", name, text + why, once=f"{epoch}:{pair.transport}")
 
     def left(self, record: WorkerRecord, *, in_order: bool, is_replaced: bool = False) -> None:
-        """Tells of a record that has gone."""
+        """Adds an event for a record that has gone."""
         how = f"its record expired, at {record.address}"
         if is_replaced:
             how = f"its process {record.pid} is gone without a word; another one has its name"

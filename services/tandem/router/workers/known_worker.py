@@ -1,8 +1,9 @@
-"""One worker as this router knows it: its record, its stream, and what was sent there since.
+"""One worker as this router knows it: its record, its stream, and the work sent since.
 
-Load is told late: by a prefill worker in its record, by a decode worker on its stream. What was
-sent and cannot be in the load yet is added to it, until a load that was taken later comes. What a
-prefill worker has done since is taken off: first tokens are seen long before its next record.
+Loads arrive late: a prefill worker's in its record, a decode worker's on its stream. Work that was
+sent and cannot be in the load yet is added, until a later load arrives. Work that a prefill worker
+has finished since its record is subtracted, because first tokens arrive long before its next
+record.
 """
 
 from collections import deque
@@ -16,25 +17,30 @@ from tandem.router.workers.client import WorkerClient
 
 @dataclass(slots=True)
 class KnownWorker:
-    """A worker as this router knows it; only decode workers have a client."""
+    """A worker as this router knows it. Only decode workers have a client."""
 
     record: WorkerRecord
     client: WorkerClient | None = None
-    # Its clock less this router's, at its last records: one of them may have been on its way long.
+    # Its clock minus this router's, at its latest records. Several are kept, because one may have
+    # been delayed.
     clocks: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-    # Prompts sent to a prefill worker, not in its record yet: monotonic seconds, and the prefill.
+    # Prompts sent to a prefill worker and not in its record yet: (monotonic seconds, prefill).
     _sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
-    _done: Prefill = NO_PREFILL  # since its record, of prompts that its record counts in
+    _done: Prefill = NO_PREFILL  # prefill in its record that it has finished since
 
     @property
     def load(self) -> WorkerLoad:
-        """The newer of the loads that its stream and its record report."""
-        told = self.client.load if self.client is not None else None
-        return told if told is not None and told.step >= self.record.load.step else self.record.load
+        """The newer of the loads from its stream and its record."""
+        reported = self.client.load if self.client is not None else None
+        return (
+            reported
+            if reported is not None and reported.step >= self.record.load.step
+            else self.record.load
+        )
 
     @property
     def clock_ahead_s(self) -> float:
-        """Its clock less this router's; 0 until it has told a few times."""
+        """Its clock minus this router's, in seconds; 0 until several records were read."""
         return min(self.clocks, key=abs) if len(self.clocks) == self.clocks.maxlen else 0.0
 
     @property
@@ -43,7 +49,7 @@ class KnownWorker:
 
     @property
     def why_down(self) -> str:
-        """The reason for which it has no stream; empty too while it never had one."""
+        """The reason why it has no stream; "" if it never had one."""
         return self.client.why_down if self.client is not None else ""
 
     def note_prefill(self, prefill: Prefill, now: float, *, forgotten_before: float) -> None:
@@ -51,7 +57,9 @@ class KnownWorker:
         self._sent.append((now, prefill))
 
     def note_prefilled(self, prefill: Prefill, sent_at: float, *, by_it: bool) -> None:
-        """Notes that a prompt sent then waits no more: it has its first token, or ended without."""
+        """Records that a prompt sent at `sent_at` no longer waits: it has its first token or has
+        ended.
+        """
         if (sent_at, prefill) in self._sent:
             self._sent.remove((sent_at, prefill))
         elif by_it:
@@ -60,10 +68,11 @@ class KnownWorker:
     def take_record(
         self, record: WorkerRecord, *, last_read_at: float, forgotten_before: float
     ) -> bool:
-        """Takes in a record; returns whether placement sees another worker now.
+        """Takes a new record; returns whether its snapshot for placement changes.
 
-        A load that differs was taken after the records were last read, so it shows what was sent
-        before that. What never reached the worker never changes its load: it is forgotten in time.
+        A changed load was measured after the records were last read, so it includes all work sent
+        before that. Work that never reached the worker does not change its load; it is dropped
+        after some time.
         """
         num_sent = len(self._sent)
         self._drop_sent(forgotten_before)
@@ -78,7 +87,7 @@ class KnownWorker:
         while self._sent and self._sent[0][0] < before:
             self._sent.popleft()
 
-    def snapshot(self, *, compatible: bool, placed: float = 0.0) -> WorkerSnapshot:
+    def snapshot(self, *, compatible: bool, prefill_share: float = 0.0) -> WorkerSnapshot:
         load = self.load
         client = self.client
         waiting = len(client.unreported) if client else 0
@@ -108,7 +117,7 @@ class KnownWorker:
             rates=self.record.rates,
             pairs=self.record.pairs,
             compatibility_key=self.record.compatibility.compatibility_key(),
-            placed=placed,
+            prefill_share=prefill_share,
             adapters=frozenset(self.record.adapters.loaded),
             adapters_failed=frozenset(self.record.adapters.failed),
             lora_rank_max=self.record.adapters.rank_max,

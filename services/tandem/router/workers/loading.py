@@ -1,7 +1,7 @@
-"""Workers that load their model, as they tell it, and which of them are alive. Pure.
+"""The workers that load their model, by their notices, and which of them are alive. Pure.
 
-A notice stays where its worker died, and one of a worker that failed says why. Clocks of hosts
-differ, so a notice is dated by when it changed, by this router's own clock.
+If a worker dies, its notice remains. If it failed, the notice contains the reason. Clocks of hosts
+differ, so a notice is dated by this router's clock at its last change.
 """
 
 from collections.abc import Mapping
@@ -14,46 +14,48 @@ _FORGOTTEN_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadingNow:
-    """A notice as of now. `silent_s` is 0 while it changes, as it does each second."""
+    """The current state of a notice. `silent_s` is 0 while it changes every second."""
 
     notice: LoadingNotice
-    stalled_s: float = 0.0  # since a byte more of weights was loaded
+    stalled_s: float = 0.0  # seconds since more bytes of weights were loaded
     silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _DatedNotice:
     notice: LoadingNotice
     changed_at: float  # monotonic seconds
-    moved_at: float  # when more was loaded
+    moved_at: float  # monotonic seconds when more bytes were loaded
 
 
 class LoadingWorkers:
     """The notices that a router has read."""
 
     def __init__(self) -> None:
-        self._told: dict[str, _Told] = {}
+        self._notices: dict[str, _DatedNotice] = {}
 
-    def note(self, told: Mapping[str, LoadingNotice], now: float) -> list[str]:
-        """Takes in all notices; returns the workers whose notice has not changed for long."""
-        before = self._told
-        self._told = {}
-        for worker_id, notice in told.items():
-            last = before.get(worker_id, _Told(notice, now, now))
+    def note(self, notices: Mapping[str, LoadingNotice], now: float) -> list[str]:
+        """Takes all notices; returns the workers whose notice has not changed for long."""
+        before = self._notices
+        self._notices = {}
+        for worker_id, notice in notices.items():
+            last = before.get(worker_id, _DatedNotice(notice, now, now))
             if last.notice.num_bytes != notice.num_bytes:
                 last = replace(last, moved_at=now)
             if last.notice != notice:
                 last = replace(last, notice=notice, changed_at=now)
-            self._told[worker_id] = last
-        return [n for n, last in self._told.items() if now - last.changed_at > _FORGOTTEN_AFTER_S]
+            self._notices[worker_id] = last
+        return [
+            n for n, last in self._notices.items() if now - last.changed_at > _FORGOTTEN_AFTER_S
+        ]
 
     def now(self, now: float, ttl_s: float) -> dict[str, LoadingNow]:
-        """Returns all notices; a worker whose notice has not changed for `ttl_s` is silent."""
+        """Returns all notices. A worker whose notice has not changed for `ttl_s` is silent."""
         return {
             name: LoadingNow(
                 last.notice,
                 now - last.moved_at,
                 0.0 if now - last.changed_at < ttl_s else now - last.changed_at,
             )
-            for name, last in self._told.items()
+            for name, last in self._notices.items()
         }

@@ -1,11 +1,11 @@
-"""Sizes that the owners of the pools want, and pools on Kubernetes whose workers do not come. Pure.
+"""Watches the pool sizes, and pools on Kubernetes whose workers do not start. Pure.
 
-    as many workers are ready as are wanted   well
-    a missing worker has a row                well: the row says that it loads, or what is wrong
+    as many workers are ready as requested    no problem
+    a missing worker has a row                no problem: the row has its state or fault
     a missing worker has no row               after `grace_s` a problem, until all are ready
-
-The last line is a pod that waits for a node or for its image: no process of it can tell anything. A
-pool of a pool controller is left out, because its agents tell why a process does not run.
+The last case is a pod that waits for a node or for its image, which has no process that could
+report. Pools of a pool controller are left out, because its agents report why a process does not
+run.
 """
 
 from collections import Counter
@@ -21,14 +21,16 @@ _GONE = {"stopped", "lost", "failed"}  # rows of processes that have ended
 
 
 class PoolWatch:
-    """Watches the sizes of pools. `note` takes them; `problems` are phrases of the headline."""
+    """Watches the sizes of pools. `note` takes them; `problems` has the phrases for the
+    headline.
+    """
 
     def __init__(self, grace_s: float = 90.0) -> None:
-        """`grace_s` is the time from asking for a worker to its first sign."""
+        """`grace_s` is the time from requesting a worker to its first sign."""
         self.grace_s = grace_s
-        self.owned: dict[str, dict[str, int]] = {}  # as Kubernetes told; empty while it does not
-        self.sizes: dict[str, int] = {}  # of each pool, as its owner told last
-        self.ready: dict[str, int] = {}  # workers of each pool
+        self.owned: dict[str, dict[str, int]] = {}  # reported by Kubernetes; empty without it
+        self.sizes: dict[str, int] = {}  # last requested size of each pool
+        self.ready: dict[str, int] = {}  # ready workers of each pool
         self._have_agents: set[str] = set()
         self._short_since: dict[str, float] = {}  # monotonic seconds
         self._now = 0.0
@@ -36,38 +38,39 @@ class PoolWatch:
     def states(
         self, records: Iterable[WorkerRecord], pools_json: bytes | None
     ) -> dict[str, dict[str, Any]]:
-        """Returns the state of each pool: what its owner wants and runs, and what has
-        registered."""
+        """Returns the state of each pool: the size that its owner requests and runs, and its
+        records.
+        """
         states = pool_states(records, pools_json)
-        owned = {pool: {**states.get(pool, {}), **told} for pool, told in self.owned.items()}
+        owned = {pool: {**states.get(pool, {}), **sizes} for pool, sizes in self.owned.items()}
         return {**states, **owned}
 
     def note(
         self, pools: Mapping[str, Mapping[str, Any]], rows: Iterable[WorkerRow], now: float
     ) -> None:
-        """Takes in the states and the rows as of `now`, in monotonic seconds."""
+        """Takes the states and the rows at `now`, in monotonic seconds."""
         self._now = now
         known = Counter(row.pool for row in rows if row.state not in _GONE)
         self.sizes |= {name: s["wanted"] for name, s in pools.items() if "wanted" in s}
         self.ready = {name: s["ready"] for name, s in pools.items() if name not in ROUTER_POOLS}
         for name, ready in self.ready.items():
             if "agents" in pools[name]:
-                self._have_agents.add(name)  # also while Redis has lost what the controller wrote
+                self._have_agents.add(name)  # kept while Redis has lost the controller's keys
             size = 0 if name in self._have_agents else self.sizes.get(name, 0)
-            if ready < size and (known[name] < size or self._is_told(name)):
+            if ready < size and (known[name] < size or self._is_overdue(name)):
                 self._short_since.setdefault(name, now)
             else:
                 self._short_since.pop(name, None)
 
     @property
     def problems(self) -> dict[str, str]:
-        """A phrase for each pool whose workers do not come."""
+        """A phrase for each pool whose workers do not start."""
         return {
             f"{name} pool": f"the {name} pool has {self.ready[name]} of {self.sizes[name]} workers "
             "ready (`kubectl get pods` says why)"
             for name in self._short_since
-            if self._is_told(name)
+            if self._is_overdue(name)
         }
 
-    def _is_told(self, name: str) -> bool:
+    def _is_overdue(self, name: str) -> bool:
         return self._now - self._short_since.get(name, self._now) > self.grace_s

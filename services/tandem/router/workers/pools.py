@@ -1,6 +1,6 @@
-"""Pool sizes between the router and the pool controller, through Redis.
+"""Exchanges pool sizes between the router and the pool controller through Redis.
 
-{tandem:CLUSTER}:scale   LIST of JSON {"prefill": 2, "decode": 1}: sizes wanted, newest first
+{tandem:CLUSTER}:scale   LIST of JSON {"prefill": 2, "decode": 1}: requested sizes, newest first
                          (LPUSH here; the controller takes them with RPOP)
 {tandem:CLUSTER}:pools   STRING, JSON {pool: {"wanted": n, "running": n, ...}}, written by the
                          controller
@@ -18,13 +18,15 @@ from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.net.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
 from tandem.net.store.registry import WorkerRecord
 
-# Nobody takes them while there is no controller.
+# Bounds the list while there is no controller.
 _PENDING_MAX = 64
 
 
 async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
-    """Asks the controller for sizes; False if none ever wrote its pools. Raises NoWorkers when
-    Redis does not answer."""
+    """Requests sizes from the controller; returns False if no controller has written its pools.
+
+    Raises NoWorkers if Redis does not answer.
+    """
     key = f"{{tandem:{cluster_id}}}:scale"
     try:
         if await read_pools(redis, cluster_id) is None:
@@ -39,15 +41,19 @@ async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bo
 
 
 async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
-    """Returns what the controller wrote; None without one. Errors of redis-py pass through."""
+    """Returns the pools that the controller wrote; None without one. Errors of redis-py
+    propagate.
+    """
     return (await read_control(redis, cluster_id))[0]
 
 
 async def read_control(
     redis: Client, cluster_id: str
 ) -> tuple[bytes | None, bytes | None, bytes | None]:
-    """Returns the pools, the controller's sign of life and Ray's head, as store/control_state.py
-    has them. Errors of redis-py pass through."""
+    """Returns the keys of store/control_state.py: (pools, controller's heartbeat, Ray's head).
+
+    Errors of redis-py propagate.
+    """
     keys = [control_key(cluster_id, name) for name in ("pools", CONTROLLER_KEY, HEAD_KEY)]
     pools, beat, head = (
         value.encode() if isinstance(value, str) else value for value in await redis.mget(keys)
@@ -58,11 +64,12 @@ async def read_control(
 def pool_states(
     records: Iterable[WorkerRecord], pools_json: bytes | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns what the controller wrote and what has registered: there may be no controller.
+    """Returns the state of each pool: what the controller wrote and the registered workers.
 
-    `ready` workers of a pool may be lent to the other one; `serving` are those that do its work.
+    There may be no controller. `ready` workers of a pool may be lent to the other one; `serving`
+    counts the workers in that role.
     """
-    told = told_pools(pools_json)
+    written = decode_pools(pools_json)
     registered = Counter[str]()
     ready = Counter[str]()
     serving = Counter[str]()
@@ -73,17 +80,17 @@ def pool_states(
         serving[record.role] += is_ready
     return {
         name: {
-            **told.get(name, {}),
+            **written.get(name, {}),
             "registered": registered[name],
             "ready": ready[name],
             "serving": serving[name],
         }
         for name in get_args(Pool)
-        if name in told or name not in ROUTER_POOLS
+        if name in written or name not in ROUTER_POOLS
     }
 
 
-def told_pools(pools_json: bytes | None) -> dict[str, dict[str, Any]]:
+def decode_pools(pools_json: bytes | None) -> dict[str, dict[str, Any]]:
     """Returns the pools that the controller wrote; empty without a controller."""
     if pools_json is None:
         return {}

@@ -1,21 +1,22 @@
-"""Has workers hand back waiting requests that would find room at others (placement/moves.py)."""
+"""Makes workers return waiting requests that other workers can run at once (placement/moves.py)."""
 
 import time
 
 from tandem.router.placement.moves import find_moves
 from tandem.router.workers.cluster_view import ClusterView
 
-_LOOK_S = 0.03  # at most so often: loads come with each step of each worker
-_AFTER_S = 0.1  # a worker has had room beside a queue: what was just submitted is on its way to run
+_LOOK_S = 0.03  # shortest interval between checks, since loads arrive at each step of each worker
+_AFTER_S = 0.1  # wait after a check finds room, so that just submitted requests can start
 
 
 class Returns:
-    """Looks at the loads that workers report, and acts on a queue beside a worker with room."""
+    """Checks the workers' loads, and moves requests from a queue to a worker with room."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
         self._looked_at = 0.0
-        self._since: float | None = None  # monotonic seconds, of a queue beside room
+        # monotonic seconds since when a worker has room while another one has a queue
+        self._since: float | None = None
         view.listen(self._look)
 
     def _look(self) -> None:

@@ -1,7 +1,8 @@
-"""A row for each worker that is known, alive or not, and a sentence that says what is wrong. Pure.
+"""A row for each known worker, alive or not, and a headline that names the problems. Pure.
 
-Known is a worker that has a record, had one of late, loads, or has an agent that keeps its process
-running (`tandem up`). The record tells what the worker does, the agent why there is no record.
+Known workers have a record, had one recently, load, or have an agent that keeps their process
+running (`tandem up`). The record describes what the worker does; the agent knows why there is no
+record.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,21 +14,25 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 
-_PROBLEMS_MAX = 2  # that the sentence names
+_PROBLEMS_MAX = 2  # problems named in the headline
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
     | Literal["not connected", "incompatible", "failed", "stopped", "lost"]
 )
-_IS_WELL = {"ready", "draining"}  # a drain is somebody's wish
-# Without a byte of weights more: the row says so, and it is a trouble. Importing takes some, too.
+_IS_WELL = {"ready", "draining"}  # a drain is requested by an operator
+# Seconds without a new byte of weights after which the row shows it, and after which it is a
+# trouble. Importing takes some time, too.
 _STALLS_S, _STALLED_S = 8.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker with a record, as this router sees it. `silent_s` and `stuck_s` are 0 if it is on
-    time, `clock_ahead_s` is its clock less this router's."""
+    """A worker with a record, as this router sees it.
+
+    `silent_s` and `stuck_s` are 0 if it is on time; `clock_ahead_s` is its clock minus this
+    router's.
+    """
 
     record: WorkerRecord
     is_compatible: bool = True
@@ -35,18 +40,18 @@ class Seen:
     silent_s: float = 0.0
     stuck_s: float = 0.0
     num_left: tuple[int, int] = (0, 0)  # sequences and leases
-    why_down: str = ""  # of the stream to it
+    why_down: str = ""  # reason why its stream is down
     clock_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A worker whose record has gone. `has_left`: it drained, and took its record away."""
+    """A worker whose record has gone. `has_left`: it drained and removed its record."""
 
     record: WorkerRecord
     at: float  # seconds since the Unix epoch
     has_left: bool
-    silent_s: float = 0.0  # by then
+    silent_s: float = 0.0  # silence before the record expired
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +67,13 @@ class WorkerRow:
 
     @property
     def is_well(self) -> bool:
-        """Returns whether no operator needs to look at the worker."""
+        """True if no operator needs to look at the worker."""
         is_stopped = self.state == "stopped" and not self.note
         return not self.trouble and (self.state in _IS_WELL or is_stopped)
 
     @property
     def problem(self) -> str:
-        """Names what is wrong in one word; empty if the worker is well."""
+        """The worker's problem in one word; "" if it has none."""
         return "" if self.is_well else self.trouble or self.state
 
 
@@ -79,8 +84,11 @@ def worker_rows(
     now: float,
     loading: Mapping[str, LoadingNow] | None = None,
 ) -> list[WorkerRow]:
-    """Returns the rows by pool and id; `pools` are those that a pool controller wrote, if any, and
-    `loading` are notices of workers that have no record yet."""
+    """Returns the rows, sorted by pool and id.
+
+    `pools` are those that a pool controller wrote, if any. `loading` has the notices of workers
+    without a record.
+    """
     agents = {
         agent["id"]: (pool, agent)
         for pool, state in pools.items()
@@ -98,20 +106,20 @@ def worker_rows(
         if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
         elif worker.silent_s and agent.get("pid", 0) not in (0, worker.record.pid):
-            # The record is that of the process before, which has ended.
-            told = (loading or {}).get(worker_id)
-            rows.append(_without_record(worker_id, pool, agent, told, None, now))
+            # The record belongs to the previous process, which has ended.
+            progress = (loading or {}).get(worker_id)
+            rows.append(_without_record(worker_id, pool, agent, progress, None, now))
         else:
             rows.append(_of_seen(worker, agent, blaming, worker.clock_ahead_s - common_s))
     known = {row.worker_id for row in rows}
-    loading = {name: told for name, told in (loading or {}).items() if name not in known}
+    loading = {name: progress for name, progress in (loading or {}).items() if name not in known}
     for worker_id, (pool, agent) in agents.items():
-        told = loading.pop(worker_id, None)
+        progress = loading.pop(worker_id, None)
         last = gone.get(worker_id)
-        rows.append(_without_record(worker_id, pool, agent, told, last, now))
+        rows.append(_without_record(worker_id, pool, agent, progress, last, now))
         known.add(worker_id)
-    for worker_id, told in loading.items():
-        rows.append(_of_loading(worker_id, told))
+    for worker_id, progress in loading.items():
+        rows.append(_of_loading(worker_id, progress))
         known.add(worker_id)
     for worker_id, last in gone.items():
         if worker_id not in known:
@@ -128,9 +136,11 @@ def problems_of(
     redis: str,
     cluster: Iterable[str] = (),
 ) -> list[str]:
-    """Returns a phrase for each thing that is wrong, the worst first. `reason` says why requests
-    cannot be served; it is empty if they can. `cluster` is what is wrong with Ray's part, a pool's
-    pods or a clock."""
+    """Returns a phrase for each problem, the worst first.
+
+    `reason` is why requests cannot be served, or "". `cluster` has the problems of Ray, of a pool's
+    pods and of a clock.
+    """
     problems = [reason] if reason else []
     if redis == "lost":
         problems.append("Redis does not answer: the last known workers serve on, sizes stand")
@@ -148,19 +158,21 @@ def problems_of(
 
 
 def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns one sentence that says what is wrong, from the result of `problems_of`."""
+    """Returns one sentence about the result of `problems_of`."""
     if not problems:
         ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p not in ROUTER_POOLS)
         return f"All is well: workers that are ready: {ready}."
     more = len(problems) - _PROBLEMS_MAX
-    told = "; ".join(problems[:_PROBLEMS_MAX])
-    end = f"; and {more} more." if more > 0 else "" if told.endswith("?") else "."
-    return told[0].upper() + told[1:] + end
+    text = "; ".join(problems[:_PROBLEMS_MAX])
+    end = f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."
+    return text[0].upper() + text[1:] + end
 
 
 def _row_problems(rows: list[WorkerRow]) -> list[str]:
-    """Returns a phrase for each worker that is not well, and one for a host that is silent. What
-    several workers say in the same words is said once."""
+    """Returns a phrase for each faulty worker, and one for each silent host.
+
+    Workers with the same state and note share a phrase.
+    """
     hosts: dict[str, list[WorkerRow]] = {}
     for row in rows:
         if row.host:
@@ -170,7 +182,7 @@ def _row_problems(rows: list[WorkerRow]) -> list[str]:
         for host, found in hosts.items()
         if len(found) > 1 and len(hosts) > 1 and all(r.state in ("silent", "lost") for r in found)
     }
-    told = [
+    phrases = [
         f"host {host} is silent, gone or cut off, with all its workers: "
         f"{', '.join(row.worker_id for row in found)}"
         for host, found in silent.items()
@@ -181,8 +193,8 @@ def _row_problems(rows: list[WorkerRow]) -> list[str]:
             same.setdefault((row.state, row.note), []).append(row.worker_id)
     for (state, note), names in same.items():
         verb = "is" if len(names) == 1 else "are"
-        told.append(f"{', '.join(names)} {verb} {state}" + (f": {note}" if note else ""))
-    return told
+        phrases.append(f"{', '.join(names)} {verb} {state}" + (f": {note}" if note else ""))
+    return phrases
 
 
 def _of_seen(
@@ -216,7 +228,7 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
 
 
 def _silence(silent_s: float, agent: Mapping[str, Any]) -> str:
-    """Says what is known of a worker that writes no record."""
+    """Describes a worker that does not write its record."""
     silence = f"it has written nothing for {silent_s:.0f} s"
     if agent.get("is_stopped"):
         return f"its process {agent['pid']} is stopped (SIGSTOP); {silence}"
@@ -231,7 +243,7 @@ def _without_record(
     worker_id: str,
     pool: str,
     agent: Mapping[str, Any],
-    told: LoadingNow | None,
+    progress: LoadingNow | None,
     last: Gone | None,
     now: float,
 ) -> WorkerRow:
@@ -239,19 +251,19 @@ def _without_record(
     row = _of_agent(worker_id, pool, agent, now)
     if row.state != "loading":
         return row
-    if last and agent.get("since", 0.0) < last.at:  # the process of the record
+    if last and agent.get("since", 0.0) < last.at:  # the process that wrote the record
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
         return WorkerRow(worker_id, pool, "silent", silence, host=host_of(last.record))
     if agent.get("is_stopped"):
         row = replace(row, note=f"its process {agent['pid']} is stopped (SIGSTOP)")
-    if told is None:
+    if progress is None:
         return row
-    if told.notice.failed:
-        return WorkerRow(worker_id, pool, "failed", told.notice.failed)
-    note = ", ".join(filter(None, (_loaded(told), row.note)))
-    return replace(row, note=note, trouble=_stalled(told))
+    if progress.notice.failed:
+        return WorkerRow(worker_id, pool, "failed", progress.notice.failed)
+    note = ", ".join(filter(None, (_loaded(progress), row.note)))
+    return replace(row, note=note, trouble=_stalled(progress))
 
 
 def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -> WorkerRow:
@@ -274,28 +286,28 @@ def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -
 
 
 def ending(agent: Mapping[str, Any]) -> str:
-    """Says how a worker's process before this one ended; empty if there was none."""
+    """Describes how the worker's previous process ended; "" if there was none."""
     line = agent.get("last_line")
     return ", ".join(filter(None, (agent.get("exit"), line and f"its last log line: {line}")))
 
 
-def _of_loading(worker_id: str, told: LoadingNow) -> WorkerRow:
-    if told.notice.failed:
-        return WorkerRow(worker_id, told.notice.pool, "failed", told.notice.failed)
-    if told.silent_s:
-        note = f"it loaded ({_loaded(told)}) and has told nothing for {told.silent_s:.0f} s"
-        return WorkerRow(worker_id, told.notice.pool, "silent", note)
-    pool = told.notice.pool
-    return WorkerRow(worker_id, pool, "loading", _loaded(told), _stalled(told))
+def _of_loading(worker_id: str, progress: LoadingNow) -> WorkerRow:
+    if progress.notice.failed:
+        return WorkerRow(worker_id, progress.notice.pool, "failed", progress.notice.failed)
+    if progress.silent_s:
+        note = f"it loaded ({_loaded(progress)}) and has told nothing for {progress.silent_s:.0f} s"
+        return WorkerRow(worker_id, progress.notice.pool, "silent", note)
+    pool = progress.notice.pool
+    return WorkerRow(worker_id, pool, "loading", _loaded(progress), _stalled(progress))
 
 
-def _stalled(told: LoadingNow) -> Trouble:
-    return "stalled" if told.stalled_s > _STALLED_S else ""
+def _stalled(progress: LoadingNow) -> Trouble:
+    return "stalled" if progress.stalled_s > _STALLED_S else ""
 
 
-def _loaded(told: LoadingNow) -> str:
-    notice = told.notice
-    stalled_s = told.stalled_s
+def _loaded(progress: LoadingNow) -> str:
+    notice = progress.notice
+    stalled_s = progress.stalled_s
     if notice.num_bytes_all:
         percent = 100 * notice.num_bytes // notice.num_bytes_all
         loaded = f"{percent}% of {notice.num_bytes_all / 1e9:.3g} GB of weights"
@@ -312,8 +324,10 @@ def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
 
 
 def host_of(record: WorkerRecord) -> str:
-    """Names a worker's machine, such as gpu-3 (10.0.0.3): hosts may share a name, and an address be
-    one of many pods'."""
+    """Returns a worker's host name and address, such as gpu-3 (10.0.0.3).
+
+    Hosts may share a name, and many pods may share an address.
+    """
     address = record.address.rpartition(":")[0].strip("[]")
     return f"{record.host} ({address})" if address else record.host
 

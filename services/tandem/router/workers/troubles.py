@@ -13,14 +13,17 @@ Trouble = Literal["", "clock", "disk", "unreachable", "tier", "stalled"]
 
 CLOCK_OFF_S = 5.0
 _DISK_FULL_SHARE = 0.02
-_DISK_FULL_BYTES = 1 << 30  # at most: of a large disk 2% is much
+_DISK_FULL_BYTES = 1 << 30  # upper bound of the share, because 2% of a large disk is much
 
 
 def trouble_of(
     record: WorkerRecord, clock_ahead_s: float, blaming: Iterable[WorkerRecord]
 ) -> tuple[Trouble, str]:
-    """Returns what is wrong with a ready worker, and a note about it; `blaming` are the records of
-    workers that write and cannot reach a peer, `clock_ahead_s` is by the clock of most."""
+    """Returns the trouble of a ready worker and a note about it.
+
+    `blaming` are the records of live workers that cannot reach a peer. `clock_ahead_s` is measured
+    against most workers' clocks.
+    """
     if abs(clock_ahead_s) > CLOCK_OFF_S:
         way = "ahead" if clock_ahead_s > 0 else "behind"
         return "clock", f"its clock is {abs(clock_ahead_s):.0f} s {way} of this router's"
@@ -49,8 +52,10 @@ def is_disk_full(free_bytes: int, total_bytes: int) -> bool:
 
 
 def blames_peers(record: WorkerRecord) -> bool:
-    """Returns whether the peers that a worker cannot read from are what is wrong, rather than the
-    worker itself, which then reads from few."""
+    """Returns whether the worker's unreachable peers are at fault rather than the worker itself.
+
+    A worker that is itself at fault cannot reach most of its peers.
+    """
     return 0 < len(record.unreachable) <= max(1, len(record.pairs))
 
 
@@ -59,7 +64,9 @@ def _others(number: int) -> str:
 
 
 def clock_of_router(ahead_s: Sequence[float]) -> float:
-    """Returns how far the clocks of most workers are ahead of this router's, if that is much: then
-    it is the router's that is wrong. Two workers cannot outvote a router."""
+    """Returns by how much most workers' clocks are ahead of this router's, if it is significant.
+
+    In that case the router's clock is wrong. At least three workers are needed.
+    """
     common_s = median(ahead_s) if len(ahead_s) > 2 else 0.0
     return common_s if abs(common_s) > CLOCK_OFF_S else 0.0

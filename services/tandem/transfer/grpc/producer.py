@@ -1,10 +1,9 @@
-"""Bytes of blocks for consumers without NIXL, and bytes to measure a pair with.
+"""Serves KV blocks over gRPC to consumers without NIXL, and probe bytes to measure a pair.
 
-A consumer gets blocks that a live lease has announced to it, and nothing else. A block is copied
-once here, from the pool into a message of gRPC; the lease is looked at anew for each message, so
-that nothing is read once the stream has ended and the engine may have reused the blocks.
-
-Not more than one message of a call is here at a time: gRPC takes the next when its peer has room.
+A consumer can read only blocks that a live lease has announced to it. A block is copied once, from
+the pool into a gRPC message. The lease is checked again for each message, because the engine may
+reuse the blocks once the stream has ended.
+A call holds at most one message in memory: gRPC takes the next one when the peer has room.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -16,12 +15,12 @@ from tandem.net.rpc.block_bytes import encode
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolOwner
 
-MESSAGE_BYTES = 1 << 20  # about; whole blocks, at least one
+MESSAGE_BYTES = 1 << 20  # Approximate message size; a message has whole blocks, at least one
 PROBE_BYTES_MAX = 64 << 20
 
 
 class BlockServer:
-    """Serves FetchBlocks and Probe. Both yield messages that `encode` made."""
+    """Serves FetchBlocks and Probe. Both yield messages that `encode` built."""
 
     def __init__(
         self,
@@ -31,9 +30,10 @@ class BlockServer:
         *,
         block_bytes: int,
     ) -> None:
-        """`lent` names the blocks that a lease announced, in one list until it ends; then None.
+        """`lent` returns the blocks that a lease has announced, or None once the lease has ended.
 
-        `on_served` hears the bytes of each message.
+        It returns the same list object for the whole life of the lease. `on_served` is called with
+        the size of each message in bytes.
         """
         self._owner = owner
         self._lent = lent
@@ -41,7 +41,7 @@ class BlockServer:
         self._blocks_a_message = max(1, round(MESSAGE_BYTES / block_bytes))
 
     async def fetch(self, request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
-        """The blocks in the order asked for, whole blocks a message."""
+        """Yields the requested blocks in the requested order; each message has whole blocks."""
         lease_id = request.lease_id
         lent = self._lent(lease_id)
         if lent is None:
@@ -61,7 +61,7 @@ class BlockServer:
             yield message
 
     async def probe(self, request: pb.ProbeRequest, context: Any) -> AsyncIterator[bytes]:
-        """Bytes that mean nothing, in messages of the size that blocks come in."""
+        """Yields `num_bytes` zero bytes in messages of the size that block messages have."""
         if request.num_bytes > PROBE_BYTES_MAX:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,

@@ -1,8 +1,8 @@
-"""The KV pool as the I/O process fills it with bytes that come by gRPC.
+"""Write access of the I/O process to the KV pool, for blocks that arrive over gRPC.
 
-Writes want a `Reservation`: the blocks are a sequence's, and stay so until the engine is told
-something else about it. That is known exactly, because the same event loop tells it: the link ends
-a sequence's reservations when it sends the command, and a write after that is refused.
+A write needs an open `Reservation`, which says that the blocks belong to a sequence. The link to
+the engine ends a sequence's reservations when it sends the command that gives up the blocks. Both
+run on one event loop, so no write can follow that command.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,16 @@ Blocks = Sequence[bytes | memoryview]
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Blocks of a sequence that one pull may fill, by their ids."""
+    """Blocks of one sequence that one pull may fill."""
 
     sequence_id: str
     block_ids: Sequence[int]
     is_open: bool = True
 
     def check(self, first: int, num_blocks: int) -> None:
-        """Raises LeaseLost when blocks `first`.. of it must not be written (any more)."""
+        """Raises LeaseLost if the reservation is closed or has no `num_blocks` blocks from `first`
+        on.
+        """
         if not self.is_open:
             raise LeaseLost(f"the engine was told that {self.sequence_id} gives up its pulls")
         if first + num_blocks > len(self.block_ids):
@@ -32,7 +34,7 @@ class Reservation:
 
 
 class Reservations:
-    """The reservations that are open, by sequence."""
+    """The open reservations of each sequence."""
 
     def __init__(self) -> None:
         self._open: dict[str, list[Reservation]] = {}
@@ -46,7 +48,7 @@ class Reservations:
         return reservation
 
     def close(self, reservation: Reservation) -> None:
-        """Closes a reservation whose pull is over; may be called any number of times."""
+        """Closes a reservation whose pull is over. May be called more than once."""
         reservation.is_open = False
         of_sequence = self._open.get(reservation.sequence_id, [])
         if reservation in of_sequence:
@@ -55,25 +57,27 @@ class Reservations:
             self._open.pop(reservation.sequence_id, None)
 
     def end(self, sequence_id: str) -> None:
-        """Closes a sequence's reservations: its blocks may be another's from now on."""
+        """Closes a sequence's reservations, because its blocks may go to another sequence."""
         for reservation in self._open.pop(sequence_id, ()):
             reservation.is_open = False
 
 
 class PoolView(Protocol):
-    """The KV pool, which is mapped in this process or in the engine process alone."""
+    """The KV pool. It is mapped either in this process or only in the engine process."""
 
     spans: BlockSpans
 
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
-        """Returns the bytes of blocks that the sequence holds, valid until the next await."""
+        """Returns the bytes of blocks that the sequence holds; they are valid until the next
+        await.
+        """
 
     def write(self, into: Reservation, first: int, data: memoryview) -> None:
-        """Fills whole blocks, from the `first` of the reservation on. Raises LeaseLost."""
+        """Writes whole blocks, starting at index `first` of the reservation. Raises LeaseLost."""
 
 
 class PoolOwner(Protocol):
-    """The link to the engine process, as far as the bytes of its pool are concerned."""
+    """The parts of the link to the engine process that give access to the KV pool."""
 
     pool: PoolView
     reservations: Reservations

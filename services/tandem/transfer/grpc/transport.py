@@ -1,7 +1,7 @@
-"""Blocks of one peer by gRPC, on connections apart from the one that carries leases and tokens.
+"""Reads a peer's blocks over gRPC, on separate connections from leases and tokens.
 
-gRPC's channels of one process share a connection to the same address, unless each has a pool of
-subchannels of its own; then a large message on one of them delays no small one on another.
+gRPC channels of one process share a connection to the same address unless each has its own
+subchannel pool. Separate connections keep large block messages from delaying small ones.
 """
 
 import asyncio
@@ -23,15 +23,16 @@ from tandem.transfer.protocol import PROBE_BYTES, BlockPull
 
 log = logging.getLogger(__name__)
 
-STREAMS_MAX = 2  # of one peer, each on a connection of its own
-_STREAM_BYTES_MIN = 8 << 20  # of one stream, when a pull goes by several
-# Sizes of the probes. The first one opens the connection, too, and is not measured.
+STREAMS_MAX = 2  # Largest number of parallel streams from one peer; each has its own connection
+# A pull uses a second stream only if each stream then carries at least this many bytes
+_STREAM_BYTES_MIN = 8 << 20
+# Sizes of the probes in bytes. The first one also opens the connection and is not measured.
 _PROBES = (1, 1, 256 << 10, PROBE_BYTES, PROBE_BYTES)
-_SLOW_PROBE_S = 0.2  # after one of many bytes that took longer no larger one is made
+_SLOW_PROBE_S = 0.2  # After a slower probe of more than one byte, no larger probe is made
 
 
 class GrpcTransport:
-    """The bytes come by `FetchBlocks`. A connection is opened when it is first used."""
+    """A transport that pulls with the `FetchBlocks` call. Connections open at first use."""
 
     name = "grpc"
 
@@ -51,7 +52,9 @@ class GrpcTransport:
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
-        """A pair whose probe fails keeps gRPC: it was introduced over it, after all."""
+        """Probes the peer. A failed probe is not an error: the pair's introduction used gRPC
+        too.
+        """
         took: list[tuple[int, float]] = []
         try:
             for num_bytes in _PROBES:
@@ -63,9 +66,9 @@ class GrpcTransport:
         return took[1:]
 
     async def probe(self, num_bytes: int) -> float:
-        """Returns the seconds that so many bytes take, over what blocks come over.
+        """Fetches `num_bytes` over a block connection and returns the duration in seconds.
 
-        Raises LeaseLost.
+        Raises LeaseLost if the call fails or returns another number of bytes.
         """
         request = pb.ProbeRequest(num_bytes=num_bytes)
         started = time.monotonic()
@@ -101,7 +104,7 @@ class GrpcTransport:
         return time.monotonic() - started
 
     def fetch(self, stream: int, request: pb.FetchBlocksRequest, deadline_s: float) -> Any:
-        """A call of FetchBlocks whose messages are bytes (tandem/net/rpc/block_bytes.py)."""
+        """Starts a FetchBlocks call whose messages are raw bytes (net/rpc/block_bytes.py)."""
         return self._call(stream, FETCH_BLOCKS, request, deadline_s)
 
     def close(self) -> None:
@@ -110,14 +113,14 @@ class GrpcTransport:
         self._channels.clear()
 
     def _parts(self, block_ids: Sequence[int]) -> list[range]:
-        """The blocks of each stream."""
+        """Splits the blocks into one range of indices for each stream."""
         num_blocks = len(block_ids)
         wanted = self._owner.pool.spans.num_bytes(block_ids) // _STREAM_BYTES_MIN
         size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))
         return [range(first, min(first + size, num_blocks)) for first in range(0, num_blocks, size)]
 
     async def _receive(self, call: Any, blocks: Reservation, part: range) -> None:
-        """Writes what comes into the pool, message by message."""
+        """Writes the call's messages into the pool as they arrive."""
         first = part.start
         pool = self._owner.pool
         closed = LeaseLost(f"the connection to {self._worker_id} was closed")
@@ -149,7 +152,7 @@ class GrpcTransport:
 
 
 def _describe(error: BaseException) -> str:
-    """A failed call, for a message."""
+    """Formats a failed call's error for a message."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return repr(error)

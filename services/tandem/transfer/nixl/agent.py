@@ -1,12 +1,11 @@
-"""One NIXL agent with the UCX backend: what this project uses of NIXL, and its errors as ours.
+"""One NIXL agent with the UCX backend. NIXL's errors are raised as TandemError.
 
-It stands on NIXL's bindings and not on its `nixl_agent` class, for two reasons: that class fixes
-the progress thread's delay at 0, which burns a core (or 2 to 4% at 1000); and its handles release
-themselves when Python collects them, while a read under way must never be let go of silently.
-
-Every call lets go of the GIL, so that other Python threads run on. Seen with NIXL 1.5.1: the first
-agent of a process takes 0.42 s, a later one 10 ms, a peer 5 ms, and destroying one 3 ms.
-An agent is not thread-safe: each belongs to one thread.
+It uses NIXL's bindings instead of NIXL's `nixl_agent` class, for two reasons. That class sets the
+progress thread's delay to 0, which occupies a core (2 to 4% of one at 1000). Its handles are
+released when Python collects them, but an unfinished read must never be released implicitly.
+Every call releases the GIL. Measured with NIXL 1.5.1: the first agent of a process takes 0.42 s, a
+later one 10 ms, adding a peer 5 ms, and destroying an agent 3 ms. An agent is not thread-safe: each
+belongs to one thread.
 """
 
 import importlib
@@ -25,25 +24,25 @@ from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode, backend_options, transports, ucx_tls
 
 BlockIds = NDArray[np.int32]
-Span = tuple[int, int]  # address, bytes
+Span = tuple[int, int]  # (address, number of bytes)
 
 PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
-_LISTEN_DELAY_US = 100_000  # NIXL's own default; its listen thread is off
+_LISTEN_DELAY_US = 100_000  # NIXL's default; the listen thread is disabled
 
 
 class ReadState(Enum):
     DONE = "done"  # all bytes are in place
     UNDER_WAY = "under_way"
-    FAILED = "failed"  # some of its bytes may still land
+    FAILED = "failed"  # some of its bytes may still arrive
 
 
 def load_nixl() -> ModuleType:
-    """NIXL's Python API module. Raises Incompatible with the reason when there is none."""
-    # A fence throws away reads under way on purpose; UCX would warn of each of them.
+    """Imports NIXL's Python API module. Raises Incompatible with the reason if that fails."""
+    # A fence drops unfinished reads on purpose, and UCX would log a warning for each.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    # UCX would rewrite the code of mmap, munmap and madvise while threads are within (UCX 1.23: a
-    # thread that takes the pool's pages then crashes). Its cache of registrations needs that;
-    # the pool is registered once, and for good.
+    # By default UCX patches the code of mmap, munmap and madvise while other threads may be inside
+    # them. With UCX 1.23, a thread that maps the pool's pages then crashes. The patches serve UCX's
+    # registration cache, which is not needed: the pool is registered once.
     os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     reasons = []
     for name in PACKAGES:
@@ -55,7 +54,9 @@ def load_nixl() -> ModuleType:
 
 
 class NixlAgent:
-    """An agent, made at once. Methods raise TandemError; `Incompatible` when UCX is missing."""
+    """One NIXL agent. Methods raise TandemError; the constructor raises Incompatible without
+    UCX.
+    """
 
     def __init__(
         self,
@@ -65,10 +66,11 @@ class NixlAgent:
         progress_delay_us: int | None,
         memory: str = "DRAM",
     ) -> None:
-        """`progress_delay_us` None: no progress thread, progress is made by `state` alone.
+        """`progress_delay_us`: the progress thread's delay; None means that only `state` makes
+        progress.
 
-        `mode` None: raises Incompatible, as UCX would reach nobody. `memory`: where the blocks lie
-        that it moves, "DRAM" or "VRAM".
+        `mode`: the transports to use; None raises Incompatible, because UCX could reach no peer.
+        `memory`: the kind of memory that holds the blocks, "DRAM" or "VRAM".
         """
         if mode is None:
             raise Incompatible(
@@ -96,7 +98,7 @@ class NixlAgent:
             raise Incompatible(f"NIXL has no working UCX backend here: {error}") from error
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
-        """Makes memory usable as a read's target, and readable by whom `metadata` is given to."""
+        """Makes memory a target for reads, and readable by every peer that has `metadata`."""
         with self._translated("registering memory"):
             descriptors = self._bindings.nixlRegDList(
                 self._segment(memory), [(address, num_bytes, device_id, "")]
@@ -104,12 +106,12 @@ class NixlAgent:
             self._agent.registerMem(descriptors, [self._backend])
 
     def metadata(self) -> bytes:
-        """Returns what a peer needs to read all that is registered. It opens that: guard it."""
+        """Returns the metadata with which a peer can read all registered memory. Keep it secret."""
         with self._translated("describing the agent"):
             return bytes(self._agent.getLocalMD())
 
     def add_peer(self, metadata: bytes) -> str:
-        """Loads a peer's metadata; answers the name of its agent."""
+        """Loads a peer's metadata and returns the name of the peer's agent."""
         with self._translated("loading a peer's metadata"):
             return str(self._agent.loadRemoteMD(metadata).decode())
 
@@ -126,7 +128,9 @@ class NixlAgent:
         local: Sequence[Span],
         local_device: tuple[str, int],
     ) -> int:
-        """A read of `producer` spans of the peer into `local` ones, not started; its handle."""
+        """Prepares a read of the peer's `producer` spans into the `local` spans; returns its
+        handle.
+        """
         with self._translated(f"preparing a read from {peer}"):
             handle: int = self._agent.createXferReq(
                 self._bindings.NIXL_READ,
@@ -139,10 +143,10 @@ class NixlAgent:
         return handle
 
     def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
-        """Names the blocks of a pool of a peer or (None) of this agent.
+        """Registers the blocks of a peer's pool, or of this agent's pool if `peer` is None.
 
-        Reads of blocks by their number then cost a sixth of reads by address. The answer is a
-        handle, to be released before the peer is removed.
+        Reads by block number then cost a sixth of reads by address. Returns a handle, which must be
+        released before the peer is removed.
         """
         rows, address = [], pool.address
         for num_blocks, size in pool.spans.pools:
@@ -164,9 +168,9 @@ class NixlAgent:
     def create_block_read(
         self, *, producer_list: int, producer_ids: BlockIds, local_list: int, local_ids: BlockIds
     ) -> int:
-        """A read of a peer's blocks into blocks here, pairwise, not started; its handle.
+        """Prepares a read of a peer's blocks into local blocks, pairwise; returns its handle.
 
-        NIXL itself makes one span of neighbours.
+        NIXL merges neighbouring blocks into one span.
         """
         with self._translated("preparing a read of blocks"):
             handle: int = self._agent.makeXferReq(
@@ -181,22 +185,22 @@ class NixlAgent:
         return handle
 
     def start(self, handle: int) -> ReadState:
-        """Starts a read; over CMA it copies here, before this returns."""
+        """Starts a read. Over CMA, the bytes are copied before this returns."""
         with self._translated("starting a read"):
             return self._read_state(self._agent.postXferReq(handle, ""))
 
     def state(self, handle: int) -> ReadState:
-        """Returns the state of a started read; makes progress on all of this agent's reads."""
+        """Returns the state of a started read and makes progress on all of this agent's reads."""
         with self._translated("a read"):
             return self._read_state(self._agent.getXferStatus(handle))
 
     def release(self, handle: int) -> None:
-        """Frees a handle that is DONE or was never started, or one whose agent is closed next."""
+        """Frees a handle. Its read must be DONE or not started, or `close` must follow next."""
         with self._translated("releasing a read"):
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Destroys the agent: no read of it writes any more."""
+        """Destroys the agent. After that, none of its reads writes memory."""
         self._agent = None
 
     def _spans(self, spans: Sequence[Span], memory: str, device_id: int) -> Any:

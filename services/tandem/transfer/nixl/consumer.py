@@ -1,20 +1,19 @@
-"""KV blocks read over NIXL from peers' pools.
+"""Reads KV blocks from peers' pools over NIXL.
 
-The consumer is an agent of its own, apart from the producer that peers read (producer.py), because
-a read cannot be taken back: one that was given up still writes when a stopped peer wakes, even
-after its handle was released and the peer removed. Only destroying the consumer's agent ends it,
-and the metadata that peers hold of the producer stays good.
+The consumer's agent is separate from the producer's agent that peers read (producer.py), because a
+started read cannot be cancelled. If a peer was stopped and continues later, an abandoned read still
+writes, even after its handle was released and the peer removed. Only destroying the consumer's
+agent ends it; the metadata that peers hold of the producer's agent stays valid.
 
     submit --> NixlPull advances --> DONE
-                    `--error, deadline, cancel, disconnect--> FAILED; its reads under way are
-                       fenced (fence.py) until they end by themselves or the agent is made anew
+                    `--error, deadline, cancel, disconnect--> FAILED; its unfinished reads are
+                       fenced (fence.py) until they end or the consumer's agent is replaced
 
-Who frees what: the engine frees local blocks of a DONE pull when it likes; those of a FAILED pull
-it quarantines, until the consumer names them in `unfenced`.
+The engine frees the local blocks of a DONE pull at any time. It quarantines the blocks of a FAILED
+pull until the consumer returns them from `unfenced`.
 
-An agent is made, and a peer's metadata loaded, when first needed, and again after a renewal
-(instance.py), where peers are joined again at once. Nothing moves by itself: `poll` makes
-the progress.
+The agent is created, and a peer's metadata loaded, when first needed. After the agent was replaced
+(instance.py), all peers are loaded again. Only `poll` makes progress.
 """
 
 import ctypes
@@ -43,12 +42,15 @@ from tandem.transfer.protocol import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 0.5  # for given-up reads to end by themselves; making the consumer anew takes 20 ms
-PATIENCE_S = 10.0  # with given-up reads; then new pulls wait until the consumer is made anew
-RECOVER_S = 10.0  # for which the consumer may not be made anew before the process is given up
+# Time in which abandoned reads may end before the agent is replaced, which takes 20 ms
+GRACE_S = 0.5
+# After abandoned reads have lasted this long, new pulls are refused until the agent is replaced
+PATIENCE_S = 10.0
+# After the agent could not be replaced for this long, the transport reports a failure
+RECOVER_S = 10.0
 _BACKOFF_MIN_S = 50e-6
 _BACKOFF_MAX_S = 1e-3
-_BACKOFF_FENCED_S = 10e-3  # when only given-up reads are left
+_BACKOFF_FENCED_S = 10e-3  # Polling interval while only abandoned reads are left
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class _Peer:
 
 
 class NixlConsumer:
-    """Reads blocks of peers by NIXL. Only the transfer thread calls its methods."""
+    """Reads blocks of peers over NIXL. Only the transfer thread calls its methods."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class NixlConsumer:
         delay_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`delay_s` holds the completion of each pull back by that long, for tests."""
+        """`delay_s` delays the completion of each pull by that many seconds, for tests."""
         self._pool = pool
         self._spans = pool.layout.spans
         _, probed_bytes = self._spans.pools[0]
@@ -86,34 +88,36 @@ class NixlConsumer:
         )
         self._peers: dict[str, _Peer] = {}
         self._pulls: dict[str, NixlPull] = {}
-        self._to_rejoin: list[str] = []  # peers that a new agent has not loaded yet
-        self._given_up: dict[int, tuple[str, Read]] = {}  # the fence's number -> peer's agent, read
+        self._to_reload: list[str] = []  # peers that a new agent has not loaded yet
+        # fence's read number -> (name of the peer's agent, read)
+        self._abandoned: dict[int, tuple[str, Read]] = {}
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
         self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
         self._backoff_s = 0.0
         self._piece_size = PieceSize()
-        self._unmade: tuple[float, str] | None = None  # no agent can be made: since when, why
+        # (time of the first failure, message) while no agent can be created
+        self._create_failure: tuple[float, str] | None = None
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
-        """Makes a peer readable and reads nothing yet. Raises TandemError when it cannot."""
+        """Makes a peer readable without reading anything yet. Raises TandemError if it cannot."""
         theirs, ours = _block_sizes(pool.spans), _block_sizes(self._spans)
         if theirs != ours:
             raise Incompatible(f"{peer_id} has blocks of {theirs} bytes, here of {ours}")
         known = self._peers.get(peer_id)
         if known is not None and known.metadata != metadata:
             self.disconnect(peer_id)
-        self._made().load(metadata, pool)
+        self._agent_instance().load(metadata, pool)
         self._peers[peer_id] = _Peer(metadata, pool)
 
     def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
-        """Starts a pull of a few blocks into scratch memory, to see that the peer can be read.
+        """Starts a pull of a few blocks into scratch memory to test that the peer can be read.
 
-        It moves at most PROBE_BYTES, but always one block.
+        It moves at least one block and otherwise at most PROBE_BYTES.
         """
         peer = self._peers.get(peer_id)
-        there = peer.pool.spans.pools[0][0] if peer is not None else 1
-        block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, there))))
+        num_peer_blocks = peer.pool.spans.pools[0][0] if peer is not None else 1
+        block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, num_peer_blocks))))
         pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
         try:
             self._begin(pull)
@@ -121,7 +125,7 @@ class NixlConsumer:
             self._refuse(pull, error, safe_blocks=[])
 
     def disconnect(self, peer_id: str) -> None:
-        """Forgets a peer; pulls from it that are under way end FAILED."""
+        """Forgets a peer. Unfinished pulls from it end FAILED."""
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return
@@ -130,7 +134,7 @@ class NixlConsumer:
         self._unload_strays()
 
     def submit(self, pull: Pull) -> None:
-        """Starts a pull; its one result comes from `poll`."""
+        """Starts a pull. `poll` returns its one result."""
         try:
             self._check(pull)
             self._begin(pull)
@@ -143,24 +147,25 @@ class NixlConsumer:
             self._refuse(pull, error, safe_blocks)
 
     def poll(self) -> list[PullResult]:
-        """Returns the results that are new, without waiting.
+        """Makes progress on all pulls and returns the new results, without waiting.
 
-        Makes the consumer anew by itself, as soon as that disturbs no pull under way.
+        It also replaces the agent when that is due and disturbs no unfinished pull.
         """
         if self._instance is not None:
             self._instance.release_ended()
-        moved = self._poll_given_up()
+        moved = self._poll_abandoned()
         turn_ends_at = self._clock() + PIECE_S
         for active in list(self._pulls.values()):
-            self._pulls[active.pull.pull_id] = self._pulls.pop(active.pull.pull_id)  # in turn
+            # move it to the end, so that all pulls get a turn
+            self._pulls[active.pull.pull_id] = self._pulls.pop(active.pull.pull_id)
             moved |= self._advance(active)
             if self._clock() > turn_ends_at:
-                break  # commands come first
+                break  # leave the rest for later, so that commands are handled in time
         if self._fence.renewal_due(self._clock(), len(self._pulls)):
             self._unfenced.extend(self.fence())
-            self._to_rejoin = list(self._peers)
-        elif self._to_rejoin:
-            self._rejoin(self._to_rejoin.pop())
+            self._to_reload = list(self._peers)
+        elif self._to_reload:
+            self._reload(self._to_reload.pop())
         if moved:
             self._poll_at_once()
         else:
@@ -169,59 +174,62 @@ class NixlConsumer:
         return results
 
     def unfenced(self) -> list[int]:
-        """Local blocks of FAILED pulls that became safe since last asked; their results are out."""
+        """Returns local blocks of FAILED pulls that became safe since the last call.
+
+        The results of their pulls have been returned before.
+        """
         block_ids, self._unfenced = self._unfenced, []
         return block_ids
 
     def wait_s(self) -> float | None:
-        """Returns how long to wait before the next `poll`; None: until the next other call."""
+        """Returns the seconds to wait before the next `poll`; None means until the next command."""
         ended = self._instance is not None and self._instance.holds_ended
-        if self._results or self._unfenced or ended or self._to_rejoin:
+        if self._results or self._unfenced or ended or self._to_reload:
             return 0.0
         if self._pulls:
             return self._backoff_s
         return _BACKOFF_FENCED_S if self._fence.holds_reads else None
 
     def cancel(self, pull_id: str) -> None:
-        """Gives up on a pull: it ends FAILED unless it is DONE already."""
+        """Gives up a pull: it ends FAILED unless it is DONE already."""
         active = self._pulls.get(pull_id)
         if active is not None:
             self._give_up(active, WorkerLost("the pull was cancelled"), "cancelled")
 
     def fence(self) -> list[int]:
-        """Makes sure that no byte of a FAILED pull lands any more; returns their local blocks.
+        """Destroys the agent, so that no FAILED pull writes any more; returns those pulls' blocks.
 
-        No pull may be under way.
+        No pull may be unfinished.
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
-            for _, read in self._given_up.values():
+            for _, read in self._abandoned.values():
                 with logged("a handle goes with its agent"):
                     self._instance.agent.release(read.handle)
             self._instance.close()
             self._instance = None
-        self._given_up.clear()
+        self._abandoned.clear()
         block_ids = self._fence.renewed()
         log.info("the consumer is made anew; blocks that are safe by that: %d", len(block_ids))
         return block_ids
 
     @property
     def num_renewals(self) -> int:
-        """Number of times that the consumer was made anew, which ends reads that were given up."""
+        """Number of times that the agent was replaced to end abandoned reads."""
         return self._fence.instance
 
     def failure(self) -> str:
-        """Returns an error if no agent could be made anew for `RECOVER_S`; else empty."""
-        if self._unmade is None or not self._fence.instance:
+        """Returns an error message if no agent could be created for `RECOVER_S`, else ""."""
+        if self._create_failure is None or not self._fence.instance:
             return ""
-        since, message = self._unmade
+        since, message = self._create_failure
         failing_s = self._clock() - since
         if failing_s < RECOVER_S:
             return ""
         return f"NIXL's consumer cannot be made anew for {failing_s:.0f} s: {message}"
 
     def close(self) -> None:
-        """Gives up all pulls (`poll` tells) and destroys the agent; the pool's memory may go."""
+        """Fails all pulls and destroys the agent. The pool's memory may be freed afterwards."""
         for active in list(self._pulls.values()):
             self._give_up(active, WorkerLost("the worker stops"), "cancelled")
         self._unfenced.extend(self.fence())
@@ -248,7 +256,7 @@ class NixlConsumer:
         if peer is None:
             raise WorkerLost(f"the peer {pull.peer_id} is not connected")
         _check_range(pull.producer_block_ids, peer.pool.spans.num_blocks)
-        instance = self._made()
+        instance = self._agent_instance()
         self._pulls[pull.pull_id] = NixlPull(
             pull,
             instance.load(peer.metadata, peer.pool),
@@ -272,10 +280,10 @@ class NixlConsumer:
         except TandemError as error:
             self._give_up(active, error, "error")
             if (peer := self._peers.get(pull.peer_id)) is not None:
-                # The next pull joins it anew.
+                # Unload the peer, so that the next pull loads it again.
                 self._instance.unload(peer.metadata, self._agents_in_use())
             return True
-        delay_s = self._delay_s if pull.local_block_ids else 0.0  # a probe is not held back
+        delay_s = self._delay_s if pull.local_block_ids else 0.0  # probes are not delayed
         if active.is_done and now >= active.started_at + delay_s:
             del self._pulls[pull.pull_id]
             result = PullResult(
@@ -299,7 +307,7 @@ class NixlConsumer:
         now = self._clock()
         for read in active.reads:
             number = self._fence.fail(read.local_ids, now)
-            self._given_up[number] = (active.peer.agent_name, read)
+            self._abandoned[number] = (active.peer.agent_name, read)
         safe_blocks = active.safe_blocks()
         result = PullResult(
             active.pull.pull_id,
@@ -317,16 +325,16 @@ class NixlConsumer:
         self._results.append(refused)
         self._unfenced.extend(safe_blocks)
 
-    def _poll_given_up(self) -> bool:
+    def _poll_abandoned(self) -> bool:
         moved = False
-        for number, (_, read) in list(self._given_up.items()):
+        for number, (_, read) in list(self._abandoned.items()):
             assert self._instance is not None
             done = False
             with logged("its blocks stay fenced until the consumer is made anew"):
                 done = is_done(self._instance.agent, read)
             if done:
                 self._instance.release_later(read.handle)
-                del self._given_up[number]
+                del self._abandoned[number]
                 self._unfenced.extend(self._fence.late_done(number))
                 moved = True
         if moved:
@@ -339,24 +347,24 @@ class NixlConsumer:
             self._instance.unload_strays(wanted, self._agents_in_use())
 
     def _agents_in_use(self) -> set[str]:
-        return {agent_name for agent_name, _ in self._given_up.values()}
+        return {agent_name for agent_name, _ in self._abandoned.values()}
 
-    def _rejoin(self, peer_id: str) -> None:
-        """Loads a peer again before a pull wants it, one a turn."""
+    def _reload(self, peer_id: str) -> None:
+        """Loads a peer into a new agent before a pull needs it; called for one peer a turn."""
         if (peer := self._peers.get(peer_id)) is not None:
             with logged(f"the next pull from {peer_id} will tell"):
-                self._made().load(peer.metadata, peer.pool)
+                self._agent_instance().load(peer.metadata, peer.pool)
 
-    def _made(self) -> AgentInstance:
+    def _agent_instance(self) -> AgentInstance:
         if self._instance is None:
             name = f"{self._agent_name}-{self._fence.instance}"
             try:
                 self._instance = AgentInstance(name, self._mode, self._pool, self._scratch)
             except TandemError as error:
-                since = self._clock() if self._unmade is None else self._unmade[0]
-                self._unmade = since, error.message
+                since = self._clock() if self._create_failure is None else self._create_failure[0]
+                self._create_failure = since, error.message
                 raise
-            self._unmade = None
+            self._create_failure = None
         return self._instance
 
 

@@ -1,9 +1,9 @@
-"""One life of the consumer: an agent, its blocks and its peers' blocks by number.
+"""One agent of the consumer, with the block lists of its own pool and of its peers.
 
-    made when first needed --> peers loaded and unloaded --> closed: nothing of it writes any more
-
-Whole pools are named once, here when the agent is made and a peer's when it is loaded. A pull then
-gives numbers of blocks only. The agent has no progress thread: an idle one costs nothing.
+    created when first needed --> peers loaded and unloaded --> closed: none of its reads writes
+The agent registers its own pool once, when it is created, and a peer's pool when the peer is
+loaded. A pull then passes block numbers only. The agent has no progress thread, so an idle one
+costs nothing.
 """
 
 import ctypes
@@ -27,7 +27,9 @@ class LoadedPeer:
 
 
 class AgentInstance:
-    """A NIXL agent with its peers. Methods raise TandemError; those that clean up log errors."""
+    """A NIXL agent with its peers. Methods raise TandemError; clean-up methods log errors
+    instead.
+    """
 
     def __init__(
         self,
@@ -36,13 +38,13 @@ class AgentInstance:
         pool: LocalPool,
         scratch: ctypes.Array[ctypes.c_char],
     ) -> None:
-        """`scratch`: memory of some blocks, where probes read to."""
+        """`scratch`: local memory that probes read into."""
         self.agent = NixlAgent(agent_name, mode=mode, progress_delay_us=None, memory=pool.memory)
-        self._peers: dict[bytes, LoadedPeer] = {}  # by metadata
+        self._peers: dict[bytes, LoadedPeer] = {}  # keyed by the peer's metadata
         self._ended: list[int] = []  # handles of reads that are DONE
         blocks = pool.remote()
         self.pool_list = self._open(blocks)
-        _, size = blocks.spans.pools[0]  # probes read the first pool's blocks
+        _, size = blocks.spans.pools[0]  # probes read blocks of the first pool
         num_blocks, address = len(scratch) // size, ctypes.addressof(scratch)
         self.scratch_list = self._open(
             RemotePool(address, num_blocks, size, device_id=0, memory="DRAM")
@@ -50,11 +52,13 @@ class AgentInstance:
 
     @property
     def holds_ended(self) -> bool:
-        """True if `release_ended` has something to do."""
+        """True if `release_ended` has handles to release."""
         return bool(self._ended)
 
     def release_later(self, handle: int) -> None:
-        """Keeps the handle of a DONE read for `release_ended`: its waiter is told first."""
+        """Keeps the handle of a DONE read for `release_ended`, so that the result is reported
+        first.
+        """
         self._ended.append(handle)
 
     def release_ended(self) -> None:
@@ -64,19 +68,19 @@ class AgentInstance:
         self._ended.clear()
 
     def load(self, metadata: bytes, pool: RemotePool) -> LoadedPeer:
-        """Returns the peer, which it loads if it is not loaded yet."""
+        """Returns the peer; loads it first if necessary."""
         if metadata not in self._peers:
             name = self.agent.add_peer(metadata)
             self._peers[metadata] = LoadedPeer(name, self.agent.list_blocks(name, pool))
         return self._peers[metadata]
 
     def unload_strays(self, wanted: Container[bytes], in_use: Container[str]) -> None:
-        """Forgets all peers that are not wanted, unless a read from them may still come."""
+        """Unloads all peers that are not wanted, except those that an unfinished read may use."""
         for metadata in [each for each in self._peers if each not in wanted]:
             self.unload(metadata, in_use)
 
     def unload(self, metadata: bytes, in_use: Container[str]) -> None:
-        """Forgets a peer, unless a read from its agent may still come."""
+        """Unloads a peer, unless an unfinished read may use its agent."""
         peer = self._peers.get(metadata)
         if peer is None or peer.agent_name in in_use:
             return
@@ -87,7 +91,7 @@ class AgentInstance:
             self.agent.remove_peer(peer.agent_name)
 
     def _open(self, blocks: RemotePool) -> int:
-        """Makes blocks here readable into; returns the handle of their list."""
+        """Registers local blocks as read targets; returns the handle of their list."""
         self.agent.register(
             address=blocks.address,
             num_bytes=blocks.spans.memory_bytes,
@@ -108,7 +112,7 @@ class AgentInstance:
 
 @contextmanager
 def logged(consequence: str) -> Iterator[None]:
-    """Logs the errors of NIXL calls that clean up, and may fail when a peer is lost already."""
+    """Logs errors of NIXL's clean-up calls, which may fail if a peer is already lost."""
     try:
         yield
     except TandemError as error:

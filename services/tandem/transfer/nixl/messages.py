@@ -1,6 +1,6 @@
-"""The messages between the transfer thread and the process that it runs in.
+"""Messages between the transfer thread and the main thread of the engine process.
 
-Those with a tag go on to the worker's I/O process as they are.
+Messages with a tag are also passed on to the worker's I/O process.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 
 
 class RemotePool(msgspec.Struct, frozen=True):
-    """The pools of a producer, as far as a consumer must know them, one after the other."""
+    """The addresses and block sizes of a producer's pools, which lie one after the other."""
 
     address: int
-    num_blocks: int  # of all pools
-    block_bytes: int  # of all layers
+    num_blocks: int  # total of all pools
+    block_bytes: int  # all layers together
     device_id: int
-    memory: str  # "DRAM" or "VRAM", NIXL's names
-    # Of several KV groups, the number of blocks of each pool and the bytes of each block.
+    memory: str  # NIXL's name of the memory: "DRAM" or "VRAM"
+    # (number of blocks, bytes per block) of each pool if the model has several KV groups
     pools: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -28,7 +28,7 @@ class RemotePool(msgspec.Struct, frozen=True):
 
 
 class LocalPool(msgspec.Struct, frozen=True):
-    """This process's KV pool: an address for NIXL, and the layout of what lies there."""
+    """This process's KV pool: its address for NIXL and its layout."""
 
     address: int
     num_bytes: int
@@ -37,7 +37,7 @@ class LocalPool(msgspec.Struct, frozen=True):
     layout: KvLayout
 
     def remote(self) -> RemotePool:
-        """Returns what a consumer must know to address its blocks."""
+        """Returns the description with which a consumer addresses the blocks."""
         return RemotePool(
             address=self.address,
             num_blocks=self.layout.num_blocks,
@@ -49,7 +49,7 @@ class LocalPool(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Read blocks `producer_block_ids` of a peer into `local_block_ids`, pairwise."""
+    """A read of the peer's blocks `producer_block_ids` into `local_block_ids`, pairwise."""
 
     pull_id: str
     peer_id: str
@@ -64,51 +64,53 @@ class PullResult(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     elapsed_s: float = 0.0
     error: str = ""
-    reason: str = ""  # one word for why it is FAILED: refused, error, deadline, cancelled, ...
-    num_fenced: int = 0  # of its local blocks: a read may still write them
-    post_s: float = 0.0  # part of `elapsed_s` in which NIXL took its reads; over CMA it copies then
-    num_blocks: int = 0  # that NIXL read; 0: it failed
+    reason: str = ""  # reason for FAILED in one word: refused, error, deadline, cancelled, ...
+    num_fenced: int = 0  # number of local blocks that a read may still write
+    # part of `elapsed_s` spent in NIXL's start of the reads; over CMA that includes the copy
+    post_s: float = 0.0
+    num_blocks: int = 0  # number of blocks that NIXL read; 0 if the pull failed
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A submitted pull has ended. There is exactly one for each pull."""
+    """The end of a submitted pull. Each pull has exactly one."""
 
     result: PullResult
 
 
 @dataclass(frozen=True, slots=True)
 class Unfenced:
-    """Blocks of FAILED pulls that nothing writes any more; always after their `Settled`."""
+    """Blocks of FAILED pulls that no read writes any more. It always follows their `Settled`."""
 
     block_ids: list[int]
 
 
 class Renewed(msgspec.Struct, frozen=True, tag=True):
-    """The consumer was made anew `num_times` times since the last such message."""
+    """The consumer's agent was replaced `num_times` times since the last such message."""
 
     num_times: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """No pull will succeed here any more until the process is started anew; sent once."""
+    """No pull can succeed until the process is restarted. Sent once."""
 
     message: str
 
 
 class PeerConnected(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `connect`."""
+    """The answer to `connect`."""
 
     peer_id: str
-    error: str  # empty: connected, and all self-test reads passed
-    reads: tuple[tuple[int, float], ...] = ()  # bytes and seconds of those, the first one apart
+    error: str  # empty if the peer is connected and all test reads passed
+    # (bytes, seconds) of the test reads, without the first one
+    reads: tuple[tuple[int, float], ...] = ()
 
 
 class ProducerReady(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `producer`."""
+    """The answer to `producer`."""
 
     request_id: int
-    metadata: bytes  # empty without NIXL; it opens the whole pool to its holder
+    metadata: bytes  # empty without NIXL; whoever holds it can read the whole pool
     pool: RemotePool
     error: str = ""
 

@@ -1,9 +1,8 @@
-"""One pull on its way over NIXL: blocks that wait, reads under way, and blocks that are in.
+"""The progress of one pull over NIXL.
 
-    waiting --a piece of them is started--> read under way --DONE--> its blocks are in
+    waiting --a piece of them is started--> read under way --DONE--> its blocks are in place
                                   `--FAILED, or the pull is given up--> its blocks are unsafe
-
-A pull is cut into pieces (piece_size.py), so that other pulls and cancels come in between.
+A pull is cut into pieces (piece_size.py), so that other pulls and cancels are handled in between.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from tandem.transfer.nixl.instance import AgentInstance, LoadedPeer
 from tandem.transfer.nixl.messages import Pull
 from tandem.transfer.nixl.piece_size import PieceSize
 
-READS_MAX = 2  # of one pull: one is under way while the next is started
+READS_MAX = 2  # reads of one pull at a time: one is under way while the next is started
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +25,13 @@ class Read:
 
     handle: int
     local_ids: list[int]
-    ended: bool = False  # NIXL reported an error: no DONE will come, yet bytes may
+    ended: bool = False  # NIXL reported an error: DONE will not follow, but bytes may still arrive
 
 
 class NixlPull:
-    """Blocks of a peer on their way into blocks of this pool, or for a probe into scratch memory.
+    """A pull of a peer's blocks into this pool, or of a probe into scratch memory.
 
-    `num_bytes` are of all its blocks; `clock` measures how long starting a piece takes.
+    `num_bytes` is the size of all its blocks. `clock` measures how long starting a piece takes.
     """
 
     def __init__(
@@ -50,26 +49,27 @@ class NixlPull:
         self.started_at = clock()
         self.reads: list[Read] = []
         self.num_bytes = num_bytes
-        self.post_s = 0.0  # for which NIXL took reads
-        # Blocks of several groups differ in size and take turns: their mean will do for pieces.
+        self.post_s = 0.0  # seconds spent in NIXL's start of the reads
+        # Blocks of several groups differ in size and alternate, so pieces use their mean size.
         self._block_bytes = max(1, num_bytes // len(pull.producer_block_ids))
         self._piece_size = piece_size
         self._clock = clock
         self._producer_ids = np.array(pull.producer_block_ids, np.int32)
-        # A probe has no local blocks: it reads the first ones there into the first ones of scratch.
+        # A probe has no local blocks. It reads the peer's first blocks into the first ones of
+        # scratch.
         target_ids = pull.local_block_ids or pull.producer_block_ids
         self._target_ids = np.array(target_ids, np.int32)
         self._target_list = target_list
-        self._num_started = 0  # blocks
+        self._num_started = 0  # number of blocks whose read was started
 
     @property
     def is_done(self) -> bool:
         return self._num_started == len(self._producer_ids) and not self.reads
 
     def advance(self, instance: AgentInstance) -> bool:
-        """Asks after the reads and starts at most one; whether anything moved.
+        """Checks the reads and starts at most one; returns whether anything changed.
 
-        Raises TandemError when a read failed; the pull is then to be given up.
+        Raises TandemError if a read failed; the caller must then give up the pull.
         """
         moved = self._settle_reads(instance)
         if self._num_started < len(self._producer_ids) and len(self.reads) < READS_MAX:
@@ -78,7 +78,7 @@ class NixlPull:
         return moved
 
     def safe_blocks(self) -> list[int]:
-        """Local blocks that no read of this pull may still write."""
+        """Returns the local blocks that no read of this pull may still write."""
         unsafe = {block for read in self.reads for block in read.local_ids}
         return [block for block in self.pull.local_block_ids if block not in unsafe]
 
@@ -104,9 +104,9 @@ class NixlPull:
             local_ids=self._target_ids[piece],
         )
         self._num_started = min(piece.stop, len(self._producer_ids))
-        read = Read(handle, self.pull.local_block_ids[piece])  # none of a probe
+        read = Read(handle, self.pull.local_block_ids[piece])  # empty for a probe
         self.reads.append(read)
-        read.ended = True  # for as long as `start` has not said otherwise: it may raise
+        read.ended = True  # stays True if `start` raises
         started_at = self._clock()
         state = agent.start(handle)
         took_s = self._clock() - started_at
@@ -122,7 +122,9 @@ class NixlPull:
 
 
 def is_done(agent: NixlAgent, read: Read) -> bool:
-    """Returns whether the read is DONE, its handle releasable. Marks one that ended badly."""
+    """Returns whether the read is DONE; its handle may then be released. Sets `ended` on an
+    error.
+    """
     if read.ended:
         return False
     read.ended = True

@@ -1,15 +1,14 @@
-"""Determines how the NIXL agents of two workers reach each other, if they do.
+"""Determines by which transport the NIXL agents of two workers reach each other.
 
-    mode of both (ucx_mode.py)          the two reach each other by
+    mode of both (ucx_mode.py)          transport between the two
     MEMORY on the same host             MEMORY
     RDMA                                RDMA
     TCP on the same host, CMA allowed   MEMORY
     TCP, RDMA ports on both             RDMA
     TCP, else                           TCP
-    anything else                       NOTHING: their blocks travel by gRPC
-
-The same host is one machine, PID namespace, IPC namespace and user. UCX decides by itself and does
-not say how; this module knows the facts that it decides by.
+    anything else                       NOTHING: their blocks travel over gRPC
+Workers are on the same host if they share the machine, PID namespace, IPC namespace and user. UCX
+chooses the transport without reporting it; this module uses the same facts as UCX.
 """
 
 import os
@@ -24,14 +23,14 @@ import msgspec
 from tandem.common.config.transfer import NixlTcp
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
-_MEMORY_TRANSPORTS = {"all", "sm", "shm", "cma"}  # UCX's names
+_MEMORY_TRANSPORTS = {"all", "sm", "shm", "cma"}  # UCX's names of transports
 _TCP_TRANSPORTS = {"all", "tcp"}
 _RDMA_TRANSPORTS = {"all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "ud"}
 _CAP_SYS_PTRACE = 19
 
 
 class Reach(Enum):
-    """A way to reach a peer; the value is the sentence for people."""
+    """A way to reach a peer. The value is a sentence for operators."""
 
     MEMORY = "one machine, PID namespace, IPC namespace and user: each reads the other's memory"
     RDMA = "both have an active RDMA port"
@@ -43,19 +42,20 @@ class Reach(Enum):
 
 
 class HostIdentity(msgspec.Struct, frozen=True):
-    """Facts that a process tells its peers, so that they know how the two reach each other."""
+    """Facts that a process sends to its peers to determine how they reach each other."""
 
-    boot_id: str  # of the machine's kernel, new at each boot
+    boot_id: str  # id of the machine's current boot
     pid_namespace: str
     uid: int
-    cma: bool  # the kernel and UCX_TLS allow that another process of the same user reads here
-    rdma: bool  # an RDMA device with an active port, and UCX_TLS allows it
-    ipc_namespace: str = ""  # empty: the process is of an older version
+    # the kernel and UCX_TLS allow other processes of this user to read this process's memory
+    cma: bool
+    rdma: bool  # an RDMA device has an active port, and UCX_TLS allows RDMA
+    ipc_namespace: str = ""  # empty if the process has an older version
     tcp: bool = False  # --nixl-tcp insecure, and UCX_TLS allows TCP
 
     @property
     def mode(self) -> UcxMode | None:
-        """The mode of the process's NIXL agents; None if NIXL reaches nobody from there."""
+        """The mode of the process's NIXL agents; None if they can reach no peer."""
         if self.tcp:
             return UcxMode.TCP
         if self.rdma:
@@ -64,7 +64,7 @@ class HostIdentity(msgspec.Struct, frozen=True):
 
 
 def reach(ours: HostIdentity, theirs: HostIdentity) -> Reach:
-    """Returns how UCX moves bytes between the two, in either direction."""
+    """Returns the transport by which UCX moves bytes between the two, in both directions."""
     if ours.mode is None or ours.mode is not theirs.mode:
         return Reach.NOTHING
     if ours.mode is not UcxMode.RDMA and _share_memory(ours, theirs):
@@ -84,7 +84,7 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
 def host_identity(
     nixl_tcp: NixlTcp = "off", root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> HostIdentity:
-    """The identity of this process and of those it starts. `root` holds proc and sys."""
+    """Returns the identity of this process and its children. `root` contains proc and sys."""
     allowed = environment.get("UCX_TLS", "all")
     return HostIdentity(
         boot_id=_text(root / "proc/sys/kernel/random/boot_id"),
@@ -98,7 +98,9 @@ def host_identity(
 
 
 def _allows(ucx_tls: str, transports: set[str]) -> bool:
-    """UCX_TLS is a list of what may be used, or after a ^ of what may not."""
+    """Returns whether UCX_TLS allows any of `transports`. After a ^ it lists excluded
+    transports.
+    """
     named = set(ucx_tls.lstrip("^").split(","))
     if ucx_tls.startswith("^"):
         return not named & (transports - {"all"})
@@ -106,7 +108,10 @@ def _allows(ucx_tls: str, transports: set[str]) -> bool:
 
 
 def _kernel_allows_cma(proc: Path) -> bool:
-    """Yama's scope: at 1 UCX opens its process to all consumers, at 2 it needs a capability."""
+    """Returns whether Yama allows UCX to read other processes' memory.
+
+    With scope 1, UCX allows all consumers to read its process. Scope 2 requires CAP_SYS_PTRACE.
+    """
     scope = _text(proc / "sys/kernel/yama/ptrace_scope") or "0"
     if scope == "2":
         capabilities = re.search(r"^CapEff:\s*(\w+)", _text(proc / "self/status"), re.MULTILINE)
@@ -115,7 +120,10 @@ def _kernel_allows_cma(proc: Path) -> bool:
 
 
 def _has_rdma_port(root: Path) -> bool:
-    """Checks devices, too: a container sees the node's ports in /sys even without any of them."""
+    """Returns whether an RDMA device and an active port exist.
+
+    A container without an RDMA device still sees the node's ports in /sys.
+    """
     if not any(root.glob("dev/infiniband/uverbs*")):
         return False
     ports = root.glob("sys/class/infiniband/*/ports/*/state")
@@ -123,7 +131,7 @@ def _has_rdma_port(root: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    """Empty when there is no such file or it may not be read."""
+    """Returns the file's stripped text; "" if it does not exist or cannot be read."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""

@@ -1,17 +1,18 @@
-"""The transfer thread of an engine process: it owns NIXL and every handle.
+"""The transfer thread of an engine process. It owns NIXL and every handle.
 
-The engine's main thread hands it commands through a bounded queue and gets events by a callback in
-this thread. Nothing else may touch NIXL, which is not thread-safe and copies inside its calls.
+The engine's main thread sends it commands through a bounded queue and gets events by a callback
+that runs in this thread. No other thread may use NIXL, which is not thread-safe and copies blocks
+inside its calls.
 
-    start --> running --stop--> stopped          every pull still under way ends FAILED
-                 `--a bug--> broken --stop--> stopped   what comes is answered with the failure;
+    start --> running --stop--> stopped          every unfinished pull ends FAILED
+                 `--a bug--> broken --stop--> stopped   commands are answered with the failure;
                                                         fenced blocks stay fenced
 
-`Broken` is said once: after a bug, or when the transport cannot recover. The worker then drains
-itself and is started anew.
+`Broken` is sent once, after a bug or if the transport cannot recover. The worker then drains itself
+and is restarted.
 
-While no pull is under way it sleeps on its queue; else it polls, with a back-off up to 1 ms.
-It knows no asyncio, no tensors and no engine: the pool is an address and a size.
+Without an unfinished pull, the thread sleeps on its queue. Otherwise it polls, with a back-off of
+up to 1 ms. It knows no asyncio, tensors or engine: the pool is an address and a size.
 """
 
 import logging
@@ -32,19 +33,23 @@ log = logging.getLogger(__name__)
 
 COMMANDS_MAX = 4096
 STOP_DEADLINE_S = 5.0
-_PROBES = 4  # reads a new peer is tested with; the first one connects, too, and is not measured
-_PROBE_S = 0.25  # that a read of several blocks may take, judging by one of one block
+_PROBES = 4  # Number of reads that test a new peer. The first one also connects and is not measured
+# Longest expected duration of a test read; the time for one block sets the number of blocks
+_PROBE_S = 0.25
 
 
 @dataclass(slots=True)
 class _Probing:
-    """A peer that is tested, read after read."""
+    """A peer under test, with the (bytes, seconds) of its reads so far."""
 
     peer_id: str
     reads: list[tuple[int, float]] = field(default_factory=list)
 
     def next_blocks(self) -> int:
-        """Returns the blocks of the next read; 0: enough was read. Scratch memory may cut them."""
+        """Returns the number of blocks of the next read; 0 if the test is complete.
+
+        The read may be smaller, because it must fit into scratch memory.
+        """
         if len(self.reads) < 2:
             return 1
         num_blocks = int(_PROBE_S / max(1e-6, self.reads[1][1]))
@@ -52,8 +57,7 @@ class _Probing:
 
 
 class TransferThread:
-    """Reads blocks in a thread of its own. Only one other thread calls it at a time, and gets
-    answers as events."""
+    """Reads blocks in its own thread. One other thread at a time calls it and gets events."""
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class TransferThread:
         on_event: Callable[[messages.TransferEvent], None],
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        """`on_event` runs in the transfer thread and must be quick; `on_start` runs there first."""
+        """`on_event` runs in the transfer thread and must be quick. `on_start` runs there first."""
         self._pool = pool
         self._config = config
         self._agent_name = agent_name
@@ -82,40 +86,44 @@ class TransferThread:
         )
         self._producer: NixlAgent | None = None
         self._num_probes = 0
-        self._probes: dict[str, _Probing] = {}  # by pull id
+        self._probes: dict[str, _Probing] = {}  # keyed by pull id
         self._under_way: set[str] = set()
-        self._num_renewals = 0  # that were told
+        self._num_renewals = 0  # number of renewals that were reported
         self._failure = ""
-        self._told_broken = False
+        self._reported_broken = False
         self._stopping = False
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends all pulls and agents. Raises InternalError when that takes over STOP_DEADLINE_S."""
+        """Ends all pulls and agents. Raises InternalError if that takes longer than
+        STOP_DEADLINE_S.
+        """
         self._enqueue(self._stop)
         self._thread.join(STOP_DEADLINE_S)
         if self._thread.is_alive():
             raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
 
     def connect(self, peer_id: str, metadata: bytes, pool: messages.RemotePool) -> None:
-        """Answered by one PeerConnected, after blocks were read into scratch memory."""
+        """Connects a peer and tests it with reads into scratch memory; answered by one
+        PeerConnected.
+        """
         self._enqueue(lambda: self._connect(peer_id, metadata, pool))
 
     def disconnect(self, peer_id: str) -> None:
         self._enqueue(lambda: self._transport.disconnect(peer_id))
 
     def submit(self, pull: messages.Pull) -> None:
-        """Answered by exactly one Settled."""
+        """Submits a pull; answered by exactly one Settled."""
         self._enqueue(lambda: self._submit(pull))
 
     def cancel(self, pull_id: str) -> None:
-        """The pull ends FAILED, unless it has ended already."""
+        """Cancels a pull: it ends FAILED, unless it has already ended."""
         self._enqueue(lambda: self._transport.cancel(pull_id))
 
     def producer(self, request_id: int) -> None:
-        """Asks for this process's pool; answered by one ProducerReady."""
+        """Requests the description of this process's pool; answered by one ProducerReady."""
         self._enqueue(lambda: self._describe_producer(request_id))
 
     def _enqueue(self, command: Callable[[], None]) -> None:
@@ -154,7 +162,7 @@ class TransferThread:
             self._num_renewals += num_times
             self._on_event(messages.Renewed(num_times))
         if failure := self._transport.failure():
-            self._tell_broken(failure)
+            self._report_broken(failure)
 
     def _settle(self, result: messages.PullResult) -> None:
         self._under_way.discard(result.pull_id)
@@ -196,7 +204,7 @@ class TransferThread:
             self._settle(
                 messages.PullResult(pull.pull_id, False, error=self._failure, reason="broken")
             )
-            self._on_event(messages.Unfenced(pull.local_block_ids))  # it never started
+            self._on_event(messages.Unfenced(pull.local_block_ids))  # the read never started
             return
         self._under_way.add(pull.pull_id)
         self._transport.submit(pull)
@@ -221,16 +229,16 @@ class TransferThread:
             self._producer.close()
 
     def _break(self, message: str) -> None:
-        """Fails all pulls after a bug. Their state is unknown, so nothing is unfenced any more."""
+        """Fails all pulls after a bug. Their state is unknown, so their blocks stay fenced."""
         self._failure = message
         for pull_id in list(self._under_way):
             self._settle(messages.PullResult(pull_id, False, error=message, reason="broken"))
         for pull_id, probing in list(self._probes.items()):
             del self._probes[pull_id]
             self._on_event(messages.PeerConnected(probing.peer_id, message))
-        self._tell_broken(message)
+        self._report_broken(message)
 
-    def _tell_broken(self, message: str) -> None:
-        if not self._told_broken:
-            self._told_broken = True
+    def _report_broken(self, message: str) -> None:
+        if not self._reported_broken:
+            self._reported_broken = True
             self._on_event(messages.Broken(message))

@@ -1,4 +1,4 @@
-"""Blocks of one peer over NIXL. The engine process reads them; the I/O process asks it to."""
+"""Reads a peer's blocks over NIXL, through the transfer thread of the engine process."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -15,23 +15,25 @@ _ENGINE_MARGIN_S = 5.0
 
 
 class ReadingEngine(Protocol):
-    """The link to the engine process, as far as its transfer thread is concerned."""
+    """The parts of the link to the engine process that concern its transfer thread."""
 
     async def connect_peer(
         self, peer_id: str, metadata: bytes, pool: RemotePool
     ) -> list[tuple[int, float]]:
-        """Returns the bytes and seconds of a few reads. Raises TandemError."""
+        """Connects a peer; returns (bytes, seconds) of a few reads. Raises TandemError."""
 
     def disconnect_peer(self, peer_id: str) -> None:
-        """Makes the engine forget the peer; pulls from it that are under way fail."""
+        """Makes the engine forget the peer. Its unfinished pulls fail."""
 
     def pull(self, peer_id: str, pull: BlockPull) -> Awaitable[PullResult]:
-        """Starts a pull. The engine gives it up by itself when its sequence lets go of the blocks,
-        and knows until then which of them a read may still write."""
+        """Starts a pull. The engine gives it up if its sequence releases the blocks.
+
+        The engine tracks which of the blocks a read may still write.
+        """
 
 
 class NixlTransport:
-    """The bytes are read by the transfer thread of the engine process (thread.py)."""
+    """A transport whose reads run in the transfer thread of the engine process (thread.py)."""
 
     name = "nixl"
 
@@ -47,7 +49,7 @@ class NixlTransport:
             raise WorkerLost(str(error) or "no answer in time") from None
 
     async def pull(self, pull: BlockPull) -> float:
-        # The transfer thread keeps the deadline; the margin is for an engine that hangs.
+        # The transfer thread enforces the deadline. The margin detects an engine that hangs.
         try:
             async with asyncio.timeout(pull.deadline_s + _ENGINE_MARGIN_S):
                 result = await self._engine.pull(self._peer_id, pull)

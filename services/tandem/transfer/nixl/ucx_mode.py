@@ -1,12 +1,11 @@
-"""The UCX transports that an agent may use. One mode belongs to one agent.
+"""The UCX transports that an agent may use. Each agent has one mode.
 
     MEMORY   shared memory, copied by the kernel (CMA): peers on this machine
-    RDMA     the network card: any peer with an RDMA port, on this machine, too
-    TCP      all that UCX has, TCP included: only with --nixl-tcp insecure
-
-UCX's TCP transport listens on every network address of the machine and executes a PUT to any
-address in the process, with no token and no NIXL metadata. So no other mode has it: an agent in
-MEMORY or RDMA mode opens no TCP port (seen with NIXL 1.5.1 and UCX 1.23, MEMORY only).
+    RDMA     the network card: any peer with an RDMA port, also on this machine
+    TCP      all of UCX's transports, TCP included: only with --nixl-tcp insecure
+UCX's TCP transport listens on every network address of the machine. It executes a PUT to any
+address in the process, without a token or NIXL metadata, so the other modes exclude it. An agent in
+MEMORY or RDMA mode opens no TCP port (verified with NIXL 1.5.1 and UCX 1.23, MEMORY only).
 """
 
 import os
@@ -15,8 +14,8 @@ from contextlib import contextmanager
 from enum import Enum
 
 _CUDA = ("cuda_copy", "cuda_ipc")
-# `posix` and `sysv` carry the few messages that join two agents; `cma` carries every block. Without
-# it a read from a process that died never ends.
+# `posix` and `sysv` carry the few messages that connect two agents; `cma` carries every block.
+# Without `cma`, a read from a process that died never ends.
 _MEMORY = ("posix", "sysv", "cma", "self")
 
 
@@ -27,18 +26,18 @@ class UcxMode(Enum):
 
 
 def backend_options(mode: UcxMode) -> dict[str, str]:
-    """The options of NIXL's UCX backend.
+    """Returns the options of NIXL's UCX backend.
 
-    UCX's shared memory has no handler for a peer's failure, and refuses to join without this. A
-    read by CMA from a process that died fails all the same: the kernel says so.
+    UCX's shared memory does not support error handling and refuses to connect while it is enabled.
+    A CMA read from a dead process still fails, because the kernel reports it.
     """
     return {"ucx_error_handling_mode": "none"} if mode is UcxMode.MEMORY else {}
 
 
 def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.environ) -> str:
-    """UCX_TLS for an agent whose blocks lie in `memory`, "DRAM" or "VRAM".
+    """Returns UCX_TLS for an agent whose blocks are in `memory`, "DRAM" or "VRAM".
 
-    What the operator's own UCX_TLS names is kept where the mode has it.
+    Transports in the operator's own UCX_TLS are kept if the mode allows them.
     """
     allowed = environment.get("UCX_TLS", "all")
     if mode is UcxMode.TCP:
@@ -53,7 +52,7 @@ def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.e
 
 @contextmanager
 def ucx_tls(value: str) -> Iterator[None]:
-    """Sets UCX_TLS while an agent is made: UCX reads it then, and takes it from nowhere else."""
+    """Sets UCX_TLS while an agent is created, because UCX reads it only then."""
     before = os.environ.get("UCX_TLS")
     os.environ["UCX_TLS"] = value
     try:

@@ -1,7 +1,7 @@
-"""The sequences of one decode worker, from their submission to their one end.
+"""The sequences of one decode worker, from submission to their one end.
 
-What a router is told of a sequence goes out here: its tokens, as they come, and its end. Whoever
-ends a sequence in any other way than by the engine's own report has the engine remove it, too.
+This module sends a sequence's updates to its router: the tokens as they come, and the end. If a
+sequence ends in another way than by the engine's own report, the engine must remove it, too.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeSequences:
-    """`max_model_len` bounds a sequence, in tokens."""
+    """All sequences of this worker. `max_model_len` bounds the tokens of a sequence."""
 
     def __init__(self, parts: WorkerParts, max_model_len: int) -> None:
         self._link = parts.link
@@ -48,7 +48,7 @@ class DecodeSequences:
         return self._by_id.get(sequence_id)
 
     def find(self, stream: RouterStream, request_id: str) -> str:
-        """Returns the id of a router's latest sequence for a request, empty if none is here."""
+        """Returns the id of a router's latest sequence for a request; "" if there is none."""
         if not request_id:
             return ""
         found = [id_ for id_ in stream.sequence_ids if id_.rpartition("#")[0] == request_id]
@@ -61,8 +61,10 @@ class DecodeSequences:
     def send_first_token(
         self, sequence: DecodeSequence, prefilled: pb.Prefilled, stats: PullStats
     ) -> None:
-        """Sends a prompt's first token, of its prefill worker. It depends on no block that was
-        pulled, so it leaves before they are trusted."""
+        """Sends a prompt's first token, which its prefill worker computed.
+
+        The token does not depend on pulled blocks, so it is sent before the pull is confirmed.
+        """
         of_prompt = stats.cached.first(sequence.spec.num_prompt_tokens)
         sequence.cached = sequence.cached.then(of_prompt)
         sequence.pulled = stats
@@ -78,13 +80,13 @@ class DecodeSequences:
         if prefilled.HasField("cached_by_tier"):
             update.cached_by_tier.SetInParent()
         self._send_tokens(sequence, update)
-        # Whatever happens to the lease now, the client has this token: it is part of the input.
+        # The client has this token even if the lease fails later, so it becomes part of the input.
         sequence.spec = msgspec.structs.replace(
             sequence.spec, token_ids=[*sequence.spec.token_ids, token_id], first_token_by=0.0
         )
 
     def send_tokens(self, sequence: DecodeSequence, new: NewTokens) -> None:
-        """Sends the tokens that the engine made in a step, at least one."""
+        """Sends the tokens that the engine computed in a step, at least one."""
         update = _update(
             sequence,
             token_ids=new.token_ids,
@@ -95,8 +97,10 @@ class DecodeSequences:
         )
         self._send_tokens(sequence, update)
 
-    def tell_committed(self, sequence: DecodeSequence) -> None:
-        """Tells that the pulled KV of the prompt is committed: the engine was told before."""
+    def send_committed(self, sequence: DecodeSequence) -> None:
+        """Reports to the router that the prompt's pulled KV is committed. The engine commits
+        before.
+        """
         sequence.stream.push(_update(sequence, is_committed=True))
 
     def _send_tokens(self, sequence: DecodeSequence, update: pb.SequenceUpdate) -> None:
@@ -114,8 +118,10 @@ class DecodeSequences:
         sequence.stream.push(update)
 
     def lose_producer(self, sequence: DecodeSequence) -> None:
-        """Counts a prefill worker that was lost under it, and ends it if that is one too many: a
-        request that crashes workers must end."""
+        """Counts a prefill worker that was lost during this sequence.
+
+        At the limit it ends the sequence, because the request itself may crash workers.
+        """
         sequence.num_lost += 1
         sequence.stream.push(_update(sequence, workers_lost=sequence.num_lost))
         if sequence.num_lost == sequence.submission.losses_max:
@@ -123,14 +129,14 @@ class DecodeSequences:
             self.abort(sequence, WorkerLost.code, message)
 
     def finish_if_over(self, sequence: DecodeSequence) -> None:
-        """Ends a sequence whose lease failed after its last token was sent."""
+        """Ends a sequence that already sent its last token when its lease failed."""
         reason = finish_reason(sequence.spec, sequence.spec.token_ids, self._max_model_len)
         if sequence.num_sent and reason:
             self._link.send(Remove(sequence.sequence_id))
             self.finish(sequence, reason)
 
     def finish(self, sequence: DecodeSequence, reason: str, num_preemptions: int = 0) -> None:
-        """Ends a sequence after its last token; `reason` is "stop" or "length"."""
+        """Ends a sequence after its last token. `reason` is "stop" or "length"."""
         self._metrics.on_preemptions(num_preemptions)
         now = time.monotonic()
         self._rates.on_end(now)
@@ -152,7 +158,7 @@ class DecodeSequences:
     def fail(
         self, sequence: DecodeSequence, code: str, message: str, *, retry_after_s: float = 0.0
     ) -> None:
-        """Ends with an error a sequence that the engine does not have."""
+        """Ends a sequence with an error. The engine must not have the sequence."""
         error = pb.WorkerError(code=code, message=message, retry_after_s=retry_after_s)
         if code == "queue_full":
             error.retry_after_s = self._rates.retry_after_s
@@ -162,12 +168,12 @@ class DecodeSequences:
     def abort(
         self, sequence: DecodeSequence, code: str, message: str, *, retry_after_s: float = 0.0
     ) -> None:
-        """Ends with an error a sequence that the engine may have."""
+        """Ends a sequence with an error and removes it from the engine."""
         self._link.send(Remove(sequence.sequence_id))
         self.fail(sequence, code, message, retry_after_s=retry_after_s)
 
     def remove(self, sequence_id: str) -> None:
-        """Ends a sequence that nobody waits for any more."""
+        """Ends a sequence whose client no longer waits for it."""
         if (sequence := self._by_id.get(sequence_id)) is not None:
             self._forget(sequence, "cancelled")
             self._link.send(Remove(sequence_id))

@@ -1,27 +1,28 @@
-"""Chooses where a prompt is prefilled: by which candidate, or on the decode worker itself. Pure.
+"""Chooses where a prompt is prefilled: by a candidate or on the decode worker. Pure functions.
 
-Both ways are predicted, until the sequence can decode:
+Each option's time until the sequence can decode is predicted:
 
-    a candidate   what is queued there (or the wait that it named) + computing what it misses
-                  + what the pull takes longer than computing, which hides it
-    here          what is queued here + computing what is missing here
-                  + the same once more for each running sequence: its steps get that much longer
+    candidate      its queue (or the wait that it named) + the time to compute its missing tokens
+                   + the part of the pull that is longer than the computation
+    decode worker  its queue + the time to compute its missing tokens
+                   + that time again for each running sequence, whose steps it delays
 
-Either may pull the prompt's first blocks from a holder instead of computing them. Here is chosen
-only if it is clearly faster: the worker is there to decode, and who comes next finds it free.
+Both may pull the prompt's first blocks from a holder instead of computing them. The decode worker
+is chosen only if it is clearly faster, because it should stay free to decode.
 
-A worker with tiers below its pool decides first whether it loads blocks: its engine compares that
-with both ways (perf_model/soonest.py). What is missing after a load is planned here.
+If the decode worker has tiers, its engine decides first whether it loads blocks, by a comparison
+with both options (perf_model/soonest.py). This module then plans the tokens that are still missing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is_faster_here
+from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is_local_faster
 from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.common.perf_model.soonest import Producer
 
-NEAR_BEST = 1.1  # the router's first choice stays first up to this: it spreads the load
+# The router's first choice is kept up to this multiple of the best time, since it spreads the load
+NEAR_BEST = 1.1
 _UNMEASURED = default_pair("nixl")
 
 
@@ -32,69 +33,83 @@ class PrefillPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillCandidate:
+class PrefillOption:
     """A worker that could prefill the prompt."""
 
     rates: WorkerRates
-    queue_s: float = 0.0  # until what is queued there is computed
-    cached_tokens: int = 0  # of the prompt
+    queue_s: float = 0.0  # until its queue is computed
+    cached_tokens: int = 0  # tokens of the prompt
     holders: tuple[Holder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Here(PrefillCandidate):
+class LocalWorker(PrefillOption):
+    """The decode worker itself."""
+
     num_running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(PrefillCandidate):
+class Candidate(PrefillOption):
+    """A prefill worker that the router named."""
+
     worker_id: str = ""
-    pair: PairRate = _UNMEASURED  # from it to here
-    wait_s: float = 0.0  # that it named when it refused
-    load_s: float = 0.0  # until some of its cached tokens have come from a tier of its own
-    given: PairRate = _UNMEASURED  # from here to it
+    pair: PairRate = _UNMEASURED  # from the candidate to the decode worker
+    wait_s: float = 0.0  # wait that the candidate named when it refused
+    load_s: float = 0.0  # until the candidate has loaded its cached tokens from a tier
+    given: PairRate = _UNMEASURED  # from the decode worker to the candidate
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The candidates to ask, in order, and the predicted time; without any, prefill here."""
+    """The candidates to try, in order, and the predicted time in seconds.
+
+    Without candidates, the decode worker prefills.
+    """
 
     candidates: tuple[str, ...]
     seconds: float
     reason: str
 
 
-def plan_prefill(prompt: PrefillPrompt, here: Here, candidates: Sequence[Candidate]) -> PrefillPlan:
-    """`candidates` come in the router's order."""
-    here_s = seconds_here(prompt, here)
+def plan_prefill(
+    prompt: PrefillPrompt, local: LocalWorker, candidates: Sequence[Candidate]
+) -> PrefillPlan:
+    """Returns the plan for a prompt. `candidates` are in the router's order."""
+    local_s = local_seconds(prompt, local)
     if not candidates:
-        return PrefillPlan((), here_s, "nobody to ask")
-    missing_here = prompt.num_tokens - here.cached_tokens
-    costs = {c.worker_id: seconds_at(prompt, c, missing_here) for c in candidates}
-    order = sorted(costs, key=lambda worker_id: costs[worker_id])  # stable: the router's order
+        return PrefillPlan((), local_s, "nobody to ask")
+    num_missing = prompt.num_tokens - local.cached_tokens
+    costs = {c.worker_id: candidate_seconds(prompt, c, num_missing) for c in candidates}
+    # sorted() is stable, so equal costs keep the router's order
+    order = sorted(costs, key=lambda worker_id: costs[worker_id])
     best_s = costs[order[0]]
     first = candidates[0].worker_id
     if costs[first] <= NEAR_BEST * best_s:
         order.remove(first)
         order.insert(0, first)
-    told = ", ".join(f"{w} {costs[w] * 1000:.0f} ms" for w in order)
-    reason = f"here {here_s * 1000:.0f} ms, {told}; {missing_here} tokens missing"
-    if is_faster_here(here_s, best_s):
-        return PrefillPlan((), here_s, reason)
-    worth_it = [w for w in order if not is_faster_here(here_s, costs[w])]
-    return PrefillPlan(tuple(worth_it), costs[worth_it[0]], reason)
+    costs_text = ", ".join(f"{w} {costs[w] * 1000:.0f} ms" for w in order)
+    reason = f"here {local_s * 1000:.0f} ms, {costs_text}; {num_missing} tokens missing"
+    if is_local_faster(local_s, best_s):
+        return PrefillPlan((), local_s, reason)
+    worthwhile = [w for w in order if not is_local_faster(local_s, costs[w])]
+    return PrefillPlan(tuple(worthwhile), costs[worthwhile[0]], reason)
 
 
-def seconds_here(prompt: PrefillPrompt, here: Here) -> float:
-    """Predicts seconds to prefill the prompt here, with the delay for those who decode here."""
-    expected = _expect(prompt, here)
-    return expected.total_s + expected.compute_s * here.num_running
+def local_seconds(prompt: PrefillPrompt, local: LocalWorker) -> float:
+    """Returns the predicted seconds to prefill locally, plus the delay of the running sequences."""
+    expected = _expect(prompt, local)
+    return expected.total_s + expected.compute_s * local.num_running
 
 
-def seconds_at(prompt: PrefillPrompt, candidate: Candidate, missing_here: int) -> float:
-    """Returns the seconds until the missing blocks have come, pulled while the peer computes."""
+def candidate_seconds(prompt: PrefillPrompt, candidate: Candidate, num_missing: int) -> float:
+    """Returns the predicted seconds until a candidate's KV has arrived.
+
+    The pull overlaps with the candidate's computation. `num_missing` is the number of tokens to
+    pull.
+    """
     expected = _expect(prompt, candidate, after_s=candidate.wait_s)
-    moved_bytes = candidate.rates.moved_bytes(missing_here / prompt.block_size)
+    moved_bytes = candidate.rates.moved_bytes(num_missing / prompt.block_size)
     pull_s = moved_bytes / candidate.pair.bytes_per_s
     latency_s = ASK_S + 2 * candidate.pair.latency_s
     made_s = candidate.load_s + expected.pull_s + expected.compute_s
@@ -102,11 +117,13 @@ def seconds_at(prompt: PrefillPrompt, candidate: Candidate, missing_here: int) -
 
 
 def soonest_producer(prompt: PrefillPrompt, candidates: Sequence[Candidate]) -> Producer | None:
-    """Returns the candidate that would have the prompt's KV here soonest, with nothing of it here,
-    for an engine that may load some of it instead."""
+    """Returns the candidate that would deliver all of the prompt's KV soonest, or None.
+
+    The engine compares it with loading blocks from a tier.
+    """
     if not candidates:
         return None
-    best = min(candidates, key=lambda c: seconds_at(prompt, c, prompt.num_tokens))
+    best = min(candidates, key=lambda c: candidate_seconds(prompt, c, prompt.num_tokens))
     expected = _expect(prompt, best, after_s=best.wait_s)
     rates = best.rates
     block_bytes = rates.moved_bytes(1)
@@ -121,13 +138,13 @@ def soonest_producer(prompt: PrefillPrompt, candidates: Sequence[Candidate]) -> 
     )
 
 
-def _expect(prompt: PrefillPrompt, place: PrefillCandidate, *, after_s: float = 0.0) -> Expected:
+def _expect(prompt: PrefillPrompt, option: PrefillOption, *, after_s: float = 0.0) -> Expected:
     return expect(
-        place.rates,
+        option.rates,
         prompt.num_tokens,
-        place.cached_tokens,
-        queue_s=place.queue_s,
+        option.cached_tokens,
+        queue_s=option.queue_s,
         after_s=after_s,
-        holders=place.holders,
+        holders=option.holders,
         block_size=prompt.block_size,
     )

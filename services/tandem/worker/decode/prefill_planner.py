@@ -1,7 +1,7 @@
-"""Gathers what the choice of a place to prefill needs to know: records, rates, own load.
+"""Collects the inputs for the choice of a prefill worker: records, rates and loads.
 
-Other workers' load and rates are those of their records, a second old or two; what this worker
-itself has sent to a candidate since is counted in.
+Loads and rates of other workers come from their records, which are one or two seconds old. Prompts
+that this worker sent to a candidate since then are added.
 """
 
 import time
@@ -28,7 +28,7 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.net.store.silence import Silences
 from tandem.worker.decode.prefill_choice import (
     Candidate,
-    Here,
+    LocalWorker,
     PrefillPlan,
     PrefillPrompt,
     plan_prefill,
@@ -36,15 +36,17 @@ from tandem.worker.decode.prefill_choice import (
 )
 from tandem.worker.peers.rates import Rates
 
-_FAILED_TOLD_S = 30.0
+_FAILED_REPORT_S = 30.0
 _WHY_MAX = 300  # characters
-_SENT_MIN_S = 1e-9  # less than any prompt takes: what rounding leaves of sums
-_Asked = TypeVar("_Asked", pb.PrefillCandidate, pb.PrefixHolder)
+_SENT_MIN_S = 1e-9  # sums below this are rounding errors; any prompt takes longer
+_Worker = TypeVar("_Worker", pb.PrefillCandidate, pb.PrefixHolder)
 
 
 class PrefillPlanner:
-    """Plans where prompts are prefilled. The worker tells its own load with `take_load`, and calls
-    `update` with the records of all workers."""
+    """Plans where prompts are prefilled.
+
+    The worker calls `take_load` with its own load and `update` with the records of all workers.
+    """
 
     def __init__(self, config: WorkerConfig, rates: Rates) -> None:
         self._config = config
@@ -52,10 +54,11 @@ class PrefillPlanner:
         self._block_size = config.engine.block_size
         self._records: dict[str, WorkerRecord] = {}
         self._silences = Silences(config.cluster)
-        self._sent_s: dict[str, float] = {}  # worker id -> prefill asked for and not there yet
-        # Prefill begun here that no load shows yet: the engine's commands by then, and seconds.
-        self._begun_here: deque[tuple[int, float]] = deque()
-        self._failed: dict[str, tuple[str, str, float]] = {}  # epoch, why, and when
+        # worker id -> predicted seconds of prefill sent to it and not finished
+        self._sent_s: dict[str, float] = {}
+        # Local prefill that the load does not include yet: (number of engine commands, seconds).
+        self._begun_locally: deque[tuple[int, float]] = deque()
+        self._failed: dict[str, tuple[str, str, float]] = {}  # worker id -> (epoch, reason, time)
         self.load = pb.WorkerLoad()
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
@@ -63,21 +66,23 @@ class PrefillPlanner:
         self._silences.note(self._records.values(), time.monotonic())
 
     def note_lost(self, worker_id: str) -> None:
-        """Notes that a lease of this worker was lost, so that no other lease waits for it, too."""
+        """Records that a lease of this worker was lost, so that no other lease waits for the
+        worker.
+        """
         self._silences.note_lost(worker_id, time.monotonic())
 
     def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
-        """Notes that a lease of this process was lost, for operators."""
+        """Records why a lease of this process was lost, for operators."""
         self._failed[worker_id] = (epoch, why[:_WHY_MAX], time.monotonic())
 
-    def note_whole(self, worker_id: str) -> None:
-        """Notes that a lease of this worker was whole."""
+    def note_success(self, worker_id: str) -> None:
+        """Records that a lease of this worker succeeded."""
         self._failed.pop(worker_id, None)
 
     @property
     def failed(self) -> dict[str, str]:
-        """Returns the live workers whose last lease was lost recently, and why."""
-        since = time.monotonic() - _FAILED_TOLD_S
+        """The live workers whose last lease was lost recently, with the reason."""
+        since = time.monotonic() - _FAILED_REPORT_S
         self._failed = {
             worker_id: (epoch, why, at)
             for worker_id, (epoch, why, at) in self._failed.items()
@@ -86,27 +91,27 @@ class PrefillPlanner:
         return {worker_id: why for worker_id, (_, why, _) in self._failed.items()}
 
     def is_silent(self, worker_id: str) -> bool:
-        """Returns whether this worker has not written its record in time."""
+        """Returns whether this worker is late in writing its record."""
         return self._silences.silent_s(worker_id) > 0
 
-    def alive(self, workers: Iterable[_Asked]) -> list[_Asked]:
-        """Returns the candidates or prefix holders that are worth waiting for."""
+    def alive(self, workers: Iterable[_Worker]) -> list[_Worker]:
+        """Returns the candidates or prefix holders that are not known to be lost."""
         now = time.monotonic()
         return [w for w in workers if not self._silences.is_lost(w.worker_id, now)]
 
     def take_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
-        """Takes this worker's load after its engine applied so many commands."""
+        """Takes this worker's load after its engine has applied `num_commands` commands."""
         self.load = load
-        while self._begun_here and self._begun_here[0][0] <= num_commands:
-            self._begun_here.popleft()
+        while self._begun_locally and self._begun_locally[0][0] <= num_commands:
+            self._begun_locally.popleft()
 
-    def note_begun_here(self, num_commands: int, prefill_s: float) -> None:
-        """Notes a prompt that the engine computes once it applied so many commands."""
-        self._begun_here.append((num_commands, prefill_s))
+    def note_local_prefill(self, num_commands: int, prefill_s: float) -> None:
+        """Records a prompt that the engine computes after `num_commands` commands, in seconds."""
+        self._begun_locally.append((num_commands, prefill_s))
 
     @contextmanager
     def sent(self, worker_id: str, num_tokens: int, cached_tokens: int) -> Iterator[None]:
-        """Counts a prompt while a candidate prefills it for a sequence here."""
+        """Counts a prompt towards a candidate's queue while the candidate prefills it."""
         seconds = prefill_seconds(self._rates_of(worker_id), num_tokens, cached_tokens)
         self._sent_s[worker_id] = self._sent_s.get(worker_id, 0.0) + seconds
         try:
@@ -125,46 +130,51 @@ class PrefillPlanner:
         num_tokens: int,
         cached_tokens: int,
     ) -> PrefillPlan:
-        """Plans which candidates to ask, by measured rates. Until a prefill has been measured, all
-        workers count as equally fast, and the rates of their pairs decide."""
+        """Plans which candidates to try, by measured rates.
+
+        Until a prefill has been measured, all workers count as equally fast, and the pairs' rates
+        decide.
+        """
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
         prompt = PrefillPrompt(num_tokens, self._block_size)
-        here = self._here(holders, cached_tokens)
+        local = self._local_worker(holders, cached_tokens)
         own_holder = pb.PrefixHolder(
             worker_id=self._config.worker_id, num_blocks=cached_tokens // self._block_size
         )
-        places = [
+        options = [
             self._candidate(c, [*holders, own_holder], waits_s.get(c.worker_id, 0.0))
             for c in candidates
         ]
-        return plan_prefill(prompt, here, places)
+        return plan_prefill(prompt, local, options)
 
-    def late_here_s(self, spec: SequenceSpec, cached_tokens: int) -> float:
-        """Predicts by how many seconds the first token of a prompt would come too late if it was
-        computed here. Not above 0: it is in time, or nothing was measured."""
-        here = self._here((), cached_tokens)
-        if not spec.first_token_by or not here.queue_s or not here.rates.measured:
+    def late_if_local_s(self, spec: SequenceSpec, cached_tokens: int) -> float:
+        """Predicts by how many seconds a locally computed first token would be too late.
+
+        A result of 0 or less means that it is in time or that nothing was measured.
+        """
+        local = self._local_worker((), cached_tokens)
+        if not spec.first_token_by or not local.queue_s or not local.rates.measured:
             return 0.0
-        own_s = prefill_seconds(here.rates, len(spec.token_ids), cached_tokens)
-        return (here.queue_s + own_s) / RATES_OFF - (spec.first_token_by - time.monotonic())
+        own_s = prefill_seconds(local.rates, len(spec.token_ids), cached_tokens)
+        return (local.queue_s + own_s) / RATES_OFF - (spec.first_token_by - time.monotonic())
 
-    def here_seconds(self, num_tokens: int, cached_tokens: int) -> float:
-        """Predicts the seconds to compute a prompt here, with nothing queued."""
-        return prefill_seconds(self._here_rates(), num_tokens, cached_tokens)
+    def local_prefill_seconds(self, num_tokens: int, cached_tokens: int) -> float:
+        """Predicts the seconds to compute a prompt locally with an empty queue."""
+        return prefill_seconds(self._local_rates(), num_tokens, cached_tokens)
 
-    def _here_rates(self) -> WorkerRates:
-        # Its delay for those who decode here is counted by the choice.
+    def _local_rates(self) -> WorkerRates:
+        # The delay of the running sequences is added in prefill_choice.py.
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
-    def _here(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> Here:
-        rates = self._here_rates()
+    def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:
+        rates = self._local_rates()
         load = self.load
-        told_s = load.queued_s if load.HasField("queued_s") else None
-        queue_s = queue_seconds(rates, load.queued_tokens) if told_s is None else told_s
-        return Here(
+        reported_s = load.queued_s if load.HasField("queued_s") else None
+        queue_s = queue_seconds(rates, load.queued_tokens) if reported_s is None else reported_s
+        return LocalWorker(
             rates=rates,
-            queue_s=queue_s + sum(seconds for _, seconds in self._begun_here),
+            queue_s=queue_s + sum(seconds for _, seconds in self._begun_locally),
             cached_tokens=cached_tokens,
             holders=tuple(self._holders(holders, self._config.worker_id)),
             num_running=load.num_running,
@@ -176,12 +186,14 @@ class PrefillPlanner:
         holders: Sequence[pb.PrefixHolder],
         num_tokens: int,
     ) -> Producer | None:
-        """Returns the candidate that would have the prompt's KV here soonest; None if prompts are
-        always prefilled remotely, so that nothing is to be compared."""
+        """Returns the candidate that would deliver the prompt's KV soonest.
+
+        None if prompts are always prefilled remotely, because then nothing is compared.
+        """
         if self._config.transfer.prefill_at == "remote":
             return None
-        places = [self._candidate(c, holders, 0.0) for c in candidates]
-        return soonest_producer(PrefillPrompt(num_tokens, self._block_size), places)
+        options = [self._candidate(c, holders, 0.0) for c in candidates]
+        return soonest_producer(PrefillPrompt(num_tokens, self._block_size), options)
 
     def _candidate(
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float
@@ -211,7 +223,9 @@ class PrefillPlanner:
                 yield Holder(holder.num_blocks * self._block_size, rate)
 
     def _pair(self, producer: str, consumer: str) -> PairRate:
-        """Returns the rate from one worker to another: the consumer's own, or a first guess."""
+        """Returns the rate from one worker to another: the consumer's measured one, or a
+        default.
+        """
         if consumer == self._config.worker_id:
             rate = self._rates.pairs.get(producer)
         else:
@@ -223,7 +237,10 @@ class PrefillPlanner:
         record = self._records.get(worker_id)
         return self._believed(self._rates.worker if record is None else record.rates)
 
-    def _believed(self, told: WorkerRates) -> WorkerRates:
-        """Returns the rates to count with: workers of one cluster are likely to be alike."""
+    def _believed(self, measured: WorkerRates) -> WorkerRates:
+        """Returns the rates to use for a worker: its own if it measured them, else likely ones.
+
+        Workers of one cluster are assumed to be similar.
+        """
         others = (record.rates for record in self._records.values())
-        return believed(told, likely_rates((self._rates.worker, *others)))
+        return believed(measured, likely_rates((self._rates.worker, *others)))

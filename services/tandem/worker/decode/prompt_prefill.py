@@ -1,14 +1,14 @@
-"""Gets a reserved prompt its KV: from a candidate under a lease, or computed here.
+"""Obtains the KV of a reserved prompt: from a candidate under a lease, or by local prefill.
 
-    reserved --> plan --> ask the first of it --> whole lease --> Commit
-                  ^  |              `--> failed or refused: without it, or with the wait it named
+    reserved --> plan --> lease with its first candidate --> whole lease --> Commit
+                  ^  |              `--> failed or refused: drop it, or note the wait it named
                   |  |                        |
                   `--+------------------------'
-                     `--> here: StartLocalPrefill
+                     `--> local: StartLocalPrefill
 
-Each failure plans anew. Whatever a lost lease brought is given up (`Restart`). A candidate or a
-prefix holder that is silent or hangs is not asked: the prompt is computed here at once when no
-other is left.
+Each failure leads to a new plan. Blocks of a lost lease are given up (`Restart`). Candidates and
+prefix holders that are silent or hang are skipped; if none is left, the prompt is computed locally
+at once.
 """
 
 import asyncio
@@ -36,13 +36,14 @@ from tandem.worker.prefill.prefix_pull import PrefixPuller
 
 log = logging.getLogger(__name__)
 
-_WAIT_MAX_S = 2.0  # for a candidate that refused and is still the best; asked once more
-_ASKED_MAX = 2
+# Longest wait for a candidate that refused and is still the best; it gets one more attempt
+_WAIT_MAX_S = 2.0
+_ATTEMPTS_MAX = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Producers:
-    """The ways in which blocks of other workers come to this one."""
+    """The components through which blocks of other workers reach this one."""
 
     peers: Peers
     prefixes: PrefixPuller
@@ -50,7 +51,7 @@ class Producers:
 
 
 class PromptPrefill:
-    """Gets KV for the reserved prompts of one decode worker."""
+    """Obtains KV for the reserved prompts of one decode worker."""
 
     def __init__(
         self,
@@ -60,7 +61,9 @@ class PromptPrefill:
         sequences: DecodeSequences,
         identity: pb.PrefixHolder,
     ) -> None:
-        """`identity` is this worker's, for peers that may pull a prompt's first blocks from it."""
+        """`identity` is this worker's, for peers that may pull the prompt's first blocks from
+        it.
+        """
         self._link = parts.link
         self._metrics = parts.metrics
         self._producers = producers
@@ -76,8 +79,10 @@ class PromptPrefill:
         candidates: list[pb.PrefillCandidate],
         holders: list[pb.PrefixHolder],
     ) -> SequenceSpec:
-        """Returns a spec that may await its KV with what peers would give: the engine compares it
-        with its tiers, if it has some."""
+        """Returns the spec with the offers of peers, if this worker has tiers.
+
+        The engine compares the offers with loading blocks from its tiers.
+        """
         producer = None
         offer = None
         if self._has_tiers and candidates:
@@ -88,14 +93,14 @@ class PromptPrefill:
         return msgspec.structs.replace(spec, offer=offer, producer=producer)
 
     async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """Commits the first whole lease, else starts prefill here."""
+        """Commits the first whole lease; if none succeeds, starts local prefill."""
         if sequence.prefix is not None:
             await self._pull_prefix(sequence, sequence.prefix, reserved)
             return
         left = self._planner.alive(sequence.submission.candidates)
-        asked: dict[str, int] = {}
+        num_attempts: dict[str, int] = {}
         waits_s: dict[str, float] = {}
-        while left and sequence.may_ask:
+        while left and sequence.may_prefill_remotely:
             plan = self._plan(sequence, reserved, left, waits_s)
             if not plan.candidates:
                 break
@@ -106,14 +111,14 @@ class PromptPrefill:
             lease = await self._lease(candidate)
             if sequence.is_over:
                 return
-            if lease is None or not sequence.may_ask:
+            if lease is None or not sequence.may_prefill_remotely:
                 continue
-            asked[name] = asked.get(name, 0) + 1
+            num_attempts[name] = num_attempts.get(name, 0) + 1
             sequence.to(SequenceState.PULLING)
             try:
                 first_token_id = await self._run_lease(sequence, reserved, lease)
             except Exception as error:
-                # Whatever it was, nothing that was pulled is trusted: only a whole lease commits.
+                # After any error the pulled blocks are discarded: only a whole lease is committed.
                 if not isinstance(error, Overloaded):
                     self._note_failure(sequence, lease, error)
                 if isinstance(error, LeaseLost) and not sequence.is_over:
@@ -128,7 +133,11 @@ class PromptPrefill:
                 if sequence.is_over:
                     return
                 wait_s = error.retry_after_s if isinstance(error, TandemError) else None
-                if wait_s and asked[name] < _ASKED_MAX and not isinstance(error, Overloaded):
+                if (
+                    wait_s
+                    and num_attempts[name] < _ATTEMPTS_MAX
+                    and not isinstance(error, Overloaded)
+                ):
                     waits_s[name] = wait_s
                     left.append(candidate)
                 if not lease.pulled_anything:
@@ -146,20 +155,20 @@ class PromptPrefill:
                 continue
             if sequence.is_over:
                 return
-            self._planner.note_whole(name)
+            self._planner.note_success(name)
             self._record(sequence, lease)
             sequence.to(SequenceState.RUNNING)
             sums = lease.block_sums
             self._link.send(messages.Commit(sequence.sequence_id, first_token_id, sums))
-            self._sequences.tell_committed(sequence)
+            self._sequences.send_committed(sequence)
             return
-        late_s = self._planner.late_here_s(sequence.spec, reserved.num_cached_tokens)
+        late_s = self._planner.late_if_local_s(sequence.spec, reserved.num_cached_tokens)
         if late_s > 0:
             message = f"its first token would come {late_s:.1f} s too late"
             self._sequences.abort(sequence, Overloaded.code, message, retry_after_s=late_s)
             return
         self._metrics.local_prefills.inc()
-        self._prefill_here(sequence, reserved)
+        self._prefill_locally(sequence, reserved)
 
     async def _pull_prefix(
         self, sequence: DecodeSequence, plan: PrefixPlan, reserved: Reserved
@@ -171,8 +180,8 @@ class PromptPrefill:
         sequence.to(SequenceState.RUNNING)
         self._link.send(messages.ContinuePrefill(sequence.sequence_id, num_blocks))
 
-    def _prefill_here(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """Prefills here; if a holder is sooner with the first blocks, reserves once more."""
+    def _prefill_locally(self, sequence: DecodeSequence, reserved: Reserved) -> None:
+        """Starts local prefill, or reserves again if a holder delivers the first blocks sooner."""
         here = msgspec.structs.replace(
             sequence.spec,
             mode=Mode.LOCAL,
@@ -186,8 +195,10 @@ class PromptPrefill:
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
             self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
-            here_s = self._planner.here_seconds(len(here.token_ids), reserved.num_cached_tokens)
-            self._planner.note_begun_here(self._link.num_sent, here_s)
+            here_s = self._planner.local_prefill_seconds(
+                len(here.token_ids), reserved.num_cached_tokens
+            )
+            self._planner.note_local_prefill(self._link.num_sent, here_s)
             return
         self._restart(sequence, sequence.prefix.spec)
 
@@ -221,7 +232,7 @@ class PromptPrefill:
 
         first_missing = reserved.num_cached_tokens // self._block_size
         try:
-            async with asyncio.timeout(None) as sequence.asks:
+            async with asyncio.timeout(None) as sequence.remote_prefill:
                 num_tokens = len(sequence.spec.token_ids)
                 num_cached = reserved.num_cached_tokens
                 with self._planner.sent(lease.peer.worker_id, num_tokens, num_cached):
@@ -238,10 +249,10 @@ class PromptPrefill:
         except TimeoutError as error:
             raise LeaseLost("it is given up: this worker asks nobody any more") from error
         finally:
-            sequence.asks = None
+            sequence.remote_prefill = None
 
     def _holders(self, sequence: DecodeSequence, num_blocks: int) -> list[pb.PrefixHolder]:
-        """Whoever has first blocks of the prompt: this worker too, if `num_blocks` are here."""
+        """Returns the holders of the prompt's first blocks, this worker included if it has some."""
         holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:
             return holders
@@ -262,10 +273,10 @@ class PromptPrefill:
     def _note_failure(
         self, sequence: DecodeSequence, lease: ConsumerLease, error: Exception
     ) -> None:
-        told = None if isinstance(error, TandemError) else error
+        traceback = None if isinstance(error, TandemError) else error
         named = about(sequence.sequence_id)
         request_id = sequence.request_id
-        log.warning("prefill of %s failed: %s", request_id, error, exc_info=told, extra=named)
+        log.warning("prefill of %s failed: %s", request_id, error, exc_info=traceback, extra=named)
         self._metrics.prefill_failures.inc()
         self._metrics.on_lost_lease(lease)
         sequence.timings.prefill_worker_id = ""
@@ -273,7 +284,7 @@ class PromptPrefill:
     def _restart(
         self, sequence: DecodeSequence, spec: SequenceSpec, *, is_awaited: bool = False
     ) -> None:
-        """Gives up what was pulled, and queues the sequence anew with `spec`."""
+        """Gives up the pulled blocks and queues the sequence again with `spec`."""
         loop = asyncio.get_running_loop()
         sequence.to(SequenceState.QUEUED)
         sequence.spec = spec

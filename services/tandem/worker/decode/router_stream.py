@@ -1,7 +1,8 @@
-"""One router's multiplexed `Decode` stream: updates gather until the stream can take a message.
+"""One router's multiplexed `Decode` stream.
 
-What a step brings for all of a router's requests travels as one message; a router that reads
-slowly gets fewer, larger ones, and one that stops reading is cut off at a bound.
+Updates are collected until the stream can take a message, so one message has the results of a step
+for all of the router's requests. A router that reads slowly gets fewer, larger messages. A router
+that stops reading is disconnected at a bound.
 """
 
 import asyncio
@@ -25,12 +26,12 @@ class RouterStream:
         self.transit = Transit()
         self._updates: list[pb.SequenceUpdate] = []
         self._load: pb.WorkerLoad | None = None
-        self._submits: deque[int] = deque()  # the engine's commands that no load shows yet
-        self._num_submits = 0  # that the load shows
+        self._submits: deque[int] = deque()  # command numbers of submits that no load includes yet
+        self._num_submits = 0  # submits that the load includes
         self._changed = asyncio.Event()
         self._draining = draining
         self._closed = False
-        self._error: TandemError = WorkerLost("the stream was cut off")  # why it is closed
+        self._error: TandemError = WorkerLost("the stream was cut off")  # reason for the closing
         self._ended = False
 
     def push(self, update: pb.SequenceUpdate) -> None:
@@ -41,11 +42,11 @@ class RouterStream:
         self._changed.set()
 
     def note_submit(self, num_commands: int) -> None:
-        """Notes a submit, which the engine has once it applied `num_commands` commands."""
+        """Records a submit, which the engine has once it has applied `num_commands` commands."""
         self._submits.append(num_commands)
 
     def push_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
-        """The load after the engine applied so many commands."""
+        """Queues the load after the engine has applied `num_commands` commands."""
         while self._submits and self._submits[0] <= num_commands:
             self._submits.popleft()
             self._num_submits += 1
@@ -53,29 +54,33 @@ class RouterStream:
         self._changed.set()
 
     def on_consumer_done(self, task: asyncio.Task[None]) -> None:
-        """A consumer that broke ends the stream: its router must not wait on a deaf one."""
+        """Ends the stream if its reader failed, so that the router does not wait for a dead
+        stream.
+        """
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        if isinstance(error, TandemError):  # the router's fault, which its status says
+        if isinstance(error, TandemError):  # an error of the router; it is the status of the stream
             self._error = error
         else:
             log.error("reading a router's commands broke", exc_info=error)
         self._closed = True
         self._changed.set()
 
-    def tell_draining(self, draining: bool) -> None:
-        """Every message says from now on whether the worker leaves; one goes out at once."""
+    def set_draining(self, draining: bool) -> None:
+        """Sends a message, and sets the `draining` field of it and of all later ones."""
         self._draining = draining
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the stream after what gathered so far, because the worker leaves."""
+        """Ends the stream after the collected updates, because the worker stops."""
         self._ended = True
         self._changed.set()
 
     async def next_message(self) -> pb.DecodeUpdate | None:
-        """All that gathered since the last message; waits until there is something. None: ended."""
+        """Returns all updates since the last message, or None at the end. Waits for the first
+        one.
+        """
         await self._changed.wait()
         if self._closed:
             raise self._error

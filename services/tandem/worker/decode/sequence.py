@@ -1,26 +1,26 @@
-"""One request on its decode worker: its states, how far it is, and where its time went.
+"""One request on its decode worker: its states, its progress and its timings.
 
     QUEUED    --the engine reserved blocks for its prompt-----------> RESERVED
-              --its first token comes: the engine computes it-------> RUNNING
-    RESERVED  --a peer is asked for its KV--------------------------> PULLING
-              --nobody is worth asking: `StartLocalPrefill`---------> RUNNING
-              --a holder of its first blocks is: `Restart`----------> QUEUED
-    PULLING   --all came: `Commit`, or `ContinuePrefill`------------> RUNNING
-              --the lease failed before anything came---------------> RESERVED
-              --it failed later: `Restart`, without what was pulled-> QUEUED
+              --the engine computed its first token-----------------> RUNNING
+    RESERVED  --a peer was requested to send its KV-----------------> PULLING
+              --local prefill is best: `StartLocalPrefill`----------> RUNNING
+              --a holder has its first blocks: `Restart`------------> QUEUED
+    PULLING   --all blocks arrived: `Commit` or `ContinuePrefill`---> RUNNING
+              --the lease failed before a block arrived-------------> RESERVED
+              --the lease failed later: `Restart` drops its blocks--> QUEUED
     any       --finished, failed, cancelled-------------------------> ENDED
 
-`DecodeSequences` begins and ends a sequence, `DecodeService` moves it by what the engine reports,
-and `PromptPrefill` from RESERVED on until it is RUNNING or QUEUED again. The engine holds its
+`DecodeSequences` adds and ends a sequence. `DecodeService` changes its state by the engine's
+reports, and `PromptPrefill` from RESERVED until it is RUNNING or QUEUED again. The engine holds its
 blocks from RESERVED on, and frees them by itself at its finish, else at `Remove`; a lease ends when
 the task that runs it leaves it, which ENDED cancels.
 
-Its time, for the router, metrics and its trace:
+Its timings, for the router, metrics and its trace:
 
     submitted --queue--> admitted --prefill--> first token --transfer exposed--> released
                                                     `--first decode--> second token --decode--> end
 
-A prompt that a prefill worker computes waits in its queue, too: that time counts as queue.
+The time in a prefill worker's queue counts as queue, too.
 """
 
 import asyncio
@@ -64,15 +64,18 @@ class Submission:
     request_id: str
     attempt: int
     candidates: list[pb.PrefillCandidate] = field(default_factory=list)
-    holders: list[pb.PrefixHolder] = field(default_factory=list)  # of the prompt's first blocks
-    losses_max: int = 0  # prefill workers that may be lost under it; 0: as many as there are
-    may_return: bool = False  # to the router, while nothing of it is begun
+    # workers that have the prompt's first blocks
+    holders: list[pb.PrefixHolder] = field(default_factory=list)
+    losses_max: int = 0  # the sequence ends after this many lost prefill workers; 0 means no limit
+    may_return: bool = False  # the router may take it back while the engine has not begun it
 
 
 @dataclass(slots=True)
 class DecodeSequence:
-    """A sequence of a decode worker. `to` alone changes its state. Times are `time.monotonic()`
-    seconds; 0: not yet."""
+    """A sequence of a decode worker. Only `to` changes its state.
+
+    Times are `time.monotonic()` seconds; 0 means not reached yet.
+    """
 
     submission: Submission
     spec: SequenceSpec
@@ -81,21 +84,23 @@ class DecodeSequence:
     state: SequenceState = SequenceState.QUEUED
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    shared_wait_s: float = 0.0  # before it was admitted, for blocks that others computed or pulled
+    shared_wait_s: float = 0.0  # wait before admission for blocks that others computed or pulled
     first_token_at: float = 0.0
     second_token_at: float = 0.0
-    pulled: PullStats | None = None  # by the lease that brought its prompt
+    pulled: PullStats | None = None  # statistics of the lease that delivered its prompt
     num_sent: int = 0
-    cached: CachedTokens = NONE_CACHED  # of the prompt
+    cached: CachedTokens = NONE_CACHED  # cached tokens of the prompt
     timings: pb.SequenceTimings = field(
         default_factory=lambda: pb.SequenceTimings(transport="local")
     )
-    reserved: asyncio.Future[Reserved] | None = None  # QUEUED again: its prefill awaits it
+    # set while QUEUED again; its prefill task awaits the new reservation
+    reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
-    may_ask: bool = True  # False: what it lacks is computed here
-    asks: asyncio.Timeout | None = None  # while a prefill worker computes its prompt: its end
-    prefix: PrefixPlan | None = None  # LOCAL: whom to pull its first blocks from
-    num_lost: int = 0  # prefill workers
+    may_prefill_remotely: bool = True  # False: missing tokens are computed locally
+    remote_prefill: asyncio.Timeout | None = None  # timeout of the current remote prefill
+    # LOCAL mode: the holder from which its first blocks are pulled
+    prefix: PrefixPlan | None = None
+    num_lost: int = 0  # number of prefill workers lost during this sequence
 
     def to(self, state: SequenceState) -> None:
         self.state = transition(self.state, state, TRANSITIONS)
@@ -113,8 +118,10 @@ class DecodeSequence:
         return self.submission.request_id
 
     def note_cached(self, reserved: Reserved) -> None:
-        """Takes what is cached here. Blocks that came to the pool after the first admission count
-        as the pool's."""
+        """Records the tokens that are cached on this worker.
+
+        Blocks that reached the pool after the first admission count as cached in the pool.
+        """
         num_tokens = min(reserved.num_cached_tokens, self.spec.num_prompt_tokens)
         self.cached = reserved.cached.first(num_tokens).then(CachedTokens(device=num_tokens))
 
@@ -133,8 +140,11 @@ class DecodeSequence:
         self.timings.second_token_ms = (now - self.first_token_at) * 1000
 
     def end_span(self, now: float, outcome: str) -> None:
-        """Tells the trace its stages, as far as it came. `outcome`: as the router gets it, or
-        `cancelled`, which is no error: it may go on at another worker."""
+        """Ends the trace span and adds the stages that were reached.
+
+        `outcome` is the router's outcome or `cancelled`, which is no error: the request may
+        continue on another worker.
+        """
         if self.span is NO_SPAN:
             return
         self.span.stage("queue", self.submitted_at, self.admitted_at)

@@ -1,8 +1,9 @@
-"""The decode side of requests: routers' streams, and what the engine reports of their sequences.
+"""The decode service of a worker: routers' streams and the engine's reports on their sequences.
 
-The states of a sequence are in sequence.py. The engine moves one; prompt_prefill.py says where its
-prompt is prefilled, and live_sequences.py tells its router. The first token of a pulled prompt goes
-out as soon as the producer names it, every other token when a step report has it.
+sequence.py has the states of a sequence; the engine's reports change them. prompt_prefill.py
+decides where a prompt is prefilled, and live_sequences.py sends updates to the router. The first
+token of a pulled prompt is sent as soon as the producer returns it; every other token is sent with
+a step report.
 """
 
 import asyncio
@@ -24,11 +25,11 @@ from tandem.worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
-_ASK_POLL_S = 0.02
+_POLL_S = 0.02
 
 
 class DecodeService:
-    """All requests of this worker as a decode worker, whichever router they came from."""
+    """All requests of this worker as a decode worker, from all routers."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class DecodeService:
         identity: pb.PrefixHolder,
         max_model_len: int,
     ) -> None:
-        """`identity` is this worker's: its id, epoch and address."""
+        """`identity` is this worker's id, epoch and address."""
         self._config = parts.config
         self._link = parts.link
         self._tracing = parts.tracing
@@ -54,13 +55,13 @@ class DecodeService:
 
     @property
     def sequences(self) -> Iterable[DecodeSequence]:
-        """All that are here."""
+        """All sequences on this worker."""
         return self._sequences
 
     async def serve(
         self, commands: AsyncIterator[pb.DecodeCommand], load: pb.WorkerLoad
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        """One router's stream. When it closes, all its requests are removed."""
+        """Serves one router's stream. When it closes, all its requests are removed."""
         stream = RouterStream(draining=self._draining)
         stream.push_load(load, 0)
         self._streams.add(stream)
@@ -76,41 +77,42 @@ class DecodeService:
                 self._sequences.remove(sequence_id)
 
     def leave_pool(self) -> None:
-        """Takes nothing more. Routers are told: what is here moves where it can, else goes on."""
+        """Accepts no more sequences. Routers are informed and may migrate the running ones."""
         self._set_draining(True)
 
     def join_pool(self) -> None:
-        """Takes sequences, after `leave_pool`."""
+        """Accepts sequences again after `leave_pool`."""
         self._set_draining(False)
 
     def _set_draining(self, draining: bool) -> None:
         self._draining = draining
         for stream in self._streams:
-            stream.tell_draining(draining)
+            stream.set_draining(draining)
 
-    async def ask_nobody(self, grace_s: float) -> None:
-        """Returns when no prompt of a sequence here waits for a prefill worker.
+    async def stop_remote_prefills(self, grace_s: float) -> None:
+        """Stops remote prefill and returns when no sequence waits for a prefill worker.
 
-        Those that are asked already have so long to answer; what is missing then is computed here.
+        Running remote prefills get `grace_s` seconds to finish; after that, missing tokens are
+        computed locally.
         """
         loop = asyncio.get_running_loop()
         for sequence in self._sequences:
-            sequence.may_ask = False
+            sequence.may_prefill_remotely = False
         give_up_at = loop.time() + grace_s
-        while asking := [s.asks for s in self._sequences if s.asks is not None]:
+        while running := [t for s in self._sequences if (t := s.remote_prefill) is not None]:
             if loop.time() >= give_up_at:
-                for ending in asking:
-                    if ending.when() is None:
-                        ending.reschedule(give_up_at)
-            await asyncio.sleep(_ASK_POLL_S)
+                for timeout in running:
+                    if timeout.when() is None:
+                        timeout.reschedule(give_up_at)
+            await asyncio.sleep(_POLL_S)
 
     def end_streams(self) -> None:
-        """The worker leaves: routers see their streams end, not break."""
+        """Ends all routers' streams in order, because the worker stops."""
         for stream in self._streams:
             stream.end()
 
     def on_report(self, report: Report, load: pb.WorkerLoad) -> None:
-        """Hands on what a step brought; one message to each router concerned."""
+        """Applies a step's results; each router concerned gets one message."""
         step = report.report
         self.planner.take_load(load, report.num_commands)
         for admitted in step.admitted:
@@ -144,8 +146,10 @@ class DecodeService:
                     self._return_waiting(stream, command.return_waiting.count)
 
     def _return_waiting(self, stream: RouterStream, count: int) -> None:
-        """Has the engine end sequences of a router that it has not begun, so that the router can
-        place them elsewhere."""
+        """Makes the engine end up to `count` of a router's waiting sequences.
+
+        The router can then place them on other workers.
+        """
         found = [s for id_ in stream.sequence_ids if (s := self._sequences.get(id_)) is not None]
         queued = [
             s.sequence_id
@@ -162,7 +166,9 @@ class DecodeService:
         if transfer.prefill_at == "local":
             candidates = []
         local_tokens_max = transfer.local_prefill_max_tokens
-        if submit.fork_of:  # all but its last block is likely here, also if its parent is gone
+        # the fork's parent most likely left all but its last block here, even if the parent has
+        # ended
+        if submit.fork_of:
             local_tokens_max = max(local_tokens_max, self._config.engine.block_size)
         spec = sequence_spec(
             submit.input,
@@ -182,7 +188,7 @@ class DecodeService:
                 "tandem.attempt": submit.attempt,
             }
             span = self._tracing.begin("decode_worker", trace_headers(submit.trace), attributes)
-        asked = Submission(
+        submission = Submission(
             submit.request_id,
             submit.attempt,
             candidates,
@@ -190,7 +196,7 @@ class DecodeService:
             submit.losses_max,
             submit.may_return,
         )
-        sequence = DecodeSequence(asked, spec, stream, span)
+        sequence = DecodeSequence(submission, spec, stream, span)
         if candidates:
             sequence.spec = self._prompts.compared(spec, candidates, holders)
         elif (prefix := self._prefixes.plan(spec, holders)) is not None:
@@ -215,7 +221,7 @@ class DecodeService:
         sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
 
     def _prefill_ended(self, sequence: DecodeSequence, task: asyncio.Task[None]) -> None:
-        if sequence.prefilling is task:  # the next one may have begun
+        if sequence.prefilling is task:  # the next prefill task may have begun
             sequence.prefilling = None
         if sequence.is_over or not (task.cancelled() or task.exception()):
             return

@@ -1,7 +1,7 @@
-"""The I/O process's end of the engine process: starts it, talks to it, notices its end.
+"""The I/O process's link to the engine process: starts it, exchanges messages, detects its end.
 
-Replies that answer one question (a peer, a producer, an integrity check, block bytes) resolve a
-future here. Step reports, final blocks and settled pulls are events for the one listener.
+An answer to one question (a peer, a producer, an integrity check, block bytes) resolves a future.
+Step reports, final blocks and settled pulls are events for the one listener.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import msgspec
 import zmq.asyncio
 
 from tandem.common.config.worker import WorkerConfig
-from tandem.common.process.endings import oom_kills, told_status
+from tandem.common.process.endings import describe_exit, oom_kills
 from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.cache.layout.pool_memory import create_shared, map_shared
@@ -34,16 +34,16 @@ from tandem.worker.engine_process.pool_view import MappedPool, targets
 
 log = logging.getLogger(__name__)
 
-ANSWER_DEADLINE_S = 30.0  # of a question that the engine answers between two steps
+ANSWER_DEADLINE_S = 30.0  # Longest wait for an answer; the engine answers between two steps
 _STOP_DEADLINE_S = 5.0
 _LOOK_S = 2.0
 _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(messages.Reply)
 
 
 class EngineLink:
-    """One engine process. `on_event` is called on the event loop."""
+    """The link to one engine process. `on_event` is called on the event loop."""
 
-    pool: PoolView  # after `start`
+    pool: PoolView  # set by `start`
 
     def __init__(
         self,
@@ -53,20 +53,21 @@ class EngineLink:
         *,
         engine_module: str = "tandem.worker.engine_process.process",
     ) -> None:
-        """`engine_module` is run as a command: the engine process, or a bench's stand-in."""
+        """`engine_module` is run as a command: the engine process or a benchmark's replacement."""
         self._config = config
         self._epoch = epoch
         self._engine_module = engine_module
         self._on_event = on_event
         self.num_reports = 0
-        self.num_sent = 0  # commands; a report tells how many of them it comes after
-        self.loading = (0, 0)  # bytes of the weights that are loaded, and all; until `start` ends
-        self.is_awaited = False  # a command was sent since the last report
+        # number of commands sent; a report contains the number that the engine has applied
+        self.num_sent = 0
+        self.loading = (0, 0)  # (bytes of weights loaded, bytes of all weights) until `start` ends
+        self.is_awaited = False  # True if a command was sent since the last report
         self.reservations = Reservations()
         self._pulls: dict[str, asyncio.Future[transfer.PullResult]] = {}
         self._answers: dict[object, asyncio.Future[Any]] = {}
         self._request_ids = itertools.count(1)
-        self._folder = make_socket_folder()  # mode 700: only we may connect
+        self._folder = make_socket_folder()  # mode 700, so that only this user can connect
         self._context = zmq.asyncio.Context()
         self._commands = self._context.socket(zmq.PAIR)
         self._transfers = self._context.socket(zmq.PULL)
@@ -77,8 +78,11 @@ class EngineLink:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> messages.Ready:
-        """Starts the process and waits until its model is loaded, for `start_deadline_s` at most.
-        Raises WorkerLost then, and if the process ends; ConfigError if it refuses its settings."""
+        """Starts the process and waits until its model is loaded, at most `start_deadline_s`.
+
+        Raises WorkerLost after that time or if the process ends, and ConfigError if it rejects its
+        settings.
+        """
         commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
         self._commands.bind(commands)
         self._transfers.bind(transfers)
@@ -115,7 +119,7 @@ class EngineLink:
         deadline_s = self._config.start_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                found: messages.Ready = await ready  # an engine that ended raises its WorkerLost
+                found: messages.Ready = await ready  # raises WorkerLost if the engine has ended
         except TimeoutError:
             self.tell_stacks()
             raise WorkerLost(
@@ -126,7 +130,7 @@ class EngineLink:
         return found
 
     async def ended(self) -> str:
-        """Waits until the engine process is gone; says why."""
+        """Waits until the engine process has ended; returns the reason."""
         return await asyncio.shield(self._ended)
 
     def _map_pool(self, ready: messages.Ready, pool_fd: int | None) -> None:
@@ -139,8 +143,10 @@ class EngineLink:
         self.pool = PoolThroughEngine(self, ready.spans)
 
     def send(self, command: messages.Command, data: bytes | memoryview | None = None) -> None:
-        """Queues a command; commands are applied in the order they were sent. An engine that was
-        stopped gets none: what tidies up after a stop may send all the same."""
+        """Queues a command. Commands are applied in the order in which they were sent.
+
+        A stopped engine gets none, so clean-up code may call this after a stop.
+        """
         if self._commands.closed:
             return
         frames: list[Any] = [msgspec.msgpack.encode(command)]
@@ -150,7 +156,7 @@ class EngineLink:
         self.num_sent += 1
         if isinstance(command, messages.ENDS_OF_PULLS):
             self.reservations.end(messages.sequence_id(command))
-        # A PAIR socket's queue takes a thousand messages; the engine empties it every turn.
+        # A PAIR socket queues a thousand messages; the engine empties the queue every turn.
         sending: Any = self._commands.send_multipart(frames, copy=data is None)
         if sending.done():
             self._on_sent(sending)
@@ -158,7 +164,7 @@ class EngineLink:
             sending.add_done_callback(self._on_sent)
 
     def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[transfer.PullResult]:
-        """Starts a pull over NIXL; the future has its one result."""
+        """Starts a pull over NIXL. The future gets its one result."""
         future: asyncio.Future[transfer.PullResult] = asyncio.get_running_loop().create_future()
         pull_id = uuid.uuid4().hex
         self._pulls[pull_id] = future
@@ -171,7 +177,10 @@ class EngineLink:
     async def connect_peer(
         self, peer_id: str, metadata: bytes, pool: transfer.RemotePool
     ) -> list[tuple[int, float]]:
-        """Bytes and seconds of a few reads. Raises Incompatible when the pool cannot be read."""
+        """Connects a peer; returns (bytes, seconds) of a few reads.
+
+        Raises Incompatible if the peer's pool cannot be read.
+        """
         answer = self._question(("peer", peer_id))
         self.send(messages.ConnectPeer(peer_id, metadata, pool))
         async with asyncio.timeout(ANSWER_DEADLINE_S):
@@ -188,55 +197,58 @@ class EngineLink:
         return reply
 
     async def load_bytes(self, sequence_id: str, block_ids: list[int]) -> memoryview:
-        """Bytes of blocks that a PREFILL_ONLY sequence holds. Raises InternalError if it does
-        not.
+        """Returns the bytes of blocks that a PREFILL_ONLY sequence holds.
+
+        Raises InternalError if it does not hold them.
         """
         data: memoryview = await self._ask(messages.LoadBytes, sequence_id, block_ids)
         return data
 
     async def list_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Block hashes of the chains used last, each from its root on."""
+        """Returns the block hashes of the most recently used chains, each from its root on."""
         reply: messages.Chains = await self._ask(messages.ListChains, blocks_max)
         return reply.chains
 
     async def list_blocks(self, first: bytes, end: bytes, tier: str = "") -> list[bytes]:
-        """Hashes that the pool or a tier holds from `first` on and before `end`; empty: to the
-        last."""
+        """Returns the hashes in the pool or a tier from `first` up to, but not including, `end`.
+
+        An empty `end` means up to the last one.
+        """
         reply: messages.Blocks = await self._ask(messages.ListBlocks, first, end, tier)
         return reply.hashes
 
     async def reset_prefix_cache(self) -> int:
-        """Drops all cached blocks that nobody uses; returns how many."""
+        """Drops all cached blocks that no sequence uses; returns their number."""
         reply: messages.PrefixCacheReset = await self._ask(messages.ResetPrefixCache)
         return reply.num_blocks
 
     async def keep_chain(
         self, tenant: bytes, retention: Retention, block_hashes: list[bytes]
     ) -> Kept:
-        """Pins a chain of blocks, as far as it is cached and its tenant may."""
+        """Pins the cached part of a chain of blocks, within its tenant's limit."""
         reply: messages.ChainKept = await self._ask(
             messages.KeepChain, tenant, retention, block_hashes
         )
         return reply.kept
 
     async def check_integrity(self) -> str:
-        """Empty when all pools are whole, else what is wrong."""
+        """Returns "" if all pools are consistent, else a description of the fault."""
         reply: messages.Integrity = await self._ask(messages.CheckIntegrity)
         return reply.message
 
     def kill(self, reason: str) -> None:
-        """Ends an engine that hangs: `ended` answers with the reason."""
+        """Kills an engine that hangs; `ended` then returns `reason`."""
         self._end(reason)
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     def tell_stacks(self) -> None:
-        """Has an engine that hangs write to the log where each of its threads is."""
+        """Makes an engine that hangs log the stacks of its threads."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(STACKS_SIGNAL)
 
     async def stop(self) -> None:
-        """Asks the engine to end, and ends it after a bound."""
+        """Stops the engine in order, and kills it after a deadline."""
         if self._process is not None and self._process.returncode is None:
             self.send(messages.Shutdown())
             try:
@@ -253,7 +265,7 @@ class EngineLink:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _ask(self, command: Callable[..., messages.Command], *arguments: object) -> Any:
-        """Sends a command whose first field is the id that its answer names."""
+        """Sends a command whose first field is a request id; returns the answer with that id."""
         request_id = next(self._request_ids)
         answer = self._question(request_id)
         self.send(command(request_id, *arguments))
@@ -307,7 +319,9 @@ class EngineLink:
                 self._answer(reply.request_id, reply)
 
     def _on_sent(self, sent: asyncio.Future[Any]) -> None:
-        """Ends an engine that lacks a command: it would hold what it was told to let go of."""
+        """Kills an engine that missed a command, because its blocks would no longer match this
+        process.
+        """
         if not sent.cancelled() and (error := sent.exception()) is not None:
             self.kill(f"a command cannot be sent to the engine: {error!r}")
 
@@ -325,8 +339,8 @@ class EngineLink:
                 break
             except TimeoutError:
                 kills = oom_kills()
-        await asyncio.sleep(0)  # a last word may still be in the socket
-        self._end(f"the engine process ended: {told_status(status, kills)}")
+        await asyncio.sleep(0)  # the last message may still be in the socket
+        self._end(f"the engine process ended: {describe_exit(status, kills)}")
 
     def _end(self, reason: str, error: ConfigError | None = None) -> None:
         if not self._ended.done():
@@ -339,7 +353,7 @@ class EngineLink:
 
 
 class PoolThroughEngine:
-    """Moves bytes as messages to and from the engine process, in the order of its commands."""
+    """Sends bytes to and from the engine process as messages, in order with its commands."""
 
     def __init__(self, link: EngineLink, spans: BlockSpans) -> None:
         self._link = link

@@ -1,9 +1,9 @@
-"""Messages between a worker's two processes, msgpack over ZeroMQ.
+"""Messages between a worker's two processes, encoded as msgpack over ZeroMQ.
 
-The I/O process sends `Command`s; the engine process applies them between two steps. It answers
-with one `Report` a step, and before it with one `BlocksFinal` when blocks become final in the step:
-their consumers do not wait for its end. The transfer thread answers with one `PullsSettled` as soon
-as pulls settle: a long step does not delay a Release.
+The I/O process sends `Command`s; the engine process applies them between two steps. It answers with
+one `Report` per step. Blocks that become final during a step are announced before it in one
+`BlocksFinal`, so that their consumers need not wait for its end. The transfer thread sends one
+`PullsSettled` as soon as pulls settle, so a long step does not delay a release.
 """
 
 import msgspec
@@ -18,7 +18,7 @@ from tandem.transfer.nixl import messages as transfer
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """The I/O process hands these to the engine process at its start, on standard input."""
+    """Settings that the engine process reads from standard input at its start."""
 
     worker_id: str
     epoch: str
@@ -27,8 +27,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     commands_address: str
     transfers_address: str
     cores: list[int]
-    parent_pid: int  # of the I/O process: the engine process ends with it
-    pool_fd: int | None = None  # a memfd for the KV pool, which the I/O process maps, too
+    parent_pid: int  # pid of the I/O process; the engine process ends with it
+    pool_fd: int | None = None  # memfd of the KV pool, which the I/O process maps, too
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -36,34 +36,34 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartLocalPrefill(msgspec.Struct, frozen=True, tag=True):
-    """Prefill a WAITING_FOR_REMOTE_KV sequence here after all; none of its blocks was pulled."""
+    """Prefill a WAITING_FOR_REMOTE_KV sequence locally. None of its blocks was pulled."""
 
     sequence_id: str
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """Give up what was pulled: the sequence waits again, at the queue's head, with `spec`."""
+    """Drop a sequence's pulled blocks and queue it again, at the head, with `spec`."""
 
     spec: SequenceSpec
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Commit pulled blocks, which `Released` made good; `first_token_id` follows the prompt."""
+    """Commit pulled blocks after `Released` confirmed them. `first_token_id` follows the prompt."""
 
     sequence_id: str
     first_token_id: int
-    block_sums: list[float] = []  # as `Prefilled` had them
+    block_sums: list[float] = []  # the block sums of `Prefilled`
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute the rest of a sequence that awaits its prefix: `num_blocks` first blocks are good."""
+    """Compute the rest of a sequence that awaits its prefix; its first `num_blocks` are valid."""
 
     sequence_id: str
-    num_blocks: int  # the cached ones counted in
+    num_blocks: int  # cached blocks included
 
 
 class PinPrefix(msgspec.Struct, frozen=True, tag=True):
-    """Keep what is cached of a chain for a consumer, until `Remove`; reported `Held`."""
+    """Keep the cached part of a chain for a consumer until `Remove`; reported as `Held`."""
 
     sequence_id: str
     block_hashes: list[bytes]
@@ -71,37 +71,37 @@ class PinPrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImportBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Take FREE blocks for a chain that comes from a peer; reported `Reserved`."""
+    """Reserve FREE blocks for a chain that is pulled from a peer; reported as `Reserved`."""
 
     sequence_id: str
     block_hashes: list[bytes]
 
 
 class CommitImport(msgspec.Struct, frozen=True, tag=True):
-    """Cache an imported chain's first `num_blocks` blocks, which are good, and end the chain."""
+    """Cache an imported chain's first `num_blocks` blocks, which are valid, and end the import."""
 
     sequence_id: str
     num_blocks: int
 
 
 class ListChains(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the chains used last; answered by `Chains`."""
+    """Request the most recently used chains; answered by `Chains`."""
 
     request_id: int
     blocks_max: int
 
 
 class ListBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the hashes from `first` to `end` (not counted in); answered by `Blocks`."""
+    """Request the hashes from `first` up to, but not including, `end`; answered by `Blocks`."""
 
     request_id: int
     first: bytes
-    end: bytes  # empty: to the last
-    tier: str = ""  # of which; empty: of the pool
+    end: bytes  # empty: up to the last hash
+    tier: str = ""  # name of the tier; empty: the pool
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Drop all cached blocks that nobody uses; answered by `PrefixCacheReset`."""
+    """Drop all cached blocks that no sequence uses; answered by `PrefixCacheReset`."""
 
     request_id: int
 
@@ -116,14 +116,15 @@ class KeepChain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Remove(msgspec.Struct, frozen=True, tag=True):
-    """End a sequence or chain that nobody needs any more: abort it, or free its pinned blocks."""
+    """End a sequence or chain that is no longer needed: abort it or free its pinned blocks."""
 
     sequence_id: str
 
 
 class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
-    """End some of these sequences of which nothing was begun, the oldest first: each fails as
-    `returned`."""
+    """End `count` of these sequences that have not begun, oldest first. Each fails as
+    `returned`.
+    """
 
     sequence_ids: list[str]
     count: int
@@ -142,21 +143,21 @@ class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartPull(msgspec.Struct, frozen=True, tag=True):
-    """Pull a run into blocks that the sequence holds."""
+    """Pull a run of blocks into blocks that the sequence holds."""
 
     sequence_id: str
     pull: transfer.Pull
 
 
 class StoreBytes(msgspec.Struct, frozen=True, tag=True):
-    """Write bytes that came over gRPC; the frame after this message has them."""
+    """Write bytes that arrived over gRPC. The frame after this message contains them."""
 
     sequence_id: str
     block_ids: list[int]
 
 
 class LoadBytes(msgspec.Struct, frozen=True, tag=True):
-    """Send the bytes of blocks that a PREFILL_ONLY sequence holds; answered by `BlockData`."""
+    """Request the bytes of blocks that a PREFILL_ONLY sequence holds; answered by `BlockData`."""
 
     request_id: int
     sequence_id: str
@@ -164,7 +165,7 @@ class LoadBytes(msgspec.Struct, frozen=True, tag=True):
 
 
 class DescribeSource(msgspec.Struct, frozen=True, tag=True):
-    """Ask for what a consumer needs to read from here; answered by `Producer`."""
+    """Request the data with which a consumer can read this pool; answered by `ProducerReady`."""
 
     request_id: int
 
@@ -193,19 +194,19 @@ Question = (
 )
 Command = SequenceCommand | ChainCommand | TransferCommand | Question | Shutdown
 
-# After these a read must not land in the sequence's blocks any more.
+# After these commands, no read may write the sequence's blocks.
 ENDS_OF_PULLS = (Commit, CommitImport, ContinuePrefill, Remove, Restart)
 
 
 def sequence_id(command: Command) -> str:
-    """Returns the id of the sequence that a command is about; empty if it is about none."""
+    """Returns the id of the command's sequence; "" if the command concerns none."""
     if isinstance(command, Add | Restart):
         return command.spec.sequence_id
     return str(getattr(command, "sequence_id", ""))
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded; sent once, first."""
+    """The engine is loaded. This is its first message, sent once."""
 
     model_fingerprint: str
     compute_dtype: str
@@ -215,23 +216,27 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     spans: BlockSpans
     max_model_len: int
-    rates: WorkerRates  # before a step
-    load_ms: dict[str, float]  # where the time to load went
-    pool_is_shared: bool = False  # it lies in the memfd of the settings
+    rates: WorkerRates  # initial rates, before any step is measured
+    load_ms: dict[str, float]  # duration of each phase of the load, in ms
+    pool_is_shared: bool = False  # whether the pool is in the memfd of the settings
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """The engine's news of one turn. `tick` counts turns with and without a step, so it stands
-    still only when the engine hangs."""
+    """The results of one engine turn.
+
+    `tick` counts turns with and without a step, so it stops only if the engine hangs.
+    """
 
     tick: int
     report: StepReport
-    num_commands: int = 0  # applied before it, since the start
+    num_commands: int = 0  # total number of commands applied before this report
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that consumers may pull from now on, sent while their step goes on. All else of the
-    step comes in its `Report`."""
+    """Blocks that consumers may pull now, sent during their step.
+
+    All other results of the step are in its `Report`.
+    """
 
     final_blocks: list[FinalBlocks]
 
@@ -241,7 +246,7 @@ class PullsSettled(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockData(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `LoadBytes`. The frame after it has the bytes, unless there is an `error`."""
+    """The answer to `LoadBytes`. The next frame has the bytes, unless there is an `error`."""
 
     request_id: int
     error: str
@@ -249,7 +254,7 @@ class BlockData(msgspec.Struct, frozen=True, tag=True):
 
 class Chains(msgspec.Struct, frozen=True, tag=True):
     request_id: int
-    chains: list[list[bytes]]  # block hashes, each chain from its root on
+    chains: list[list[bytes]]  # block hashes; each chain begins at its root
 
 
 class Blocks(msgspec.Struct, frozen=True, tag=True):
@@ -259,7 +264,7 @@ class Blocks(msgspec.Struct, frozen=True, tag=True):
 
 class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
     request_id: int
-    num_blocks: int  # that were dropped
+    num_blocks: int  # number of dropped blocks
 
 
 class ChainKept(msgspec.Struct, frozen=True, tag=True):
@@ -269,25 +274,25 @@ class ChainKept(msgspec.Struct, frozen=True, tag=True):
 
 class Integrity(msgspec.Struct, frozen=True, tag=True):
     request_id: int
-    message: str  # empty: all pools whole
+    message: str  # empty if all pools are consistent
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot go on; the worker exits with this message."""
+    """The engine cannot continue; the worker exits with this message."""
 
     message: str
-    code: str = ""  # of services/tandem/errors.py, where it is one of its errors
+    code: str = ""  # code of an error in services/tandem/errors.py; empty for other errors
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """The progress of the load; comes before `Ready`."""
+    """The progress of loading the model; sent before `Ready`."""
 
-    num_bytes: int  # of the files of its weights
+    num_bytes: int  # bytes of weight files loaded so far
     num_bytes_all: int
 
 
 TransferReply = PullsSettled | transfer.Renewed | transfer.Broken
-Event = Report | BlocksFinal | TransferReply  # that nobody asked for
+Event = Report | BlocksFinal | TransferReply  # messages that answer no command
 Answer = (
     transfer.PeerConnected
     | BlockData

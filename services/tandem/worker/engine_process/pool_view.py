@@ -1,8 +1,8 @@
-"""The KV pool as the I/O process reads and writes it, for blocks that travel by gRPC.
+"""The I/O process's access to the KV pool, for blocks that travel over gRPC.
 
-On a CPU both processes of a worker map the pool's memory (`MappedPool`), and bytes go straight
-between it and gRPC. Where that cannot be (CUDA, a system without memfd) they go through the engine
-process, with messages (`PoolThroughEngine` in link.py).
+On a CPU both processes of a worker map the pool's memory (`MappedPool`), and gRPC reads and writes
+it directly. On CUDA and on systems without memfd, the bytes pass through the engine process as
+messages (`PoolThroughEngine` in link.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.transfer.grpc.reservations import Blocks, Reservation
 
 
 class MappedPool:
-    """The pool's memory, mapped here, too. Holds views of it, and copies nothing it need not."""
+    """The pool's memory, mapped into this process. Reads return views, not copies."""
 
     def __init__(self, memory: mmap.mmap, spans: BlockSpans) -> None:
         self._memory = memoryview(memory)
@@ -40,7 +40,7 @@ class MappedPool:
 
 
 def targets(into: Reservation, first: int, data: memoryview, spans: BlockSpans) -> Sequence[int]:
-    """Returns the blocks that `data` may be written into. Raises LeaseLost when it may not."""
+    """Returns the blocks that `data` fills. Raises LeaseLost if it may not be written."""
     block_ids = into.block_ids[first:]
     num_blocks = spans.count(block_ids, len(data))
     if num_blocks is None:

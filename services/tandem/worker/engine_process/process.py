@@ -6,10 +6,10 @@ It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two 
                       and `BlocksFinal` from the middle of a step
     transfers  PUSH   `PullsSettled`, `PeerConnected` and others, by the transfer thread, at once
 
-A turn: apply what came, make one step if there is work, report. Without work the loop sleeps in
-`poll`, and a tier's thread wakes it when it has done a job. While somebody waits for a sequence
-here it turns at least every `TICK_S`, so that a consumer can tell a busy or idle engine from a hung
-one.
+A turn applies the waiting messages, computes one step if there is work, and reports. Without work
+the loop sleeps in `poll`; a tier's thread wakes it at the end of a job. While the engine has a
+sequence, the loop turns at least every `TICK_S`, so that a consumer can distinguish a busy or idle
+engine from one that hangs.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from tandem.worker.engine_process.pull_ledger import PullLedger
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-GRAMMAR_TICK_S = 0.002  # while one is compiled, or an adapter is read, in its thread
+GRAMMAR_TICK_S = 0.002  # Interval while a thread compiles a grammar or reads an adapter
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024
 _PR_SET_PDEATHSIG = 1
@@ -69,7 +69,8 @@ class EngineProcess:
         self._commands = self._context.socket(zmq.PAIR)
         self._commands.connect(settings.commands_address)
         self._transfers_address = settings.transfers_address
-        self._transfers: Any = None  # made in the transfer thread: sockets belong to one thread
+        # created in the transfer thread, because a ZeroMQ socket belongs to one thread
+        self._transfers: Any = None
         self._wake = self._context.socket(zmq.PULL)
         self._wake.bind("inproc://settled")
         self._wake_sender: Any = None
@@ -83,7 +84,7 @@ class EngineProcess:
             self._use_device,
         )
         self._tick = 0
-        self._num_commands = 0  # applied
+        self._num_commands = 0  # number of applied commands
         self._failed: list[Failed] = []
         self._stopping = False
         self._send(self._ready(fingerprint, load_ms))
@@ -94,7 +95,9 @@ class EngineProcess:
     def _load(
         self, settings: messages.EngineSettings, load_ms: dict[str, float]
     ) -> tuple[ModelRunner, Engine, str]:
-        """The model, the engine and the model's fingerprint; where the time went, in `load_ms`."""
+        """Returns the model, the engine and the model's fingerprint; adds durations to
+        `load_ms`.
+        """
         started = time.perf_counter()
         folder = resolve(settings.engine.model, revision=settings.engine.model_revision)
         load_ms["resolve"] = _ms_since(started)
@@ -110,7 +113,7 @@ class EngineProcess:
         return runner, engine, folder.fingerprint
 
     def run(self) -> None:
-        """Turns until `Shutdown` comes or the I/O process dies."""
+        """Runs turns until `Shutdown` arrives or the I/O process dies."""
         poller = zmq.Poller()
         poller.register(self._commands, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -165,7 +168,7 @@ class EngineProcess:
 
     def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
         if isinstance(command, messages.ENDS_OF_PULLS):
-            # They may follow from a pull that settled in this very turn: the ledger must know.
+            # The command may follow a pull that settled in this turn, so update the ledger first.
             self._apply_transfer_events()
         match command:
             case messages.Add(spec):
@@ -228,7 +231,7 @@ class EngineProcess:
                 self._stopping = True
 
     def _refuse(self, command: messages.Command, error: TandemError) -> None:
-        """The request at fault ends, and whoever waits for an answer gets it; the others go on."""
+        """Fails the request that caused the error and answers its caller; other requests go on."""
         name = type(command).__name__
         sequence_id = messages.sequence_id(command)
         log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
@@ -249,7 +252,7 @@ class EngineProcess:
         return unsafe
 
     def _check_held(self, sequence_id: str, block_ids: list[int]) -> None:
-        """Raises InternalError when the sequence does not hold these blocks (any more)."""
+        """Raises InternalError if the sequence does not hold all of these blocks."""
         if not set(self._engine.block_ids(sequence_id)).issuperset(block_ids):
             raise InternalError(f"{sequence_id} does not hold these blocks")
 
@@ -261,7 +264,9 @@ class EngineProcess:
         return ""
 
     def _on_transfer_event(self, event: transfer.TransferEvent) -> None:
-        """Runs in the transfer thread."""
+        """Forwards a transfer event to both processes' main threads. Runs in the transfer
+        thread.
+        """
         if self._transfers is None:
             self._transfers = self._context.socket(zmq.PUSH)
             self._transfers.connect(self._transfers_address)
@@ -281,7 +286,7 @@ class EngineProcess:
     def _apply_transfer_events(self) -> None:
         while self._wake.poll(0):
             self._wake.recv(zmq.NOBLOCK)
-        while not self._settled.empty():  # nobody else takes from it
+        while not self._settled.empty():  # this is the only reader of the queue
             event = self._settled.get_nowait()
             if isinstance(event, transfer.Settled):
                 safe = self._ledger.settled(event.result)
@@ -297,8 +302,11 @@ class EngineProcess:
         self._commands.send_multipart(frames, copy=len(frames) == 1)
 
     def _use_device(self) -> None:
-        """Makes the pool's CUDA context that of this thread: UCX opens a peer's memory in it, and
-        without one reads nothing straight from another process's."""
+        """Sets the pool's CUDA device in the transfer thread.
+
+        UCX opens a peer's memory in that context; without one it cannot read another process's
+        memory directly.
+        """
         if self._runner.kv.device.type == "cuda":
             torch.cuda.set_device(self._runner.kv.device)
 
@@ -334,7 +342,7 @@ def _ms_since(started: float) -> float:
 
 
 def main(kind: type[EngineProcess] = EngineProcess) -> None:
-    """The entry of the engine process, which only the I/O process starts."""
+    """Runs the engine process, which only the I/O process starts."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.EngineSettings)
     configure_logging(f"{settings.worker_id}/engine")
     _tie_to_parent(settings.parent_pid)
@@ -343,7 +351,7 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
     try:
         kind(settings).run()
     except BaseException as error:
-        if not isinstance(error, ConfigError):  # one line, which the I/O process writes
+        if not isinstance(error, ConfigError):  # the I/O process logs a ConfigError in one line
             log.exception("the engine ends")
         if isinstance(error, TandemError):
             fatal = messages.Fatal(error.message, error.code)
@@ -354,9 +362,10 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
 
 
 def _tie_to_parent(parent_pid: int) -> None:
-    """Dies with the I/O process, and leaves signals of the terminal and of drains to it."""
+    """Makes this process end with the I/O process, and ignores SIGINT and SIGTERM."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before prctl, maybe while we imported torch
+    # the parent died before prctl, perhaps during the import of torch
+    if os.getppid() != parent_pid:
         raise SystemExit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -364,7 +373,7 @@ def _tie_to_parent(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
-    """Opens a socket for the progress of a load, whose sockets are not there yet."""
+    """Opens a socket for the load's progress, since the engine's own sockets do not exist yet."""
     context: zmq.Context[Any] = zmq.Context.instance()
     socket = context.socket(zmq.PUSH)
     socket.connect(address)

@@ -1,10 +1,9 @@
-"""Tracks local blocks that a read may still write, which the engine may not hand out again.
+"""Tracks local blocks that a read may still write; the engine must not allocate them.
 
     start ---- settled(done) --> safe
           `--- settled(failed) or give_up --> unsafe until `unfenced`, or a late `settled(done)`
-
-The engine's main thread owns this ledger; the transfer thread's events reach it through a queue.
-A block is in at most one outstanding pull, because an unsafe block is never allocated.
+The engine's main thread owns this ledger; events of the transfer thread reach it through a queue. A
+block is in at most one unfinished pull, because an unsafe block is never allocated.
 """
 
 from collections.abc import Iterable
@@ -13,12 +12,12 @@ from tandem.transfer.nixl.messages import Pull, PullResult
 
 
 class PullLedger:
-    """Follows pulls, purely. Each method returns what the caller must do to the engine."""
+    """Tracks pulls; pure. Each method returns the blocks or pulls on which the caller must act."""
 
     def __init__(self) -> None:
-        self._pulls: dict[str, tuple[str, list[int]]] = {}  # pull id -> sequence id, its blocks
+        self._pulls: dict[str, tuple[str, list[int]]] = {}  # pull id -> (sequence id, local blocks)
         self._unsafe: dict[int, str] = {}  # block -> sequence whose read may still write it
-        self._quarantined: set[int] = set()  # unsafe blocks whose sequence is gone
+        self._quarantined: set[int] = set()  # unsafe blocks whose sequence has ended
 
     def start(self, sequence_id: str, pull: Pull) -> None:
         self._pulls[pull.pull_id] = (sequence_id, pull.local_block_ids)
@@ -27,12 +26,12 @@ class PullLedger:
             self._unsafe[block_id] = sequence_id
 
     def settled(self, result: PullResult) -> list[int]:
-        """Removes a pull that ended; returns the blocks to take out of quarantine now."""
+        """Removes a pull that ended; returns the blocks that leave quarantine."""
         _, block_ids = self._pulls.pop(result.pull_id, ("", []))
         return self.unfenced(block_ids) if result.done else []
 
     def unfenced(self, block_ids: Iterable[int]) -> list[int]:
-        """Nothing lands in these any more; answers those to take out of quarantine now."""
+        """Marks blocks as safe; returns those that leave quarantine."""
         released = []
         for block_id in block_ids:
             self._unsafe.pop(block_id, None)
@@ -42,7 +41,7 @@ class PullLedger:
         return released
 
     def give_up(self, sequence_id: str) -> tuple[list[str], list[int]]:
-        """The sequence lets go of its blocks: pulls to cancel, and blocks that need quarantine."""
+        """Releases a sequence's blocks; returns (pulls to cancel, blocks to quarantine)."""
         pull_ids = [pull for pull, (owner, _) in self._pulls.items() if owner == sequence_id]
         unsafe = [block for block, owner in self._unsafe.items() if owner == sequence_id]
         unsafe = [block for block in unsafe if block not in self._quarantined]

@@ -1,9 +1,8 @@
-"""Bounds the bytes of pulls that are under way at once: of this worker, and of one peer.
+"""Bounds the bytes of simultaneous pulls, for this worker and for each peer.
 
     async with bounds.taken(peer_id, num_bytes): ...
-
-First come, first served within a peer, and among peers whoever came first and fits: a slow peer
-keeps its own pulls waiting, not the others'. A pull larger than a bound goes when it is alone.
+Pulls from one peer start in order. Among peers, the oldest pull that fits starts next, so a slow
+peer delays only its own pulls. A pull larger than a bound starts when no other pull runs.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ class _Waiter:
 
 
 class BytesInFlight:
-    """Bounds bytes under way, for one event loop. A cancelled waiter leaves the line."""
+    """Bounds the bytes in flight, on one event loop. A cancelled pull leaves the queue."""
 
     def __init__(self, *, bytes_max: int, peer_bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -50,7 +49,7 @@ class BytesInFlight:
             await waiter.turn
         except asyncio.CancelledError:
             if waiter.turn.done() and not waiter.turn.cancelled():
-                self._give_back(peer_id, num_bytes)  # its turn came as it was cancelled
+                self._give_back(peer_id, num_bytes)  # it was admitted while it was cancelled
             else:
                 self._line.remove(waiter)
                 self._admit()
@@ -64,12 +63,15 @@ class BytesInFlight:
         self._admit()
 
     def _admit(self) -> None:
-        """Gives all who may go their turn. One that the worker's bound stops, stops who is behind
-        it, too: else a large pull would wait for ever behind small ones."""
+        """Admits all waiting pulls that fit.
+
+        A pull that exceeds the worker's bound also stops all pulls behind it; otherwise small pulls
+        could delay a large one for ever.
+        """
         held_back: set[str] = set()
         still: list[_Waiter] = []
         for number, waiter in enumerate(self._line):
-            if waiter.turn.cancelled():  # it leaves the line as soon as its task runs
+            if waiter.turn.cancelled():  # its task removes it from the queue
                 still.append(waiter)
                 continue
             of_peer = self._of_peer[waiter.peer_id]

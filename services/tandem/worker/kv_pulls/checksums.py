@@ -1,8 +1,8 @@
 """Checksums of blocks on both sides of a transfer: `--verify-blocks off|sample|all`.
 
-The producer names XXH3 (64 bits) of blocks when it announces them, the consumer compares once they
-are in place and before they count. That catches bytes that changed on the way, and blocks that
-changed at the producer while it had promised that they would not.
+The producer sends the XXH3 (64 bits) of blocks when it announces them. The consumer compares once
+they are in place and before they are valid. This detects bytes that changed in transit and blocks
+that changed on the producer after their announcement.
 """
 
 import asyncio
@@ -14,18 +14,23 @@ from tandem.errors import BlockMismatch, LeaseLost
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolView
 
-_BLOCKS_A_TURN = 8  # hashed before others on the event loop have their turn
+_BLOCKS_A_TURN = 8  # blocks hashed before other tasks on the event loop get a turn
 
 
 def checked(first_block: int, num_blocks: int, every: int) -> range:
-    """Returns which blocks of a run have a checksum: each `every`-th of the prompt's; 0: none."""
+    """Returns the indices of a run's blocks with a checksum: each `every`-th block of the prompt.
+
+    If `every` is 0, none has one.
+    """
     return range(-first_block % every, num_blocks, every) if every else range(0)
 
 
 async def checksums(
     pool: PoolView, sequence_id: str, first_block: int, block_ids: Sequence[int], every: int
 ) -> list[pb.BlockChecksum]:
-    """Computes the checksums of a run that is to be announced; the sequence holds its blocks."""
+    """Computes the checksums of a run before its announcement. The sequence must hold its
+    blocks.
+    """
     indices = checked(first_block, len(block_ids), every)
     hashes = await _hashes(pool, sequence_id, [block_ids[index] for index in indices])
     return [
@@ -37,7 +42,10 @@ async def checksums(
 async def verify(
     pool: PoolView, sequence_id: str, run: pb.BlockRun, targets: Sequence[int], every: int
 ) -> None:
-    """Compares what came. Raises BlockMismatch; LeaseLost when checksums are missing."""
+    """Compares pulled blocks with their checksums.
+
+    Raises BlockMismatch if one differs, LeaseLost if checksums are missing.
+    """
     expected = {each.index: each.xxh3 for each in run.checksums}
     indices = checked(run.first_block, len(targets), every)
     if list(expected) != list(indices):

@@ -1,13 +1,13 @@
-"""The consumer's side of one lease: a `Prefill` stream, and the pulls that it protects.
+"""The consumer's side of one lease: a `Prefill` stream and the pulls that it protects.
 
-    open --> reading events, each run pulled at once --> prefilled or held --> released --> done
-      |                 `--> all blocks here: release ----------------------------^
+    open --> read events, pull each run at once --> prefilled or held --> released --> done
+      |                 `--> all blocks pulled: release --------------------^
       `---------------------------`------> LeaseLost (stream closed)
 
-The stream is the lease: leaving `run` or `hold` in any way closes it, and the producer frees its
-blocks. Until they return, nothing that was pulled may be trusted; they return only after `released`
-of the same epoch and lease came back whole. `release` is sent as soon as every read is DONE, also
-before the producer has sampled the first token: then nothing is left to wait for after it.
+The stream is the lease: when `run` or `hold` ends, the stream closes, and the producer frees its
+blocks. Pulled blocks are valid only once `run` or `hold` has returned; they return after a
+`released` of the same epoch and lease that is whole. `release` is sent as soon as every read is
+DONE, even before the producer has sampled the first token, so that no wait follows that token.
 """
 
 import asyncio
@@ -27,32 +27,32 @@ from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 
-_FIRST_TOKEN_MIN_S = 1e-3  # 0 says that no first token is too late
+_FIRST_TOKEN_MIN_S = 1e-3  # must be positive, because 0 means no deadline for the first token
 
 
 @dataclass(slots=True)
 class PullStats:
-    """Amounts and times of one lease. Times are of time.monotonic(); 0: it was not reached."""
+    """Counts and timings of one lease. Times are time.monotonic() seconds; 0 means not reached."""
 
     num_blocks: int = 0
-    num_skipped: int = 0  # blocks before the first missing one: here already
+    num_skipped: int = 0  # blocks before the first missing one, which this worker already has
     num_bytes: int = 0
-    queue_s: float = 0.0  # in the producer's queue
-    shared_wait_s: float = 0.0  # part of it: for blocks that others computed
-    pull_s: float = 0.0  # of all pulls together, while others ran or not
-    began_at: float = 0.0  # the first of them
-    prefilled_at: float = 0.0  # when the first token came
+    queue_s: float = 0.0  # time in the producer's queue
+    shared_wait_s: float = 0.0  # part of `queue_s` that waited for blocks that others computed
+    pull_s: float = 0.0  # sum over all pulls, which may overlap
+    began_at: float = 0.0  # start of the first pull
+    prefilled_at: float = 0.0  # arrival of the first token
     released_at: float = 0.0
-    cached: CachedTokens = NONE_CACHED  # of the prompt, at the producer
+    cached: CachedTokens = NONE_CACHED  # cached tokens of the prompt, on the producer
 
     @property
     def exposed_s(self) -> float:
-        """Seconds from the first token until decode may begin."""
+        """Seconds between the first token and the start of decode."""
         return self.released_at - self.prefilled_at
 
 
 class ConsumerLease:
-    """One attempt to have blocks of `peer` here: a prompt that it prefills, or a chain it has."""
+    """One attempt to obtain blocks from `peer`: by a prefill, or from a cached chain."""
 
     def __init__(self, peer: Peer, *, puller: Puller, rates: Rates, config: WorkerConfig) -> None:
         self.peer = peer
@@ -62,17 +62,19 @@ class ConsumerLease:
         self._lease_id = uuid.uuid4().hex
         self._epoch = ""
         self._sequence_id = ""
-        self._targets: list[int] = []  # its block table from the first missing block on
-        self._first_block = 0  # the first missing one; blocks are counted in their order
+        self._targets: list[int] = []  # local blocks to fill, from the first missing block on
+        self._first_block = 0  # first missing block; blocks are counted in transfer order
         self._next_block = 0
-        self._end_block: int | None = None  # None: the producer did not say yet
-        self._is_answered = False  # by `prefilled` or `held`: its engine has done its part
+        self._end_block: int | None = None  # None until the producer reports it
+        # True after `prefilled` or `held`, which complete the producer's computation
+        self._is_answered = False
         self._is_release_sent = False
         self._may_pull = asyncio.Event()
         if config.transfer.overlap:
             self._may_pull.set()
         self.stats = PullStats()
-        self.block_sums: list[float] = []  # of the prompt's blocks, if its KV budget counts them
+        # sums of the prompt's blocks, if its KV budget needs them
+        self.block_sums: list[float] = []
         self.pulled_anything = False
 
     async def run(
@@ -87,13 +89,14 @@ class ConsumerLease:
         is_silent: Callable[[], bool] = lambda: False,
         on_first_token: Callable[[pb.Prefilled, PullStats], None],
     ) -> int:
-        """Has the prompt prefilled, and pulls every missing block into `targets`, blocks of the
-        sequence's tables in the order in which they travel. Returns the first token.
+        """Makes the peer prefill the prompt and pulls every missing block into `targets`.
 
-        `trace` are the headers of the request's span. `is_silent` tells whether the producer's
-        record was not written in time. Raises TandemError.
+        `targets` are blocks of the sequence's tables, in transfer order. `trace` has the headers of
+        the request's span. `is_silent` returns whether the producer is late in writing its record.
+        Returns the id of the first token. Raises TandemError.
         """
-        self._lease_id = f"{request_id}#{self._lease_id}"  # so that the producer's logs name it
+        # so that the producer's logs contain the request id
+        self._lease_id = f"{request_id}#{self._lease_id}"
         start = pb.StartPrefill(
             lease_id=self._lease_id,
             request_id=request_id,
@@ -137,9 +140,10 @@ class ConsumerLease:
         first_missing_block: int,
         targets: list[int],
     ) -> int:
-        """Pulls what the producer has of a chain, from the first missing block on, into `targets`.
+        """Pulls the producer's cached part of a chain, from the first missing block on, into
+        `targets`.
 
-        Returns how many of the chain's first blocks it has. Raises TandemError.
+        Returns the number of the chain's first blocks that the producer has. Raises TandemError.
         """
         hold = pb.HoldBlocks(
             lease_id=self._lease_id,
@@ -156,7 +160,7 @@ class ConsumerLease:
             num_held = event.held.num_blocks
             if event.WhichOneof("event") != "held" or num_held > len(block_hashes):
                 raise LeaseLost(f"{self.peer.worker_id} answered {event}")
-            # All that was asked for fills the targets; with windows it is that or nothing.
+            # A whole chain fills all targets. A model with windows gets the whole chain or nothing.
             is_whole = num_held == len(block_hashes)
             self._end_block = (
                 first_missing_block + len(targets)
@@ -235,14 +239,16 @@ class ConsumerLease:
             run=run,
             targets=targets,
         )
-        # Counted by pulls that ended well, so that a task which vanished is missed, too.
+        # Count only successful pulls, so that a missing task is detected, too.
         self.stats.num_blocks += len(targets)
         self.stats.num_bytes += num_bytes
         self.stats.pull_s += time.monotonic() - started
         await self._release_if_done(stream)
 
     async def _release_if_done(self, stream: LeaseStream) -> None:
-        """Says that the reads are done, once they are; only the answer makes them good."""
+        """Sends `release` once all reads are done. Only the answer `released` makes the blocks
+        valid.
+        """
         if self._is_whole and not self._is_release_sent:
             self._is_release_sent = True
             await stream.write(pb.PrefillCommand(release=pb.ReleaseLease()))
@@ -252,7 +258,7 @@ class ConsumerLease:
 
     @property
     def is_unconfirmed(self) -> bool:
-        """Returns whether the producer was told that the reads are done, and did not confirm it."""
+        """True if `release` was sent and the producer did not confirm it."""
         return self._is_release_sent and not self.stats.released_at
 
     @property
@@ -268,5 +274,5 @@ class ConsumerLease:
         self.stats.released_at = time.monotonic()
 
 
-# Makes a lease of a peer; what all leases of a worker share is in it.
+# Creates a lease with a peer; the arguments common to a worker's leases are bound.
 LeaseMaker = Callable[[Peer], ConsumerLease]

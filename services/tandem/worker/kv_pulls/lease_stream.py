@@ -1,11 +1,10 @@
-"""A `Prefill` stream as its consumer has it: whatever breaks it is `LeaseLost`.
+"""The consumer's end of a `Prefill` stream. Every failure of it raises `LeaseLost`.
 
-Broken, closed, silent for longer than heartbeats allow, or with an engine behind it whose turns
-have stopped: the consumer learns of each in bounded time, and leaving the stream closes it, which
-frees at the producer what was held for it.
-
-A stream may be silent for ten heartbeats, because a slow network or a busy machine delays some. It
-may be silent for four if the producer has stopped to write its record, too.
+The consumer detects in bounded time that the stream is broken or closed, that no heartbeat arrives,
+or that the producer's engine makes no turn. Leaving the stream closes it, and the producer frees
+the blocks that it held.
+A stream may be silent for ten heartbeats, because a slow network or a busy machine can delay some.
+If the producer has also stopped writing its record, four are enough.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 
-_SILENCES = 10  # heartbeats that may be missed in a row before the producer counts as gone
-_SILENCES_CONFIRMED = 4  # the same, if its record was not written either
+_SILENCES = 10  # Missed heartbeats after which the producer counts as gone
+_SILENCES_CONFIRMED = 4  # The same if the producer is also late in writing its record
 
-# What grpc.aio raises when the other side or the channel is gone; a write to a call that has ended
-# is an InvalidStateError, a call on a closed channel a UsageError.
+# Errors of grpc.aio after the other side or the channel has gone. A write to an ended call raises
+# InvalidStateError, a call on a closed channel UsageError.
 _BROKEN_CALL = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError)
-# How gRPC tells of a connection on which nobody answers, or nobody ever did: in the details of
-# UNAVAILABLE.
+# Details of UNAVAILABLE for a connection that timed out or was never established.
 _NOT_CLOSED = re.compile("timed out|timeout|failed to connect", re.IGNORECASE)
 
 
@@ -45,8 +43,11 @@ async def open_stream(
     opening: pb.PrefillCommand,
     is_silent: Callable[[], bool],
 ) -> AsyncIterator[LeaseStream]:
-    """`is_silent` tells whether the producer's record was not written in time. Raises LeaseLost, or
-    the TandemError that a task inside the block raised."""
+    """Opens a lease's stream with the message `opening`.
+
+    `is_silent` returns whether the producer is late in writing its record. Raises LeaseLost, or the
+    TandemError that a task inside the block raised.
+    """
     call = peer.stub.Prefill(metadata=token_metadata(config.cluster.token))
     closed = LeaseLost(f"the connection to {peer.worker_id} was closed")
     stream = LeaseStream(peer, config.transfer, call)
@@ -65,8 +66,10 @@ async def open_stream(
 
 
 class LeaseStream:
-    """The consumer's side of a lease's stream. `engine_waited_for` tells whether the producer's
-    engine still has work for the lease."""
+    """The consumer's side of a lease's stream.
+
+    `engine_waited_for` is True while the producer's engine has work for the lease.
+    """
 
     def __init__(self, peer: Peer, config: TransferConfig, call: Any) -> None:
         self._peer = peer
@@ -85,7 +88,7 @@ class LeaseStream:
             raise ProducerSilent(f"{self._peer.worker_id} takes nothing") from None
 
     async def read(self) -> pb.PrefillEvent:
-        """The next event that is no heartbeat."""
+        """Returns the next event other than a heartbeat."""
         while True:
             event = await self._read()
             if event.WhichOneof("event") != "heartbeat":
@@ -94,7 +97,7 @@ class LeaseStream:
             self._check_engine(event.heartbeat)
 
     async def watch(self, is_silent: Callable[[], bool]) -> None:
-        """Ends the wait for an event early when the producer's record is silent as well."""
+        """Ends a wait for an event early if the producer is also late in writing its record."""
         interval_s = self._config.heartbeat_interval_s
         while True:
             await asyncio.sleep(interval_s)
@@ -117,7 +120,7 @@ class LeaseStream:
     async def _read(self) -> pb.PrefillEvent:
         self._heard_at = self._now()
         try:
-            # Not wait_for: in Python 3.11 it can swallow a cancellation.
+            # wait_for can swallow a cancellation in Python 3.11.
             async with asyncio.timeout(self._silence_s) as self._reading:
                 event: pb.PrefillEvent = await self._call.read()
         except TimeoutError:
@@ -139,18 +142,18 @@ class LeaseStream:
 
 
 def is_producer_gone(error: BaseException | None) -> bool:
-    """Returns whether a lease was lost because the producer's process ended under it.
+    """Returns whether a lease was lost because the producer's process ended during it.
 
-    The system then closes its connections at once. One that times out says that the way is cut or
-    the process stands still, one that cannot be made that it had ended before: neither is a
-    request's doing.
+    In that case the operating system closes its connections at once. A timeout means that the
+    network is cut or the process is stopped; a failed connect means that the process had ended
+    before. Neither is caused by the request.
     """
     causes = [error]
     seen = set[int]()
     while causes:
         cause = causes.pop()
         if cause is None or id(cause) in seen:
-            continue  # an error that was raised from the group it was in is its own cause
+            continue  # an error raised from its own group is its own cause
         seen.add(id(cause))
         if isinstance(cause, grpc.aio.AioRpcError):
             is_closed = not _NOT_CLOSED.search(cause.details() or "")
@@ -164,7 +167,7 @@ def is_producer_gone(error: BaseException | None) -> bool:
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:
-    """Returns the error to report of a group: our own errors before what they caused."""
+    """Returns the error of a group to report: a TandemError before the errors that it caused."""
     errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
     ours = [e for e in errors if isinstance(e, TandemError)]
     if ours:

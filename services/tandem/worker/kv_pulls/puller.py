@@ -2,14 +2,13 @@
 
     await puller.pull(peer, lease_id=..., sequence_id=..., run=run, targets=block_ids)
 
-pulls one run (proto BlockRun) of a live lease at `peer` into `targets`: blocks `run.first_block`..
-of the table of `sequence_id` on this worker's engine, by their ids and in the run's order. It goes
-over the transport that the peer has at this moment, and returns when every byte is in place and,
-with --verify-blocks, compared. Else it raises LeaseLost or another TandemError: then nothing of the
-run may be trusted.
+pulls one run (proto BlockRun) of a live lease at `peer` into `targets`, the ids of local blocks in
+the run's order. They are the blocks from `run.first_block` on in the block table of `sequence_id`.
+It uses the peer's current transport and returns when every byte is in place and, with
+--verify-blocks, compared. Otherwise it raises LeaseLost or another TandemError, and the blocks are
+not valid.
 
-One Puller serves a whole worker. It knows no lease protocol: who may read what and when a pull
-counts is lease.py's.
+One Puller serves a whole worker. It does not know the lease protocol (lease.py).
 """
 
 import asyncio
@@ -43,7 +42,7 @@ class Puller:
         rates: Rates | None = None,
         on_mismatch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`rates` learns from each pull, and says how long one may take."""
+        """`rates` records the speed of each pull and sets the deadlines."""
         self._config = config
         self._link = link
         self._spans = spans
@@ -64,7 +63,7 @@ class Puller:
         run: pb.BlockRun,
         targets: Sequence[int],
     ) -> int:
-        """Returns the bytes that came."""
+        """Pulls a run; returns the number of bytes."""
         assert len(targets) == len(run.block_ids)
         num_bytes = self._spans.num_bytes(targets)
         async with self._bounds.taken(peer.peer_id, num_bytes):
@@ -89,7 +88,8 @@ class Puller:
                     if every := self._config.verify_every:
                         await verify(self._link.pool, sequence_id, run, targets, every)
                 except BlockMismatch as error:
-                    # Its request may have ended meanwhile: its blocks may be another's by now.
+                    # If the request has ended meanwhile, its blocks may belong to another one:
+                    # raise LeaseLost.
                     reservation.check(0, len(targets))
                     log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
                     self._on_mismatch()

@@ -1,9 +1,9 @@
-"""The LoRA adapters that this worker serves by name: those of `--lora`, and what operators add.
+"""The LoRA adapters that this worker serves: those of `--lora` and those that operators add.
 
-A name stands in the worker's record until an operator removes it or the worker ends. A new worker
-adopts the names of the others, so that a rolling restart loses none. The weights are the engine's
-business: it reads them when the first sequence wants them. A process that hangs while it reads a
-folder ends, and the worker with it.
+A name stays in the worker's record until an operator removes it or the worker ends. A new worker
+adopts the names of the others, so that a rolling restart loses none. The engine reads the weights
+when the first sequence needs them. A process that hangs while it reads a folder ends, and the
+worker ends with it.
 """
 
 import asyncio
@@ -29,29 +29,31 @@ log = logging.getLogger(__name__)
 
 
 class NamedAdapters:
-    """The adapters that a worker serves. `named` go into its record. Threads read the files."""
+    """The adapters that a worker serves. `named` is published in its record. Threads read files."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._model: ModelConfig | None = None
         self.named: dict[str, Adapter] = {}
-        self.load = AdapterLoad()  # of the engine, as it last told
+        self.load = AdapterLoad()  # as in the engine's last report
         self._has_adopted = False
-        self._turn = asyncio.Lock()  # of the reader of a folder
+        self._turn = asyncio.Lock()  # one task at a time reads a folder
 
     @property
     def state(self) -> AdapterState:
-        """Returns what the worker's record tells of its adapters."""
+        """The state of the adapters for the worker's record."""
         rank_max = self._config.max_lora_rank if self._config.max_loras else 0
         named = list(self.named.values())
         return AdapterState(named, self.load.loaded, self.load.failed, rank_max)
 
     def metrics(self, labels: Mapping[str, str]) -> Iterable[Metric]:
-        """Returns the gauge of the engine's adapters."""
+        """Returns the gauge of the engine's LoRA adapters."""
         return adapter_metrics(labels, self.load, self._config.max_loras)
 
     async def read_own(self) -> None:
-        """Takes in those of `--lora`. Raises ConfigError naming the one that cannot be used."""
+        """Adds the adapters of `--lora`. Raises ConfigError that names the one that cannot be
+        used.
+        """
         for name, path in self._config.lora.items():
             try:
                 async with self._turn:
@@ -60,8 +62,11 @@ class NamedAdapters:
                 raise type(error)(f"lora {name}: {error.message}") from error
 
     def adopt(self, records: Iterable[WorkerRecord]) -> None:
-        """Takes in what ready workers serve when this one sees them first, and only then: what an
-        operator removes later is gone."""
+        """Adds the adapters of ready workers, only when this worker sees records for the first
+        time.
+
+        Later it does not, so that an adapter that an operator removed stays removed.
+        """
         if self._has_adopted:
             return
         self._has_adopted = True
@@ -72,24 +77,25 @@ class NamedAdapters:
                 self.add(adapter)
 
     async def describe(self, path: str) -> tuple[str, int]:
-        """Returns digest and rank of an adapter's folder. Raises ConfigError if this worker cannot
-        use it."""
+        """Returns (digest, rank) of an adapter's folder. Raises ConfigError if it cannot be
+        used.
+        """
         async with self._turn:
             return await asyncio.to_thread(self._describe, path)
 
     def add(self, adapter: Adapter) -> None:
-        """Serves an adapter, in place of one that has its name."""
+        """Serves an adapter; it replaces an adapter with the same name."""
         log.info("adapter %s is %s of %s", adapter.name, adapter.digest, adapter.path)
         self.named[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Serves no adapter of this name any more."""
+        """Stops serving the adapter of this name."""
         if self.named.pop(name, None) is not None:
             log.info("adapter %s is served no more", name)
 
     def _read_own(self, name: str, path: str) -> Adapter:
         digest, rank = self._describe(path)
-        # Of two workers that start with one name, the one with the newer files counts.
+        # If two workers start with the same name, the adapter with the newer files is used.
         return Adapter(name, digest, path, rank, (Path(path) / WEIGHTS_FILE).stat().st_mtime)
 
     def _describe(self, path: str) -> tuple[str, int]:

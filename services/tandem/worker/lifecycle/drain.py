@@ -1,4 +1,4 @@
-"""The drain of a worker: it waits until nobody holds anything here, and says what it waits for."""
+"""The drain of a worker: waits until it has no sequences and leases, and logs what it waits for."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from tandem.worker.prefill.service import PrefillService
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_TELL_S = 5.0  # between two lines of a drain that goes on
+_TELL_S = 5.0  # interval of the log lines
 
 
 async def drain(
@@ -20,7 +20,7 @@ async def drain(
 ) -> None:
     """Returns when no sequence and no lease is left, at the latest at `ends_at`.
 
-    `ends_at` answers by time.monotonic(). A second request to stop may have it answer sooner.
+    `ends_at` returns a time.monotonic() time. A second request to stop may make it earlier.
     """
     began = told = time.monotonic()
     while decode.num_sequences or prefill.num_leases:
@@ -44,7 +44,7 @@ async def drain(
 
 
 def describe(decode: DecodeService, prefill: PrefillService, now: float) -> str:
-    """Describes what a drain waits for, by what each of it waits for itself, and the oldest age."""
+    """Describes the sequences and leases that a drain waits for, and the oldest age."""
     waits = Counter(_waits(decode, prefill))
     begun = [s.submitted_at for s in decode.sequences] + [x.opened_at for x in prefill.leases]
     oldest_s = now - min(begun, default=now)

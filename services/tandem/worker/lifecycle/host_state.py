@@ -1,6 +1,6 @@
-"""The host in a worker's record: name, process, clock, memory and disks.
+"""The host's fields in a worker's record: name, process, clock, memory and disks.
 
-A thread of its own asks for the room on disks, since a file system on a network may not answer.
+A separate thread reads the free disk space, since a network file system may not answer.
 """
 
 import os
@@ -19,7 +19,7 @@ _LOOK_S = 2.0
 
 
 class HostState:
-    """The host as of now; disks as of `_LOOK_S` ago."""
+    """The current state of the host. Disk figures are at most `_LOOK_S` old."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._folders = written_folders(config.engine.kv_disk_path)
@@ -28,7 +28,7 @@ class HostState:
             threading.Thread(target=self._look_for_ever, name="disks", daemon=True).start()
 
     def told(self) -> dict[str, Any]:
-        """Returns the record's fields of these names."""
+        """Returns the host's fields of the worker's record."""
         memory = read_memory()
         disk_free_bytes, disk_total_bytes = self._disk
         return {
@@ -48,8 +48,7 @@ class HostState:
 
 
 def written_folders(kv_disk_path: str) -> list[Path]:
-    """Returns the folders that a worker writes to: its log's, if it has one, and that of the copies
-    of blocks."""
+    """Returns the folders that a worker writes to: those of its log and of its disk tier."""
     log = os.environ.get(FILE_VARIABLE, "")
     return [
         *([Path(log).parent] if log else []),
@@ -58,8 +57,10 @@ def written_folders(kv_disk_path: str) -> list[Path]:
 
 
 def fullest_disk(folders: Sequence[Path]) -> tuple[int, int]:
-    """Returns free and all bytes of the file system with the smallest free share; zeros if none of
-    the folders is there."""
+    """Returns (free, total) bytes of the file system with the smallest free share.
+
+    Returns zeros if none of the folders exists.
+    """
     found = []
     for folder in folders:
         try:

@@ -1,12 +1,12 @@
 """KV events for programs outside of the cluster, over ZeroMQ in the format of vLLM and llm-d.
 
     PUB     [topic, sequence number, payload]; the number is 8 bytes, big-endian, from 0 on
-    ROUTER  a subscriber asks [number]; it gets [number, payload] of each kept batch from there on,
-            then [-1, empty]. A DEALER socket takes them all, a REQ socket only the first.
+    ROUTER  a subscriber sends [number]; it gets [number, payload] of each kept batch from that
+            number on, then [-1, empty]. A DEALER socket gets them all, a REQ socket only the first.
 
 A payload is msgpack of [time in s, events, data-parallel rank]. An event is an array that begins
-with its name. The first one of a process is AllBlocksCleared: it starts with an empty pool. A slow
-subscriber loses batches, and sees so by the numbers. A worker never waits for one.
+with its name. The first event of a process is AllBlocksCleared, because its pool is empty. A slow
+subscriber loses batches and can detect that by the numbers. A worker never waits for a subscriber.
 
 Format: https://docs.vllm.ai/en/stable/api/vllm/distributed/kv_events/
 """
@@ -32,23 +32,23 @@ from tandem.models.source import resolve
 
 log = logging.getLogger(__name__)
 
-_MEDIUM = "GPU"  # the name that subscribers know for an engine's own pool, whatever its device
-_QUEUE_MAX = 10_000  # batches to one slow subscriber
-_KEPT_BYTES_MAX = 64 << 20  # of batches that may be asked for again
-_REPLAY_DEADLINE_S = 5.0  # of one message to a subscriber that does not read
+_MEDIUM = "GPU"  # subscribers' name for an engine's own pool, on any device
+_QUEUE_MAX = 10_000  # batches queued for one slow subscriber
+_KEPT_BYTES_MAX = 64 << 20  # total size of the batches kept for replays
+_REPLAY_DEADLINE_S = 5.0  # for one message to a subscriber that does not read
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks of one chain, one after the other, and the token ids of all of them, if known."""
+    """Consecutive blocks of one chain, and the token ids of all of them if they are known."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None  # None: the first block has no parent
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None  # None: the base model's, or not known
+    lora_id: int | None = None  # None: base model or unknown
     medium: str | None = _MEDIUM
-    lora_name: str | None = None  # newer subscribers require the field
+    lora_name: str | None = None  # newer subscribers require this field
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -70,11 +70,12 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToldBlocks:
-    """The blocks that subscribers know, each with all of its parents: turns reports into events.
+    """The blocks that subscribers know, each with all of its parents. Turns reports into events.
 
-    A block without a parent is the first of its chain. Any other block is told of only while
-    subscribers know its parent, so that nobody takes it for the first one. If every layer has a
-    window, a parent may be gone; the block and those after it are never told of then.
+    A block without a parent is the first of its chain. Any other block is published only while
+    subscribers know its parent, because without it they would take the block for the first one. If
+    every layer has a window, a parent may be removed; the block and those after it are then not
+    published.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -82,7 +83,7 @@ class ToldBlocks:
         self._held: set[bytes] = set()
 
     def take(self, step: StepReport) -> list[Event]:
-        """Returns the events of what a step stored and removed."""
+        """Returns the events for the blocks that a step stored and removed."""
         changes = step.chains or BlockChanges(step.stored, step.removed)
         stored = list(self._stored(changes.stored))
         removed = [each for each in changes.removed if each in self._held]
@@ -92,7 +93,7 @@ class ToldBlocks:
     def _stored(self, blocks: Iterable[StoredBlock]) -> Iterator[BlockStored]:
         """Yields an event for each run of blocks in which each is the parent of the next.
 
-        Imported blocks come without token ids, so they are never in one run with others.
+        Imported blocks have no token ids, so they are in separate events.
         """
         run: list[StoredBlock] = []
         for block in blocks:
@@ -110,7 +111,7 @@ class ToldBlocks:
             yield self._event(run)
 
     def _event(self, run: list[StoredBlock]) -> BlockStored:
-        adapter = run[0].adapter  # of the whole chain
+        adapter = run[0].adapter  # all blocks of a chain have the same adapter
         return BlockStored(
             [block.block_hash for block in run],
             run[0].parent_hash if run[0].index else None,
@@ -122,7 +123,7 @@ class ToldBlocks:
 
 
 class KvEvents:
-    """The sockets of one worker. `on_report` sends at once; replays have a task of their own."""
+    """The sockets of one worker. `on_report` sends at once; a separate task serves replays."""
 
     @classmethod
     async def open(cls, config: WorkerConfig) -> Self:
@@ -131,7 +132,7 @@ class KvEvents:
         if not model:
             engine = config.engine
             folder = await asyncio.to_thread(resolve, engine.model, revision=engine.model_revision)
-            model = folder.name  # as routers name it to clients
+            model = folder.name  # the model's name in the routers' API
         return cls(config, model)
 
     def __init__(self, config: WorkerConfig, model: str) -> None:
@@ -153,24 +154,25 @@ class KvEvents:
         self._send([AllBlocksCleared()])
 
     def on_report(self, step: StepReport) -> None:
-        """Publishes what a step stored and removed."""
+        """Publishes the blocks that a step stored and removed."""
         if events := self._told.take(step):
             self._send(events)
 
     async def aclose(self) -> None:
-        """Closes the sockets; what was sent still goes out for a second at most."""
+        """Closes the sockets. Queued messages are sent for up to one second."""
         if self._task is not None:
             await cancel(self._task)
         await asyncio.to_thread(self._close, 1000)
 
     def _open(self, endpoint: str, replay: str) -> None:
         self._publish.set_hwm(_QUEUE_MAX)
-        # As in vLLM: a wildcard or a path is this side's, any other address is the subscriber's.
+        # As in vLLM: a wildcard or a path is bound here; any other address is the subscriber's.
         listens = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         _use(self._publish, "--kv-events", endpoint, listens=listens)
         if replay:
             self._replay = zmq.asyncio.Socket(self._context, zmq.ROUTER)
-            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue waits and drops nothing
+            # a full queue blocks instead of dropping messages
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
             _use(self._replay, "--kv-events-replay", replay, listens=True)
             self._task = asyncio.create_task(self._serve_replays(self._replay), name="kv-replay")
         log.info("KV events of topic %s at %s", self._topic.decode(), endpoint)
@@ -209,8 +211,10 @@ class KvEvents:
 
 
 def _lora_id(adapter: Adapter) -> int:
-    """Returns a positive number of 31 bits that says the adapter's digest, on every worker the
-    same one. Other files under the adapter's name have another."""
+    """Returns a positive 31-bit number from the adapter's digest, the same on every worker.
+
+    Other files under the same adapter name have another number.
+    """
     return int(adapter.digest[:8], 16) % (1 << 31) or 1
 
 

@@ -1,4 +1,4 @@
-"""A worker's notice that it loads, for operators: it has no record before its model is known."""
+"""A worker's notice while it loads, for operators. It has no record before its model is known."""
 
 import asyncio
 import logging
@@ -21,8 +21,7 @@ _FAILED_MAX = 500  # characters
 
 
 async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
-    """Starts the engine, and tells of its progress meanwhile. Raises what `EngineLink.start`
-    does."""
+    """Starts the engine and publishes its progress. Raises the errors of `EngineLink.start`."""
     telling = asyncio.create_task(tell_loading(config, lambda: link.loading))
     try:
         return await link.start()
@@ -31,7 +30,9 @@ async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
 
 
 async def tell_failed(config: WorkerConfig, why: str) -> None:
-    """Leaves a notice that says why this worker ends before it could serve, if Redis takes it."""
+    """Writes a notice with the reason why this worker ends before serving, if Redis is
+    available.
+    """
     redis = connect(config.cluster.redis_url)
     told = LoadingNotice(config.role, failed=why[:_FAILED_MAX])
     try:
@@ -43,10 +44,10 @@ async def tell_failed(config: WorkerConfig, why: str) -> None:
 
 
 async def tell_loading(config: WorkerConfig, progress: Callable[[], tuple[int, int]]) -> None:
-    """Writes the notice every `record_interval_s`, until it is cancelled; then takes it away.
-    `progress` tells bytes of weights that are loaded, and all bytes.
+    """Writes the notice every `record_interval_s` until it is cancelled; then deletes it.
 
-    A Redis that does not answer, or does not let this worker write a notice, stops no start.
+    `progress` returns (bytes of weights loaded, bytes of all weights). A Redis error does not stop
+    the start.
     """
     redis = connect(config.cluster.redis_url)
     registry = Registry(redis, config.cluster)

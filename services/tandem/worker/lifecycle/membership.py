@@ -1,7 +1,7 @@
-"""A worker's place in the cluster: its record, KV compatibility, peers, and blocks in the tree.
+"""A worker's registration in the cluster: record, KV compatibility, peers, and tree entries.
 
-All of it is a cache of facts in Redis. Redis lost: the worker serves on, tries again, and publishes
-everything anew when Redis is back.
+All of it is a cache in Redis. Without Redis the worker continues to serve and retries; when Redis
+is back, it publishes everything again.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Membership:
         record: Callable[[], WorkerRecord],
         on_records: Callable[[list[WorkerRecord]], None],
     ) -> None:
-        """`tiers` are the names of those below the KV pool."""
+        """`tiers` are the names of the tiers below the KV pool."""
         self._cluster = cluster
         self._worker_id = worker_id
         self._role = role
@@ -56,8 +56,11 @@ class Membership:
         self._num_writes = 0
 
     async def join(self, compatibility: KvCompatibility) -> None:
-        """Waits for Redis, then joins in the role of the last process of this worker, if that
-        process was lent and crashed. Raises Incompatible naming the differences."""
+        """Waits for Redis, then registers the worker.
+
+        If the last process of this worker was lent to the other pool and crashed, it joins in that
+        role. Raises Incompatible that names the differences.
+        """
         while True:
             try:
                 await self._registry.check_compatibility(compatibility, self._record().generation)
@@ -74,7 +77,7 @@ class Membership:
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     def on_report(self, report: StepReport) -> None:
-        """Queues what the step stored and removed for the tree."""
+        """Queues the blocks that the step stored and removed for the tree."""
         if report.stored or report.removed:
             self.publisher.add((s.block_hash for s in report.stored), report.removed)
         for tier in report.tiers:
@@ -85,7 +88,7 @@ class Membership:
         return [self.publisher, *self._of_tiers.values()]
 
     async def refresh(self) -> None:
-        """One round: write our record, read the others'."""
+        """Writes this worker's record and reads the others', once."""
         try:
             self._num_writes += 1
             record = msgspec.structs.replace(self._record(), num_writes=self._num_writes)
@@ -98,9 +101,9 @@ class Membership:
             self._note_unreachable(error)
 
     async def leave(self) -> None:
-        """Takes the worker out of placement and out of the tree."""
+        """Removes the worker from placement and from the tree."""
         if self._task is not None:
-            await cancel(self._task)  # it would write the record again
+            await cancel(self._task)  # otherwise it would write the record again
         try:
             await asyncio.gather(*(publisher.aclose() for publisher in self._publishers))
             await self._registry.remove(self._worker_id)
@@ -114,7 +117,7 @@ class Membership:
             await asyncio.sleep(self._cluster.record_interval_s)
             try:
                 await self.refresh()
-            except Exception:  # a worker without a record is taken for gone
+            except Exception:  # go on: a worker without a record counts as gone
                 log.exception("the record was not written")
 
     def _note_unreachable(self, error: Any) -> None:

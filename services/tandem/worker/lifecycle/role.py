@@ -1,16 +1,16 @@
-"""A worker moves to the other pool and back: no restart, its model and its cache as they are.
+"""Moves a worker to the other pool and back, without a restart. Its model and cache stay.
 
-    decode  --> out of placement --> no prompt here waits for a prefill worker --> prefill
-    prefill --> takes no more prompts -------------------------------------------> decode
+    decode  --> out of placement --> no sequence waits for a prefill worker --> prefill
+    prefill --> accepts no more prompts ------------------------------------> decode
 
-What decodes here goes on, or routers move it; leases that are open here end as they would. Why that
-is enough is the argument of docs/transfer.md: who waits for a prefill worker, and holds blocks
-while it waits, is in the decode pool, and whom it waits for was in the prefill pool when it asked.
-So if waits made a circle, each of its workers would have joined the decode pool later than the one
-before it in the circle, and so later than itself.
+Running sequences go on or are migrated by routers; open leases end as usual. docs/transfer.md shows
+that this cannot deadlock. A worker that waits for a prefill worker while it holds blocks is in the
+decode pool, and the worker that it waits for was in the prefill pool when the wait began. In a
+cycle of waits, each worker would have joined the decode pool later than the one before it, and so
+later than itself.
 
-A worker in the other pool is lent. The loan survives a crash of the process, and ends with a change
-back or when the worker ends in order.
+A worker in the other pool is lent. The loan survives a crash of the process; it ends when the role
+changes back or the worker ends in order.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from tandem.worker.prefill.service import PrefillService
 
 log = logging.getLogger(__name__)
 
-# For prefill workers that are asked already; then what is missing is computed here.
+# Time for running remote prefills to finish; after that, missing tokens are computed locally.
 _GRACE_S = 0.5
 
 
 class RoleChange:
-    """Changes the role of a worker. `role` is the pool that the worker is in now."""
+    """Changes the role of a worker. `role` is its current pool."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class RoleChange:
         prefill: PrefillService,
         tell: Callable[[], Awaitable[None]],
     ) -> None:
-        """`tell` lets others know: it writes the record."""
+        """`tell` writes the record, so that other processes learn the change."""
         self.role: Role = role
         self._own = role
         self._ends_in_order = False
@@ -50,18 +50,20 @@ class RoleChange:
 
     @property
     def loan(self) -> str:
-        """Returns the role in which the next process of this worker is to start; empty: its
-        own."""
+        """The role in which the next process of this worker starts; "" for its own role."""
         return "" if self.role == self._own or self._ends_in_order else self.role
 
     def end_loan(self) -> None:
-        """The worker ends in order: whoever gets its name next starts in the pool of its own."""
+        """Ends the loan, because the worker ends in order. Its next process starts in its own
+        role.
+        """
         self._ends_in_order = True
 
     async def to(self, role: Role) -> float:
-        """Returns when this worker does the other pool's work, and how long that took, seconds.
+        """Moves this worker to a pool; returns when that is done, with the duration in seconds.
 
-        Who asked may stop waiting; the change goes on: half of it is a worker in no pool.
+        The change finishes even if the caller stops waiting; otherwise the worker could be in no
+        pool.
         """
         change = asyncio.create_task(self._change(role))
         self._changes.add(change)
@@ -75,7 +77,7 @@ class RoleChange:
                 return 0.0
             if role == "prefill":
                 self._decode.leave_pool()
-                await self._decode.ask_nobody(_GRACE_S)
+                await self._decode.stop_remote_prefills(_GRACE_S)
                 self._prefill.takes_prompts = True
             else:
                 self._prefill.takes_prompts = False

@@ -1,4 +1,4 @@
-"""The gRPC face of a worker: proto/tandem/v1/worker.proto onto the services behind it."""
+"""The gRPC service of a worker (proto/tandem/v1/worker.proto). It calls the worker's components."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Servicer(WorkerServicer):
-    """Translates and delegates; holds no state."""
+    """Translates messages and delegates. Holds no state."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -2,9 +2,9 @@
 
     ListChains of a peer --> ImportBlocks a chain (FREE blocks only) --> pull it --> CommitImport
 
-In the background, after the worker has joined: requests come first, and nothing is evicted for it.
-What fails is left cold. A chain is the path from a root to a leaf, so that what two chains share is
-imported with the first and found in the cache by the second.
+It runs in the background after the worker has joined. Requests have priority, and no block is
+evicted for it. Blocks that cannot be imported are skipped. A chain is the path from a root to a
+leaf, so the common blocks of two chains are imported with the first one and cached for the second.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ CHAIN_DEADLINE_S = 60.0
 
 
 class Warmer:
-    """Imports up to `warm_blocks` blocks from peers. `on_step` is called for each step here."""
+    """Imports up to `warm_blocks` blocks from peers. `on_step` is called after each local step."""
 
     def __init__(
         self, config: WorkerConfig, link: EngineLink, prefixes: PrefixPuller, metrics: WorkerMetrics
@@ -52,7 +52,9 @@ class Warmer:
                 future.set_exception(from_code(failed.code, failed.message))
 
     async def run(self, peers: Iterable[Peer]) -> None:
-        """Imports until there are enough blocks or no peer has more. Raises only CancelledError."""
+        """Imports chains until there are enough blocks or no peer has more. Raises only
+        CancelledError.
+        """
         for peer in peers:
             try:
                 for chain in await self._chains(peer):
@@ -80,7 +82,7 @@ class Warmer:
         return [list(chain.block_hashes) for chain in response.chains]
 
     async def _adopt(self, peer: Peer, block_hashes: list[bytes]) -> int:
-        """Imports a chain from a peer; returns how many blocks came."""
+        """Imports a chain from a peer; returns the number of imported blocks."""
         sequence_id = f"warm-{uuid.uuid4().hex}"
         future: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
         self._reserved[sequence_id] = future
@@ -102,4 +104,4 @@ class Warmer:
             return num_blocks - num_cached
         finally:
             self._reserved.pop(sequence_id, None)
-            self._link.send(Remove(sequence_id))  # an import that was committed is gone already
+            self._link.send(Remove(sequence_id))  # has no effect after a commit

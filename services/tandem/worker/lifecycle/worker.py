@@ -65,7 +65,7 @@ _CLOSE_S = 1.0
 
 
 class Worker:
-    """Composes the parts, and moves the worker through its states."""
+    """Creates the worker's components and moves the worker through its states."""
 
     link: EngineLink
     rates: Rates
@@ -83,9 +83,9 @@ class Worker:
         self._make_servicer = make_servicer
         self.epoch = uuid.uuid4().hex[:16]
         self.state: State = "starting"
-        self._drain_until = math.inf  # by time.monotonic(), from `stop` on
+        self._drain_until = math.inf  # time.monotonic() time, set by `stop`
         self._stopping = asyncio.Event()
-        self._broken = ""  # why this process must end and be started anew
+        self._broken = ""  # reason why this process must end and be restarted
         self._load = WorkerLoad()
         self.adapters = NamedAdapters(config.engine)
         self._address = ""
@@ -95,19 +95,19 @@ class Worker:
         self._started_at = time.time()
         self._host = HostState(config)
         self._events: KvEvents | None = None
-        self._early: list[messages.Event] = []  # that came before it was ready
+        self._early: list[messages.Event] = []  # events that arrived before the worker was ready
         self._tracing = make_tracing(f"tandem-{config.role}", config.worker_id)
 
     def stop(self, deadline_s: float) -> None:
-        """Begins to drain; `run` returns when nothing is held any more, or at the deadline.
+        """Starts the drain. `run` returns when no sequence or lease is left, or at the deadline.
 
-        Told again: the earliest deadline holds, for whoever set it ends this process then.
+        If it is called again, the earliest deadline applies.
         """
         self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._stopping.set()
 
     async def tell_record(self) -> None:
-        """Writes the record now rather than at the next interval."""
+        """Writes the record now instead of at the next interval."""
         self._metrics.role = self.role.role
         await self._membership.refresh()
 
@@ -115,7 +115,7 @@ class Worker:
         return self._load
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises WorkerLost when the engine ends, or cannot pull any more."""
+        """Serves until `stop`. Raises WorkerLost if the engine ends or cannot pull any more."""
         self.link = EngineLink(self.config, self.epoch, self._on_event)
         if self.config.transfer.nixl_tcp == "insecure":
             log.warning(
@@ -133,7 +133,7 @@ class Worker:
             raise WorkerLost(self._broken)
 
     async def _start_engine(self) -> messages.Ready | None:
-        """Starts the engine; returns None when `stop` came before the model was loaded."""
+        """Starts the engine; returns None if `stop` was called before the model was loaded."""
         starting = asyncio.create_task(start_and_tell(self.config, self.link))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -142,10 +142,11 @@ class Worker:
                 return await starting
             log.info("stopped before the model was loaded")
             while not starting.done():
-                # Not asked: one that loads reads no command. Again: it may have had no process yet.
+                # A loading engine reads no commands, so kill it. Repeat it, because the process may
+                # not exist yet.
                 self.link.kill("stopped before the model was loaded")
                 await asyncio.wait([starting], timeout=_KILL_POLL_S)
-            starting.exception()  # what `kill` said
+            starting.exception()  # retrieves the error that `kill` caused
             return None
         finally:
             starting.cancel()
@@ -155,7 +156,8 @@ class Worker:
         server = self._listen()
         self._compose(ready)
         if self.config.events.kv_events:
-            self._events = await KvEvents.open(self.config)  # before the first step
+            # before the first step, so that no event is lost
+            self._events = await KvEvents.open(self.config)
         await server.start()
         exempt_loaded()
         self.role = RoleChange(self.config.role, self.decode, self.prefill, self.tell_record)
@@ -191,7 +193,8 @@ class Worker:
             draining = drain(self.decode, self.prefill, lambda: self._drain_until)
             await self._unless(draining, watch.turn_for_ever())
         except WorkerLost:
-            await server.stop(None)  # at once: no stream may wait for an engine that is gone
+            # at once, because the engine is gone and no stream may wait for it
+            await server.stop(None)
             raise
         finally:
             probes.cancel()
@@ -261,7 +264,7 @@ class Worker:
         return Producers(self.peers, prefixes, make_lease)
 
     def _listen(self) -> grpc.aio.Server:
-        """A server that has its port, and serves once it is started."""
+        """Returns a server that is bound to its port; it serves once it is started."""
         log_lost_peers_calmly()
         cluster = self.config.cluster
         tls_dir = self.config.tls_dir
@@ -332,9 +335,9 @@ class Worker:
         self.decode.planner.update(records)
 
     def _give_up(self, message: str) -> None:
-        """Drains what is here; `run` then raises, so that whoever keeps workers starts another.
+        """Drains the worker; `run` then raises WorkerLost, so that the worker is restarted.
 
-        One that drains already leaves as it was told to: what is left may need no pull.
+        A drain that has already begun continues, because its sequences may need no pull.
         """
         if not self._stopping.is_set():
             log.error("this worker drains itself: %s", message)
@@ -372,7 +375,7 @@ class Worker:
     ) -> bool:
         """Runs `work` until `ending` is done; returns whether the work was done first.
 
-        Raises what either of them raised, and WorkerLost when the engine ends first.
+        Raises the error of either of them, or WorkerLost if the engine ends first.
         """
         working = asyncio.create_task(work)
         until = asyncio.create_task(ending)
@@ -391,7 +394,7 @@ class Worker:
                 task.cancel()
 
     def _leave_placement(self) -> None:
-        """Nothing new is taken. Routers move what they can; its blocks can be had meanwhile."""
+        """Accepts no new requests. Routers migrate sequences; peers can still pull its blocks."""
         self.state = "draining"
         self.prefill.leave(lambda: self.decode.num_sequences > 0)
         self.decode.leave_pool()

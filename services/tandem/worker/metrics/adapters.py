@@ -12,10 +12,10 @@ from tandem.net.observability.metrics import gauges
 def adapter_metrics(
     labels: Mapping[str, str], load: AdapterLoad, max_loras: int
 ) -> Iterator[Metric]:
-    """Yields the gauge; its labels tell everything, and its value is the time."""
+    """Yields the gauge. Its labels contain the adapters; its value is the current time."""
     names = [*labels, "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
-    told = [",".join(load.running), ",".join(load.waiting), str(max_loras)]
+    adapters = [",".join(load.running), ",".join(load.waiting), str(max_loras)]
     text = "Adapters of running and of waiting sequences; the value is the time of the scrape"
     yield gauges(
-        "tandem_lora_requests_info", text, names, [([*labels.values(), *told], time.time())]
+        "tandem_lora_requests_info", text, names, [([*labels.values(), *adapters], time.time())]
     )

@@ -1,11 +1,10 @@
-"""Answers Kubernetes' probes of a worker, beside its metrics, on the same port.
+"""Answers Kubernetes' probes of a worker on the port of its metrics.
 
-    /health   200; 503 when the event loop stands still
-    /ready    200 while the worker takes work; 503 before, and while it drains
-
-The threads that serve metrics answer, so an answer comes also when the event loop hangs. A hung
-engine is ended by the worker itself (`EngineWatch`), and its process with it; so that one is found
-before a request meets it, an idle engine is asked something now and then.
+    /health   200; 503 if the event loop hangs
+    /ready    200 while the worker accepts requests; 503 before and during the drain
+The threads that serve metrics answer, so that a probe is answered even if the event loop hangs. The
+worker itself ends a hung engine (`EngineWatch`) and then exits. An idle engine gets a question from
+time to time, so that a hung one is detected before a request arrives.
 """
 
 import asyncio
@@ -21,35 +20,37 @@ _TURN_S = 1.0
 
 
 class Probes:
-    """Answers probes. `turn_for_ever` runs on the event loop; the other methods in any thread."""
+    """Answers probes. `turn_for_ever` runs on the event loop; the other methods run in any
+    thread.
+    """
 
     def __init__(self, state: Callable[[], str], ask_engine: Callable[[], None]) -> None:
-        """`ask_engine` makes an engine that has nothing to do report once."""
+        """`ask_engine` makes an idle engine send one report."""
         self._state = state
         self._ask_engine = ask_engine
         self._turned_at = time.monotonic()
 
     async def turn_for_ever(self) -> None:
-        asked_at = time.monotonic()
+        reported_at = time.monotonic()
         while True:
             await asyncio.sleep(_TURN_S)
             self._turned_at = time.monotonic()
-            if self._turned_at - asked_at >= ASK_INTERVAL_S:
-                asked_at = self._turned_at
+            if self._turned_at - reported_at >= ASK_INTERVAL_S:
+                reported_at = self._turned_at
                 self._ask_engine()
 
     def unhealthy_reason(self) -> str:
-        """Returns why the process is not healthy; empty while it is."""
+        """Returns why the process is unhealthy; "" if it is healthy."""
         stands_s = time.monotonic() - self._turned_at
         return f"the event loop stands still for {stands_s:.0f} s" if stands_s > LOOP_HANG_S else ""
 
     def not_ready_reason(self) -> str:
-        """Returns why the worker takes no work; empty while it does."""
+        """Returns why the worker accepts no requests; "" if it does."""
         state = self._state()
         return "" if state == "ready" else f"the worker is {state}"
 
     def around(self, metrics: WsgiApp) -> WsgiApp:
-        """Returns a WSGI application that answers probes and leaves other paths to `metrics`."""
+        """Returns a WSGI application that answers probes and passes other paths to `metrics`."""
 
         def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
             match environ["PATH_INFO"]:

@@ -1,7 +1,7 @@
-"""Histograms of the requests that a worker served, under vLLM's names with `tandem_` before them.
+"""Histograms of the requests that a worker served, under vLLM's names prefixed with `tandem_`.
 
-Of a decode worker they are of whole requests, of a prefill worker of its leases: queue and prefill
-time. A request that was moved counts at each worker for what it did there.
+A decode worker measures whole requests, a prefill worker the queue and prefill time of its leases.
+A request that migrated counts on each worker with its time there.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 
 class ServedSequence(Protocol):
-    """What is counted of a decode worker's sequence; times are monotonic seconds."""
+    """The measured fields of a decode worker's sequence. Times are monotonic seconds."""
 
     spec: SequenceSpec
     timings: pb.SequenceTimings
@@ -28,7 +28,9 @@ class ServedSequence(Protocol):
 
 
 class ServedLease(Protocol):
-    """What is counted of a prefill worker's lease; times are monotonic seconds, 0: not yet."""
+    """The measured fields of a prefill worker's lease. Times are monotonic seconds; 0: not
+    reached.
+    """
 
     transport: str
     opened_at: float
@@ -42,7 +44,7 @@ class ServedLease(Protocol):
 
 
 class RequestMetrics(MetricSet):
-    """Seconds of requests and leases that are over, and the hits of this worker's own cache."""
+    """Durations of ended requests and leases, and the hits of this worker's own cache."""
 
     _ttft = histogram(
         "tandem_engine_time_to_first_token_seconds",

@@ -1,6 +1,6 @@
 """Prometheus metrics of one worker, served by its I/O process.
 
-Gauges are read from the newest load when they are scraped; nothing is computed between scrapes.
+Gauges are read from the newest load at each scrape; nothing is computed between scrapes.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
     ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
     ("write_failures", "Writes to the tier that failed", lambda tier: tier.write_failures),
 )
-DAMAGE_S = 600.0  # so long operators see that blocks could not be read
+DAMAGE_S = 600.0  # How long a damage stays visible to operators
 
 
 class WorkerMetrics(MetricSet):
-    """The metrics of one worker. Owners increment their counters; `serve` starts the endpoint."""
+    """The metrics of one worker. Other components increment the counters; `serve` starts the
+    endpoint.
+    """
 
     _memory = gauge(
         "tandem_memory_free_bytes",
@@ -136,12 +138,12 @@ class WorkerMetrics(MetricSet):
     )
 
     def __init__(self, *, worker_id: str, role: str) -> None:
-        self._engine_load = EngineLoad()  # of the newest step
+        self._engine_load = EngineLoad()  # from the newest step
         self._damage = TierDamage()
-        self.role = role  # it may change: samples get it when they are scraped
+        self.role = role  # current role, which may change; samples get it at the scrape
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)  # of the I/O process
+        ProcessCollector(registry=self._registry)  # metrics of the I/O process
         self.tally = EngineTally()
         self.requests = RequestMetrics(self._registry, self._labels, self.tally)
         super().__init__(self._registry, self._labels)
@@ -159,7 +161,7 @@ class WorkerMetrics(MetricSet):
 
     @property
     def tiers(self) -> tuple[TierUse, ...]:
-        """Returns the tiers below the pool, as of the newest step."""
+        """The state of the tiers below the pool after the newest step."""
         tiers = self._engine_load.tiers
         return tuple(
             TierUse(t.name, t.blocks_total, t.blocks_held, self._damage.num_blocks(t.name))
@@ -191,7 +193,7 @@ class WorkerMetrics(MetricSet):
             nixl.add_failed()
 
     def on_lost_lease(self, lease: ConsumerLease) -> None:
-        """Counts a lease that failed after its reads were done, if they came over NIXL."""
+        """Counts a lease over NIXL that failed after its reads were done."""
         if lease.is_unconfirmed and lease.peer.transport == "nixl":
             self.tally.nixl.add_unconfirmed()
 
@@ -220,13 +222,13 @@ class WorkerMetrics(MetricSet):
     def watch(
         self, publisher: Publisher, adapters: Callable[[Mapping[str, str]], Iterable[Metric]]
     ) -> None:
-        """Exports the worker's log in the prefix tree, its adapters and its tiers from now on."""
+        """Adds the metrics of the worker's prefix tree log, adapters and tiers."""
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
         self._registry.register(_AtScrape(partial(adapters, self._labels)))
         self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._engine_load)))
 
     def collect(self) -> Iterable[Metric]:
-        """Returns all metrics except the gauges, as they are now."""
+        """Returns the current values of all metrics except the gauges."""
         return _WithRole(self._registry, self).collect()
 
     def serve(
@@ -237,7 +239,7 @@ class WorkerMetrics(MetricSet):
         pairs: Callable[[], Mapping[str, PairRate]],
         probes: Probes,
     ) -> int:
-        """Starts the endpoint, which answers probes, too; returns its port."""
+        """Starts the endpoint of metrics and probes; returns its port."""
         self._registry.register(_AtScrape(lambda: self._gauges(load(), pairs())))
         scraped: Any = _WithRole(self._registry, self)
         app = probes.around(make_wsgi_app(scraped))
@@ -258,7 +260,7 @@ class WorkerMetrics(MetricSet):
 
 
 class _WithRole:
-    """A registry whose samples of the worker have the label `role` as it is now."""
+    """A registry that adds the current `role` to the worker's samples."""
 
     def __init__(self, registry: Any, metrics: WorkerMetrics) -> None:
         self._registry = registry
@@ -278,7 +280,7 @@ class _WithRole:
 
 
 class _AtScrape(Collector):
-    """Metrics that `read` makes when they are scraped."""
+    """Metrics that `read` creates at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
@@ -305,16 +307,20 @@ def index_metrics(labels: Mapping[str, str], publisher: Publisher) -> Iterator[M
 
 
 class TierDamage:
-    """The blocks of the tiers that could not be read lately, but those of the object store: there
-    blocks go by the bucket's own rules. Blocks that a restart left out do not count."""
+    """Counts the blocks of each tier that could not be read lately.
+
+    The object store is not counted, because the bucket's own rules delete blocks there. Blocks that
+    a restart left out are not counted either.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_bad: dict[str, int] = {}  # by tier, since the start
-        self._lately: dict[str, tuple[int, float]] = {}  # how many, and when the last was found
+        self._num_bad: dict[str, int] = {}  # tier -> bad blocks since the start
+        # tier -> (recent bad blocks, time of the last one)
+        self._lately: dict[str, tuple[int, float]] = {}
 
     def take(self, tiers: Iterable[TierLoad]) -> None:
-        """Takes what a step reports."""
+        """Takes the tiers' state from a step report."""
         for tier in tiers:
             num_new = tier.blocks_bad - self._num_bad.get(tier.name, tier.blocks_bad)
             self._num_bad[tier.name] = tier.blocks_bad
@@ -322,7 +328,7 @@ class TierDamage:
                 self._lately[tier.name] = self.num_blocks(tier.name) + num_new, self._clock()
 
     def num_blocks(self, tier: str) -> int:
-        """Returns how many blocks of a tier could not be read lately."""
+        """Returns the number of a tier's blocks that could not be read lately."""
         number, found_at = self._lately.get(tier, (0, 0.0))
         return number if self._clock() - found_at < DAMAGE_S else 0
 

@@ -1,11 +1,10 @@
-"""Makes a pair of this worker and a producer: introduced, compared, measured, a transport chosen.
+"""Connects this worker with a producer: compares the two, measures the pair, chooses a transport.
 
     Connect: KV compatibilities, hosts, NIXL metadata --> timed NIXL and gRPC reads --> transport
-
-All of it beside the requests, never on their path. `again` measures a pair anew whose transport
-failed or fell behind; what is chosen and why is logged once for each pair, loudly when it is not
-the best. What the network is to blame for is loud for the first pair only: it is the same for the
-others, and again when one of them restarts.
+This runs in the background, never on a request's path. `again` measures a pair again whose
+transport failed or became slow. The choice and its reason are logged once for each pair, as a
+warning if the transport is not the best one. If the network is the reason, only the first pair logs
+a warning, because the reason is the same for all pairs.
 """
 
 import logging
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _OF_THE_NETWORK = {"tcp", "unreachable"}
 _REASON_MAX = 300  # characters
-FAILURES_MAX = 3  # NIXL reads in a row, until the pair goes on over gRPC
+FAILURES_MAX = 3  # After this many failed NIXL reads in a row, the pair uses gRPC
 
 
 class Pairing:
@@ -58,10 +57,10 @@ class Pairing:
         self._compatibility = compatibility
         self._calls = PeerCalls(config.cluster.cluster_id, config.cluster.token, config.tls_dir)
         self._host = host_identity(config.transfer.nixl_tcp)
-        self._warned: set[str] = set()  # reasons that were told with what would lift them
+        self._warned: set[str] = set()  # reasons that were already logged as a warning
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
-        """Raises TandemError when no transport reaches it."""
+        """Connects to a peer. Raises TandemError if no transport works."""
         channel = self._calls.open(address)
         stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
         transports: tuple[Transport, ...] = (
@@ -77,7 +76,7 @@ class Pairing:
         return peer
 
     async def again(self, peer: Peer) -> None:
-        """Measures the pair and sets its transport. Raises TandemError when nothing reaches it."""
+        """Measures the pair and sets its transport. Raises TandemError if no transport works."""
         response = await self._introduce(peer)
         offered = set(response.transports)
         peer.offers_grpc = "grpc" in offered
@@ -102,12 +101,12 @@ class Pairing:
         self.use(peer, choose_transport(wanted, by_nixl, by_grpc, how))
 
     def use(self, peer: Peer, choice: TransportChoice) -> None:
-        """Uses the chosen transport from now on; `again` may bring another one back."""
-        told = (peer.transport, peer.reason)
+        """Sets the pair's transport and logs a change. `again` may set another one later."""
+        previous = (peer.transport, peer.reason)
         peer.transport = choice.transport
         peer.reason = choice.reason
         self._rates.use(peer.worker_id, choice.transport, choice.warning[:_REASON_MAX])
-        if told == (choice.transport, choice.reason):
+        if previous == (choice.transport, choice.reason):
             return
         rate = figures(Way(self._rates.pair(peer.worker_id)))
         if choice.warning and choice.reason not in self._warned:
@@ -120,7 +119,7 @@ class Pairing:
             log.info("blocks of %s come over %s (%s)", peer.peer_id, choice.transport, why)
 
     def give_up_failing(self, peer: Peer) -> None:
-        """Goes on over gRPC where several NIXL reads in a row have failed."""
+        """Switches a pair to gRPC after several NIXL reads in a row have failed."""
         failures = self._rates.failures(peer.worker_id, "nixl")
         may = self._config.transfer.transport == "auto" and peer.offers_grpc
         if peer.transport == "nixl" and failures >= FAILURES_MAX and may:

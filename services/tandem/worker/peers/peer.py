@@ -1,4 +1,4 @@
-"""A connected producer: another worker, as one process of it."""
+"""A connected producer, identified by worker id and epoch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from tandem.transfer.protocol import Transport
 
 @dataclass(slots=True)
 class Peer:
-    """A connected peer. Its `transport` may change: a pull looks at it when it starts."""
+    """A connected peer. Its `transport` may change; a pull uses the one set at its start."""
 
     worker_id: str
     epoch: str
     stub: WorkerStub
     channel: grpc.aio.Channel
-    transports: Mapping[str, Transport]  # by name: all that there are
-    transport: str = ""  # the name of the one in use
+    transports: Mapping[str, Transport]  # all transports by name
+    transport: str = ""  # name of the transport in use
     offers_grpc: bool = True
-    reason: str = ""  # why not NIXL, as logged last: it is not repeated
+    reason: str = ""  # last logged reason why NIXL is not used; it is not logged again
 
     @property
     def peer_id(self) -> str:
@@ -32,12 +32,12 @@ class Peer:
         return self.transports[self.transport]
 
     def close(self) -> None:
-        """Ends what is under way; the channel closes soon."""
+        """Ends all pulls; the channel closes soon after."""
         for transport in self.transports.values():
             transport.close()
         close_soon(self.channel)
 
 
 def peer_id(worker_id: str, epoch: str) -> str:
-    """Names a process: a restarted worker is another peer."""
+    """Returns the id of a worker process. A restarted worker has another one."""
     return f"{worker_id}-{epoch}"

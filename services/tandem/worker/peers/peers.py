@@ -1,13 +1,11 @@
-"""The workers that this worker can read from: every one that can hold blocks, prefill or decode.
+"""Connections to the workers that this worker can read from: all that can hold blocks.
 
     (found in the registry) --> connecting --> connected (nixl or grpc) --> gone
-                                          `--> refused (or unreachable): tried again later
-
-A peer is one *process* (worker id and epoch): a restarted worker is another peer, and the stale one
-is disconnected. Connecting happens beside the requests, not on their path (`pairing.py`).
-
-A pair whose NIXL reads fail in a row goes on over gRPC at once; one whose NIXL fell behind gRPC, or
-that is not on NIXL though it might be, is measured again now and then.
+                                          `--> refused (or unreachable): retried later
+A peer is one process (worker id and epoch). A restarted worker is another peer, and its old one is
+disconnected. Connecting runs in the background, not on a request's path (`pairing.py`).
+A pair whose NIXL reads fail several times in a row uses gRPC at once. A pair is measured again from
+time to time if NIXL became slower than gRPC or is not used although it might be.
 """
 
 import asyncio
@@ -28,39 +26,41 @@ from tandem.worker.peers.rates import Rates
 
 log = logging.getLogger(__name__)
 
-# With more decode workers than this a pair with one is made on first demand, not at joining.
+# With more decode workers than this, a pair is connected at first use, not at joining.
 EAGER_DECODE_PEERS_MAX = 16
 _RETRY_S = 5.0
-_RETRY_INCOMPATIBLE_S = 300.0  # neither process changes; a new one is another peer
-_AGAIN_MIN_S = 30.0  # between two measurements of a pair, doubled each time
+# longer, because neither process can change; a new process is another peer
+_RETRY_INCOMPATIBLE_S = 300.0
+_AGAIN_MIN_S = 30.0  # shortest pause between two measurements of a pair; doubled each time
 _AGAIN_MAX_S = 600.0
 
 
 @dataclass(slots=True)
 class _Entry:
-    record: tuple[str, str, str]  # worker id, epoch, address
+    record: tuple[str, str, str]  # (worker id, epoch, address)
     connecting: asyncio.Task[Peer]
     failed_at: float = 0.0
     retry_s: float = _RETRY_S
-    failure: str = ""  # what the last attempt ended with: said once, however often it is tried
-    seen_at: float = field(default_factory=time.monotonic)  # in the registry, or by a request
+    failure: str = ""  # last failure; the same failure is logged once
+    # time when the registry or a request last named it
+    seen_at: float = field(default_factory=time.monotonic)
     measured_at: float = field(default_factory=time.monotonic)
     again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
     measuring: asyncio.Task[None] | None = None
 
 
 class Peers:
-    """Keeps a connection to each producer. `get` returns a ready one, or waits within a bound."""
+    """Keeps a connection to each producer."""
 
     def __init__(self, config: WorkerConfig, rates: Rates, pairing: Pairing) -> None:
         self._config = config
         self._rates = rates
         self._pairing = pairing
-        self._epochs: dict[str, str] = {}  # of the workers in the registry
-        self._entries: dict[str, _Entry] = {}  # by peer id: a worker id and an epoch
+        self._epochs: dict[str, str] = {}  # worker id -> epoch, from the registry
+        self._entries: dict[str, _Entry] = {}  # keyed by peer id
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
-        """A connected peer. Raises TandemError when it cannot be had in `connect_deadline_s`."""
+        """Returns a connected peer. Raises TandemError after `connect_deadline_s`."""
         entry = self._entries.get(peer_id(worker_id, epoch))
         if entry is None:
             entry = self._open(worker_id, epoch, address)
@@ -75,7 +75,9 @@ class Peers:
         return peer
 
     def get_now(self, worker_id: str, epoch: str, address: str) -> Peer | None:
-        """A peer that is connected already; else None, and it is connected beside."""
+        """Returns the peer if it is connected. Otherwise returns None and connects in the
+        background.
+        """
         entry = self._entries.get(peer_id(worker_id, epoch))
         if entry is None or self._may_retry(entry):
             entry = self._open(worker_id, epoch, address)
@@ -86,17 +88,17 @@ class Peers:
         return peer
 
     async def all_connected(self) -> list[Peer]:
-        """Every peer that is connected, once all attempts under way have ended."""
+        """Returns all connected peers once the current attempts have ended."""
         attempts = [entry.connecting for entry in self._entries.values()]
         if attempts:
             await asyncio.wait(attempts)
         return [attempt.result() for attempt in attempts if _succeeded(attempt)]
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
-        """Connects to producers that are new and forgets those that are gone for long.
+        """Connects to new producers and drops those that have been missing for long.
 
-        One that is merely missing is kept for a time to live: a Redis that was restarted empty
-        lacks records of workers that are well.
+        A missing producer is kept for the records' time to live, because a Redis that restarted
+        empty lacks the records of healthy workers.
         """
         now = time.monotonic()
         records = [r for r in records if r.worker_id != self._config.worker_id]
@@ -118,7 +120,7 @@ class Peers:
 
     @property
     def unreachable(self) -> dict[str, str]:
-        """The peers that cannot be read from, by worker id, and why."""
+        """Worker id -> reason for each peer that cannot be read from."""
         return {
             entry.record[0]: why
             for entry in self._entries.values()
@@ -130,7 +132,7 @@ class Peers:
             self._close(key)
 
     def _look_after(self, entry: _Entry, now: float) -> None:
-        """Switches or measures again a pair that is not on the transport it should be on."""
+        """Switches or measures again a pair that may use a wrong transport."""
         peer = entry.connecting.result()
         self._pairing.give_up_failing(peer)
         if entry.measuring is not None:
@@ -169,9 +171,9 @@ class Peers:
         if not task.cancelled() and (error := task.exception()) is not None:
             entry.failed_at = time.monotonic()
             entry.retry_s = _RETRY_INCOMPATIBLE_S if isinstance(error, Incompatible) else _RETRY_S
-            told = entry.failure
+            previous = entry.failure
             entry.failure = str(error)
-            level = logging.DEBUG if told == entry.failure else logging.WARNING
+            level = logging.DEBUG if previous == entry.failure else logging.WARNING
             log.log(level, "cannot read from %s at %s: %s", entry.record[0], entry.record[2], error)
 
     def _close(self, key: str) -> None:
@@ -190,8 +192,10 @@ class Peers:
 
 
 def _why_not(entry: _Entry) -> str:
-    """Returns why a peer cannot be read from; empty if it can, or is connected for the first
-    time."""
+    """Returns why a peer cannot be read from.
+
+    The result is "" if it can be read from or is being connected for the first time.
+    """
     if not _succeeded(entry.connecting):
         return entry.failure
     state = entry.connecting.result().channel.get_state()

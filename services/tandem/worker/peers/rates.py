@@ -1,8 +1,8 @@
-"""Keeps the engine's own rates and the measured speed of blocks from each peer.
+"""The engine's own rates and the measured transfer rate from each peer.
 
-Fed by step reports and by pulls; read by the record, by deadlines, and by the choice where to
-prefill. A pair is a peer and a transport; the one in use is what others are told of. Nothing here
-waits, and nothing reads a clock.
+Step reports and pulls update them. The worker's record, deadlines and the choice of a prefill
+worker use them. A pair is a peer and a transport; the record has the pair in use. This module does
+not wait and reads no clock.
 """
 
 from collections import Counter
@@ -18,34 +18,35 @@ from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates, defa
 from tandem.engine.types import StepReport
 from tandem.worker.peers.slow_link import SlowLink
 
-HANG_FLOOR_S = 5.0  # no engine counts as hung sooner
+HANG_FLOOR_S = 5.0  # Shortest time after which an engine counts as hung
 _HANG_TURNS = 4
 _DEADLINE_FACTOR = 20
 _DEADLINE_MIN_S = 1.0
-_TURN_KEEP = 0.98  # of the longest turn, at each shorter one
+_TURN_KEEP = 0.98  # factor by which the longest turn decays at each shorter one
 _RETRY_S = (0.1, 30.0)
 _INTERVAL_KEEP = 0.8
 
 
 class Rates:
-    """The meters of one worker."""
+    """The measured rates of one worker."""
 
     def __init__(self, config: WorkerConfig, unmeasured: WorkerRates) -> None:
-        """`unmeasured` are the worker's own rates before a step."""
-        self.worker = unmeasured  # as the record tells it
+        """`unmeasured` are the worker's rates before any step."""
+        self.worker = unmeasured  # the rates in the worker's record
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._slow_link = SlowLink(config.transfer.bytes_per_s)
-        self._meters: dict[tuple[str, str], PairMeter] = {}  # by peer's worker id and transport
+        # keyed by the peer's worker id and the transport
+        self._meters: dict[tuple[str, str], PairMeter] = {}
         self._failures: Counter[tuple[str, str]] = Counter()
-        # Peer's worker id -> transport, and why it is not the best one.
+        # peer's worker id -> (transport, reason why it is not the best one)
         self._in_use: dict[str, tuple[str, str]] = {}
         self._ended_at = 0.0
         self._end_interval_s = 1.0
-        self._longest_turn_s = 0.0  # of a step, lately
+        self._longest_turn_s = 0.0  # recent longest step
 
     def on_step(self, report: StepReport) -> None:
-        """Takes what the engine measured up to this step, and how long the step was."""
+        """Takes the engine's rates and the duration of a step from its report."""
         tiers = tuple(TierRate(tier.name, tier.block_s) for tier in report.load.tiers)
         self.worker = msgspec.structs.replace(
             report.rates or self.worker, tiers=tiers, load_queue_s=report.load.load_queue_s
@@ -56,14 +57,17 @@ class Rates:
 
     @property
     def turn_s_max(self) -> float:
-        """The longest turn to expect: of those seen lately, and a whole budget of prefill, which
-        may come after many short ones. 0: prefill was not measured yet."""
+        """The longest turn to expect, in seconds; 0 if prefill was not measured yet.
+
+        It is the longest recent turn, but at least the time of a full prefill budget, which can
+        follow many short turns.
+        """
         if not self.worker.measured:
             return 0.0
         return max(self._longest_turn_s, queue_seconds(self.worker, self.worker.step_tokens))
 
     def on_end(self, now: float) -> None:
-        """Notes that a sequence left this worker, which frees a place in the queue."""
+        """Records that a sequence left this worker, which frees a place in the queue."""
         if self._ended_at:
             interval_s = now - self._ended_at
             self._end_interval_s += (1 - _INTERVAL_KEEP) * (interval_s - self._end_interval_s)
@@ -71,20 +75,20 @@ class Rates:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until a place in the queue is likely to be free again."""
+        """Expected seconds until a place in the queue is free again."""
         shortest, longest = _RETRY_S
         return min(longest, max(shortest, self._end_interval_s))
 
     @property
     def pairs(self) -> dict[str, PairRate]:
-        """Peer's worker id -> the rate of what is in use, a first guess where nothing came yet."""
+        """Peer's worker id -> rate of the transport in use; a default rate if none was measured."""
         return {
             worker_id: replace(self.rate(worker_id, transport), reason=reason)
             for worker_id, (transport, reason) in self._in_use.items()
         }
 
     def on_pull(self, worker_id: str, transport: str, num_bytes: int, seconds: float) -> None:
-        """A pull that ended well, or a probe."""
+        """Records a successful pull or a probe."""
         key = (worker_id, transport)
         self._meters.setdefault(key, PairMeter(transport)).observe(num_bytes, seconds)
         self._failures.pop(key, None)
@@ -93,11 +97,11 @@ class Rates:
         self._failures[worker_id, transport] += 1
 
     def failures(self, worker_id: str, transport: str) -> int:
-        """Pulls that failed since the last one that ended well."""
+        """Returns the number of failed pulls since the last successful one."""
         return self._failures[worker_id, transport]
 
     def on_probe(self, worker_id: str, transport: str, reads: Iterable[tuple[int, float]]) -> None:
-        """The pair was measured by itself: what was known of it before is forgotten."""
+        """Records the probes of a pair. They replace its earlier measurements."""
         reads = list(reads)
         if reads:
             self._meters.pop((worker_id, transport), None)
@@ -106,8 +110,7 @@ class Rates:
             self.on_pull(worker_id, transport, num_bytes, slow_s)
 
     def use(self, worker_id: str, transport: str, reason: str = "") -> None:
-        """Sets the transport that the peer's blocks come over from now on, and why it is not the
-        best one."""
+        """Sets the transport for the peer's blocks, and the reason if it is not the best one."""
         self._in_use[worker_id] = transport, reason
 
     def forget(self, worker_id: str) -> None:
@@ -117,13 +120,17 @@ class Rates:
                 del of_pairs[key]
 
     def pair(self, worker_id: str, transport: str | None = None) -> PairRate | None:
-        """Returns the measured rate, by default of the transport in use; None: nothing came."""
+        """Returns the measured rate, by default of the transport in use; None if nothing was
+        measured.
+        """
         transport = transport or self._in_use.get(worker_id, ("", ""))[0]
         meter = self._meters.get((worker_id, transport))
         return meter.rate if meter is not None and meter.num_observations else None
 
     def pull_deadline_s(self, worker_id: str, num_bytes: int) -> float:
-        """Returns a pull's deadline: far above what the pair needs, at most the config's."""
+        """Returns a pull's deadline in seconds: far above the expected time, at most the
+        configured one.
+        """
         rate = self.pair(worker_id)
         if rate is None:
             return self._deadline_s_max
@@ -131,14 +138,14 @@ class Rates:
         return min(self._deadline_s_max, wide_s)
 
     def rate(self, worker_id: str, transport: str) -> PairRate:
-        """Returns the measured rate, or a first guess."""
+        """Returns the measured rate, or a default."""
         return self.pair(worker_id, transport) or default_pair(transport)
 
 
 def hang_timeout_s(turn_s_max: float, heartbeat_timeout_s: float) -> float:
-    """Returns how long a producer's step counter may stand still: four of its longest turns lately.
+    """Returns how long a producer's step counter may stand still: four of its longest recent turns.
 
-    A producer that names no turn (0) gets all of `heartbeat_timeout_s`.
+    If the producer reports no turn (0), the result is `heartbeat_timeout_s`.
     """
     if turn_s_max <= 0:
         return heartbeat_timeout_s

@@ -1,8 +1,8 @@
-"""Chooses the transport that a pair uses, and words the warning about it. Pure.
+"""Chooses the transport of a pair and formulates the warning about it. Pure functions.
 
-wanted nixl or grpc   that one
-auto                  NIXL, if its reads work and are not slower than gRPC; else gRPC, with a
-                      warning that says what would lift it
+wanted nixl or grpc   that transport
+auto                  NIXL if its reads work and are not slower than gRPC; otherwise gRPC, with a
+                      warning that names the remedy
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from tandem.common.config.transfer import Transport
 from tandem.common.perf_model.rates import PairRate
 from tandem.transfer.nixl.reach import Reach
 
-PULL_BYTES = 4 << 20  # the pull that transports are compared by
-SLOWER = 1.25  # how much slower a measurement must be to mean it
+PULL_BYTES = 4 << 20  # size of the pull by which transports are compared
+SLOWER = 1.25  # factor above which a difference is significant
 _LIFT_NOTHING = (
     "Let the two share a machine, its namespaces and a user (in Kubernetes hostPID and hostIPC), or"
     " give both an RDMA port"
@@ -24,7 +24,10 @@ _LIFT_SLOW = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One transport of a pair: `error` says why it does not work, `rate` is None if unmeasured."""
+    """The measurement of one transport of a pair.
+
+    `error` is the reason if it does not work; `rate` is None if it was not measured.
+    """
 
     rate: PairRate | None = None
     error: str = ""
@@ -33,14 +36,17 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
     transport: str
-    reason: str = ""  # a word for why it is not the best one
-    warning: str = ""  # and a sentence, with figures and what would lift it
+    reason: str = ""  # one word for why it is not the best one
+    warning: str = ""  # sentence with figures and the remedy
 
 
 def choose_transport(
     wanted: Transport, nixl: Way, grpc: Way, reach: Reach | None
 ) -> TransportChoice:
-    """`reach` is None when the peer did not tell where it runs. gRPC is always to be had."""
+    """Returns the transport of a pair. `reach` is None if the peer did not describe its host.
+
+    gRPC always works, because the two workers introduced themselves over it.
+    """
     if wanted == "grpc":
         return TransportChoice("grpc")
     if reach is Reach.NOTHING:
@@ -58,7 +64,7 @@ def choose_transport(
 
 
 def is_slower(one: PairRate | None, other: PairRate | None) -> bool:
-    """Returns whether pulls of the first were measured to be clearly slower than the second's."""
+    """Returns whether pulls at rate `one` are clearly slower than at rate `other`."""
     if one is None or other is None:
         return False
     return one.seconds(PULL_BYTES) > SLOWER * other.seconds(PULL_BYTES)

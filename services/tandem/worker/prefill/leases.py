@@ -1,9 +1,9 @@
-"""Leases that this worker gives as a producer right now, and their bounds: no I/O.
+"""The open leases of a producer and their bounds. No I/O.
 
-A lease is *ahead* from the moment its blocks are all there until its stream ends: then only its
-consumer keeps them. What is ahead is bounded by a share of the pool, so that consumers that do not
-keep up find another producer or compute themselves; sequences that still wait here hold no blocks,
-and the engine's queue bounds those.
+A lease is *ahead* from the time when all its blocks are computed until its stream ends. During that
+time only the consumer keeps the blocks allocated. The blocks that are ahead are limited to a share
+of the pool; consumers that read too slowly are refused and use another producer or compute locally.
+Sequences that wait in this worker's queue hold no blocks; the engine's queue bounds them.
 """
 
 import asyncio
@@ -22,25 +22,26 @@ class Lease:
 
     lease_id: str
     consumer_id: str
-    transport: str = "grpc"  # or "nixl", that its consumer reads by
+    transport: str = "grpc"  # transport by which the consumer reads: "grpc" or "nixl"
     verify_every: int = 0
-    is_hold: bool = False  # of a chain that is here: nothing is computed for it
+    is_hold: bool = False  # True for a cached chain, for which nothing is computed
     span: RequestSpan = NO_SPAN
-    # Times are `time.monotonic()` seconds; 0: not yet.
+    # Times are `time.monotonic()` seconds; 0 means not reached yet.
     opened_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    shared_wait_s: float = 0.0  # before it was admitted, for blocks that others computed
+    shared_wait_s: float = 0.0  # wait before admission for blocks that others computed
     prefilled_at: float = 0.0
-    # What the engine brought, and one release: at most one event for each block of the prompt.
+    # Events of the engine and one release; at most one event for each block of the prompt.
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
-    block_ids: list[int] = field(default_factory=list)  # that the consumer was told of
+    block_ids: list[int] = field(default_factory=list)  # blocks that were announced to the consumer
     is_ahead: bool = False
-    plan: PrefixPlan | None = None  # whom to pull its first blocks from, once it is admitted
-    prefix: asyncio.Task[None] | None = None  # that pull
+    # holders from which its first blocks are pulled once it is admitted
+    plan: PrefixPlan | None = None
+    prefix: asyncio.Task[None] | None = None  # the task that pulls them
 
     @property
     def stage(self) -> str:
-        """The step that the lease waits for."""
+        """The step for which the lease waits."""
         if self.is_ahead:
             return "read by its consumer"
         return "computed" if self.admitted_at else "queued"
@@ -50,7 +51,7 @@ class Lease:
         return max(0.0, self.admitted_at - self.opened_at)
 
     def end_span(self, now: float, outcome: str) -> None:
-        """Tells the trace its stages, as far as it came."""
+        """Ends the trace span and adds the stages that were reached."""
         self.span.stage("queue", self.opened_at, self.admitted_at)
         self.span.stage("prefill", self.admitted_at, self.prefilled_at)
         self.span.stage("transfer", self.prefilled_at, now)
@@ -61,7 +62,7 @@ class Leases:
     """All open leases of one producer, by id."""
 
     def __init__(self, config: TransferConfig, *, num_blocks: int) -> None:
-        """`num_blocks` is the whole pool."""
+        """`num_blocks` is the size of the whole pool."""
         self._config = config
         self._ahead_max = int(config.leased_blocks_max_share * num_blocks)
         self._leases: dict[str, Lease] = {}
@@ -79,7 +80,9 @@ class Leases:
         return self._leases.get(lease_id)
 
     def lent(self, lease_id: str) -> list[int] | None:
-        """The blocks that the lease's consumer was told of; None when it is not open."""
+        """Returns the blocks that were announced to the lease's consumer; None if it is not
+        open.
+        """
         lease = self._leases.get(lease_id)
         return None if lease is None else lease.block_ids
 
@@ -88,13 +91,15 @@ class Leases:
         return sum(len(lease.block_ids) for lease in self if lease.is_ahead)
 
     def refusal(self, consumer_id: str) -> str:
-        """Returns why this consumer gets no lease now; empty: it may have one."""
+        """Returns why this consumer gets no lease now; "" if it may have one."""
         if len(self) >= self._config.leases_max:
             return f"{len(self)} leases are open here, which is the most"
         of_consumer = sum(lease.consumer_id == consumer_id for lease in self)
         if of_consumer >= self._config.leases_per_consumer_max:
-            return f"{of_consumer} leases are open for {consumer_id}, which is the most for one "
-            "consumer"
+            return (
+                f"{of_consumer} leases are open for {consumer_id}, which is the most for one "
+                "consumer"
+            )
         if (ahead := self.num_blocks_ahead) > self._ahead_max:
             return (
                 f"{ahead} finished blocks wait for their consumers; at most {self._ahead_max} may"

@@ -1,4 +1,4 @@
-"""Decides whether a prompt's first blocks come sooner from a peer than they are computed. Pure."""
+"""Decides whether pulling a prompt's first blocks is faster than computing them. Pure functions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tandem.engine.types import SequenceSpec
 
 
 class ConnectedHolder(predict.Holder, frozen=True):
-    """The peer is connected, and is said to have a prompt's first tokens, in whole blocks."""
+    """A connected peer that should have a prompt's first tokens, in whole blocks."""
 
     worker_id: str
     epoch: str
@@ -18,7 +18,7 @@ class ConnectedHolder(predict.Holder, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlan:
-    """The plan of a sequence that will await its prefix: the holders to ask, the best first."""
+    """The plan of a sequence that will await its prefix. `holders` are ordered, the best first."""
 
     spec: SequenceSpec
     holders: list[ConnectedHolder]
@@ -32,7 +32,9 @@ def holders_worth_asking(
     num_tokens: int,
     num_cached_blocks: int,
 ) -> list[ConnectedHolder]:
-    """Returns holders with which a prompt of `num_tokens` is there sooner, the fastest first."""
+    """Returns the holders whose blocks make a prompt of `num_tokens` ready sooner, fastest
+    first.
+    """
     cached_tokens = num_cached_blocks * block_size
     seconds = {}
     for holder in holders:

@@ -1,10 +1,10 @@
-"""Pulls finished blocks from whoever has them, by hash: a prompt's prefix, or a chain to be warm.
+"""Pulls cached blocks by hash from a worker that holds them: a prefix, or a chain for a warm start.
 
     plan --> (the engine admits the sequence: Reserved) --> fill --> ContinuePrefill(num_blocks)
-               hold --> runs pulled --> release --> released whole: the blocks are good
-
-The holder computes and allocates nothing for it, so it never waits for blocks: whoever waits here
-waits for one turn of an engine and for a read. Nothing that was pulled counts before `released`.
+               hold --> runs pulled --> release --> released whole: the blocks are valid
+The holder computes and allocates nothing for this, so it never waits for blocks. The consumer waits
+only for one turn of the holder's engine and for the read. Pulled blocks are not valid before
+`released`.
 """
 
 import asyncio
@@ -33,13 +33,14 @@ from tandem.worker.prefill.prefix_choice import ConnectedHolder, PrefixPlan, hol
 
 log = logging.getLogger(__name__)
 
-_HOLDERS_MAX = 2  # that are asked for one prefix
+_HOLDERS_MAX = 2  # holders that are tried for one prefix
 _DEADLINE_MIN_S = 1.0
-_PATIENCE = 2  # so many times as long as computing takes: then it is computed
+# A prefix pull may take this many times the computation; after that the prefix is computed
+_PATIENCE = 2
 
 
 class PrefixPuller:
-    """Pulls prefixes for one worker. It skips an unconnected holder, and connects to it."""
+    """Pulls prefixes for one worker. It skips an unconnected holder and connects to it."""
 
     def __init__(
         self,
@@ -61,8 +62,12 @@ class PrefixPuller:
     def plan(
         self, spec: SequenceSpec, holders: Iterable[pb.PrefixHolder], *, num_cached_blocks: int = 0
     ) -> PrefixPlan | None:
-        """Plans a pull, with the spec to add; None if computing is predicted to be as fast, or if
-        blocks would be no help: log probabilities of a prompt need all of it computed."""
+        """Plans a pull and returns it with the spec to add to the engine; None if it would not
+        help.
+
+        It does not help if computing is predicted to be as fast, or if the request wants log
+        probabilities of the prompt, which require computing all of it.
+        """
         if spec.prompt_logprobs is not None:
             return None
         num_reusable = (len(spec.token_ids) - 1) // self._block_size
@@ -79,7 +84,7 @@ class PrefixPuller:
         if not chosen:
             return None
         prefix_blocks = max(holder.num_tokens for holder in chosen) // self._block_size
-        if self._compatibility.has_windows:  # a window of another depth would be of no use
+        if self._compatibility.has_windows:  # a window that ends at another depth would be useless
             prefix_tokens = prefix_blocks * self._block_size
             chosen = [holder for holder in chosen if holder.num_tokens == prefix_tokens]
         rates = self._rates.worker
@@ -93,9 +98,10 @@ class PrefixPuller:
         return PrefixPlan(added, chosen)
 
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
-        """Pulls what is missing; how many of the sequence's first blocks are good then.
+        """Pulls the missing blocks; returns the number of the sequence's first blocks that are
+        valid.
 
-        Whatever goes wrong, the cached ones are. Only cancelling ends it otherwise.
+        After any error this is the number of cached blocks. Only a cancellation raises.
         """
         num_cached = reserved.num_cached_tokens // self._block_size
         token_ids = plan.spec.token_ids
@@ -129,9 +135,9 @@ class PrefixPuller:
         num_cached: int,
         targets: list[int],
     ) -> int:
-        """Pulls what the peer has of a chain after its first `num_cached` blocks, into `targets`.
+        """Pulls the peer's blocks of a chain after its first `num_cached` blocks into `targets`.
 
-        Answers how many of its first blocks are good now. Raises TandemError.
+        Returns the number of the chain's first blocks that are valid. Raises TandemError.
         """
         lease = self._make_lease(peer)
         return await self._hold(lease, sequence_id, block_hashes, num_cached, targets)
@@ -151,12 +157,13 @@ class PrefixPuller:
                 continue
             lease = self._make_lease(peer)
             wanted = block_hashes[: holder.num_tokens // self._block_size]
-            if not self._compatibility.has_windows:  # its first blocks are those of the chain
+            # without windows, the first targets belong to the chain's first missing blocks
+            if not self._compatibility.has_windows:
                 targets = targets[: len(wanted) - num_cached]
             try:
                 return await self._hold(lease, sequence_id, wanted, num_cached, targets)
             except Exception as error:
-                # Whatever it was, nothing that was pulled is trusted: the prefix is computed.
+                # After any error the pulled blocks are discarded and the prefix is computed.
                 self._metrics.on_lost_lease(lease)
                 log.warning(
                     "no prefix of %s from %s: %s",
@@ -167,7 +174,8 @@ class PrefixPuller:
                     extra=about(sequence_id),
                 )
                 if lease.pulled_anything:
-                    break  # a read may still land where the next holder's blocks would go
+                    # an unfinished read may still write the blocks that the next holder would fill
+                    break
         return num_cached
 
     async def _hold(

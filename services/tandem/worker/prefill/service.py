@@ -5,10 +5,10 @@
     hold ---> leased: ----------------------------------------> held -------^
                   `-------------------`------------`-------------`--> stream closed
 
-Whatever way the stream ends, its `finally` removes the sequence from the engine, which frees the
-blocks: nothing outlives the stream. The consumer promises in `release` that its reads are done, as
-soon as they are; the answer `released`, which comes after `prefilled` or `held`, says that every
-block was held until then. A hold waits for nothing and allocates nothing.
+However the stream ends, its `finally` removes the sequence from the engine, which frees the blocks,
+so nothing outlives the stream. The consumer sends `release` when its reads are done. The answer
+`released`, which follows `prefilled` or `held`, confirms that every block was held until then. A
+hold waits for nothing and allocates nothing.
 """
 
 import asyncio
@@ -48,7 +48,9 @@ class PrefillService:
     def __init__(
         self, parts: WorkerParts, prefixes: PrefixPuller | None, *, epoch: str, num_blocks: int
     ) -> None:
-        """`num_blocks` are of the KV pool. Without `prefixes` all is computed."""
+        """`num_blocks` is the size of the KV pool. Without `prefixes`, whole prompts are
+        computed.
+        """
         self._config = parts.config
         self._epoch = epoch
         self._link = parts.link
@@ -63,7 +65,7 @@ class PrefillService:
             parts.metrics.kv_bytes_served.inc,
             block_bytes=parts.rates.worker.block_bytes,
         )
-        self._transits: dict[str, Transit] = {}  # by the address of a connection
+        self._transits: dict[str, Transit] = {}  # keyed by the address of a connection
         self._tick = 0
         self._draining = False
         self._serves_holds: Callable[[], bool] = lambda: True
@@ -75,15 +77,15 @@ class PrefillService:
 
     @property
     def leases(self) -> Iterable[Lease]:
-        """All that are open."""
+        """All open leases."""
         return self._leases
 
     def leave(self, serves_holds: Callable[[], bool]) -> None:
-        """Takes no prompt any more, and refuses those that its engine has not begun: their
-        consumers then ask another worker.
+        """Accepts no more prompts and refuses those that the engine has not begun.
 
-        Holds go on while `serves_holds`: a worker that takes over a sequence pulls its blocks from
-        here. Without an end to them, prefixes that many requests share would keep a drain going.
+        Their consumers then use another worker. Holds are accepted while `serves_holds` returns
+        True, so that a worker that takes over a sequence can pull its blocks from here. Without
+        that limit, prefixes that many requests share would prolong a drain.
         """
         self._draining = True
         self._serves_holds = serves_holds
@@ -92,7 +94,7 @@ class PrefillService:
                 lease.events.put_nowait(Failed(lease.lease_id, NoWorkers.code, _DRAINS))
 
     def on_report(self, report: messages.Report) -> None:
-        """Hands each lease what a step brought for it."""
+        """Passes the results of a step to the leases."""
         self._tick = report.tick
         step = report.report
         self.on_final_blocks(step.final_blocks)
@@ -126,7 +128,7 @@ class PrefillService:
             async with asyncio.timeout(_START_DEADLINE_S):
                 first = await anext(aiter(commands))
         except (StopAsyncIteration, TimeoutError):
-            return  # the consumer is gone again, or never said what it wants
+            return  # the consumer has gone or sent no command
         holds = first.WhichOneof("command") == "hold"
         opening = first.hold if holds else first.start
         if not opening.lease_id:
@@ -184,7 +186,7 @@ class PrefillService:
             log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
     def _transit(self, connection: str) -> Transit:
-        """Returns that of a consumer's connection: a clock of another host is another one."""
+        """Returns the transit meter of a consumer's connection; hosts have different clocks."""
         if connection not in self._transits and len(self._transits) >= _TRANSITS_MAX:
             self._transits.clear()
         return self._transits.setdefault(connection, Transit())
@@ -203,7 +205,7 @@ class PrefillService:
             mode=Mode.PREFILL_ONLY,
             first_wanted_block=start.first_missing_block,
             consumer_rate=(start.rate.latency_s, start.rate.bytes_per_s)
-            if start.rate.bytes_per_s > 0  # also when the field is absent
+            if start.rate.bytes_per_s > 0  # an absent field has the rate 0
             else None,
             first_token_s=start.first_token_s,
             late_s=transit.late_s(start.sent_at_s),
@@ -213,13 +215,15 @@ class PrefillService:
         return messages.Add(lease.plan.spec if lease.plan is not None else spec)
 
     async def _fill(self, plan: PrefixPlan, reserved: Reserved) -> None:
-        """Pulls a lease's prefix. If the lease ends, what a read may still write is quarantined."""
+        """Pulls a lease's prefix. If the lease ends, blocks that a read may still write are
+        quarantined.
+        """
         assert self._prefixes is not None, "no plan without it"
         num_blocks = await self._prefixes.fill(plan, reserved)
         self._link.send(messages.ContinuePrefill(plan.spec.sequence_id, num_blocks))
 
     async def _events(self, lease: Lease) -> AsyncIterator[pb.PrefillEvent]:
-        """Yields what the consumer is told, to the end of the lease."""
+        """Yields the events for the consumer until the end of the lease."""
         interval_s = self._config.transfer.heartbeat_interval_s
         is_answered = is_released = False
         while not (is_answered and is_released):
@@ -265,7 +269,7 @@ class PrefillService:
                     return
                 case pb.ReleaseLease():
                     is_released = True
-        lease.is_ahead = False  # its consumer has read all of it
+        lease.is_ahead = False  # the consumer has read all blocks
         yield pb.PrefillEvent(
             released=pb.Released(epoch=self._epoch, lease_id=lease.lease_id, whole=True)
         )
@@ -283,7 +287,9 @@ class PrefillService:
 
 
 def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
-    """Ends the lease when a task that serves it breaks: its consumer would wait to its deadline."""
+    """Ends the lease if one of its tasks fails; otherwise its consumer would wait for its
+    deadline.
+    """
     if task.cancelled() or (error := task.exception()) is None:
         return
     log.error("lease %s broke", lease.lease_id, exc_info=error, extra=about(lease.lease_id))
@@ -292,6 +298,6 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0, code: str = "") -> pb.PrefillEvent:
-    """Returns a refusal; without an estimate, waiting would not help."""
+    """Returns a refusal. Without an estimate, waiting does not help."""
     refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s, code=code)
     return pb.PrefillEvent(refused=refused)

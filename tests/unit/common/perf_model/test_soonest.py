@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.common.perf_model.predict import HERE_MARGIN
+from tandem.common.perf_model.predict import LOCAL_MARGIN
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.soonest import (
     GAIN_MIN,
@@ -206,7 +206,7 @@ def test_prefill_elsewhere_is_taken_only_if_it_is_about_the_soonest(
     ways = single_choices(prompt, tiers, 0.0, offer)
     if producer is not None:
         ways.append(produced_s(prompt, producer, prompt.num_held))
-    assert found.seconds <= SLACK * min(ways) / HERE_MARGIN
+    assert found.seconds <= SLACK * min(ways) / LOCAL_MARGIN
 
 
 @given(prompts, producers.filter(bool), st.integers(0, 60), st.integers(0, 60))

@@ -60,7 +60,7 @@ def _wait(pidfd: int) -> None:
 
 def test_a_kill_for_want_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endings, "oom_kills", lambda: 5)
-    assert "OOM killer" in endings.told_status(-9, 4)
-    assert endings.told_status(-9, 5) == "ended by SIGKILL"
-    assert endings.told_status(-9, None) == "ended by SIGKILL"
-    assert endings.told_status(-11, 4) == "ended by SIGSEGV"
+    assert "OOM killer" in endings.describe_exit(-9, 4)
+    assert endings.describe_exit(-9, 5) == "ended by SIGKILL"
+    assert endings.describe_exit(-9, None) == "ended by SIGKILL"
+    assert endings.describe_exit(-11, 4) == "ended by SIGSEGV"

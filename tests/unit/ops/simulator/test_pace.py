@@ -24,7 +24,7 @@ def test_the_pace_and_the_share_are_learned_from_first_tokens() -> None:
     assert paces.of("slow") == pytest.approx(1.3, rel=0.01)
     assert paced(TOKEN, paces.of("slow")).prefill.seconds(100) == pytest.approx(0.13, rel=0.01)
     given_s = sum(1.3 * 2.0 ** (-(391.3 - 10 * n - 1.3) / HALF_LIFE_S) for n in range(40))
-    assert shares.placed("slow") / shares.second(391.3) == pytest.approx(given_s)
+    assert shares.share("slow") / shares.second_weight(391.3) == pytest.approx(given_s)
 
 
 def test_of_two_in_a_queue_each_counts_for_its_own_time() -> None:
@@ -32,7 +32,7 @@ def test_of_two_in_a_queue_each_counts_for_its_own_time() -> None:
     paces = Paces(shares)
     join("w", shares, paces)
     sent = [paces.sent("w", 1.0, 0.0) for _ in range(2)]
-    assert shares.placed("w") == 2.0
+    assert shares.share("w") == 2.0
     for n, one in enumerate(sent):
         paces.first_token(one, "w", 1.0 + n)
     assert paces.of("w") == pytest.approx(1.0)
@@ -44,6 +44,6 @@ def test_who_was_chosen_and_did_not_compute_it_has_no_share_of_it() -> None:
     join("chosen", shares, paces)
     join("other", shares, paces)
     paces.first_token(paces.sent("chosen", 1.0, 0.0), "other", 2.0)
-    assert shares.placed("chosen") == 0.0
-    assert shares.placed("other") == 2.0 * shares.second(2.0)
+    assert shares.share("chosen") == 0.0
+    assert shares.share("other") == 2.0 * shares.second_weight(2.0)
     assert paces.of("other") == 1.0

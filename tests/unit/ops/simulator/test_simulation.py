@@ -81,9 +81,9 @@ def test_shares_stay_finite_in_a_trace_of_weeks(pause_s: float) -> None:
     assert all(request.ended_s for request in simulation.requests)
     roster = simulation.view.roster
     for role in ("decode", "prefill"):
-        placed = [roster.by_id[worker_id].placed for worker_id in roster.pool(role)]
+        placed = [roster.by_id[worker_id].prefill_share for worker_id in roster.pool(role)]
         assert all(0.0 <= share < 1e40 for share in placed)
-        assert roster.mean_placed(role) == pytest.approx(sum(placed) / len(placed))
+        assert roster.mean_prefill_share(role) == pytest.approx(sum(placed) / len(placed))
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:

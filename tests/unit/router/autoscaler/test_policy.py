@@ -46,7 +46,7 @@ class Day:
         num_held: int = 0,
     ) -> tuple[ScalingDecision, ScalingDecision]:
         for _ in range(requests):
-            self.meter.asked(prefill_s)
+            self.meter.new_request(prefill_s)
             self.meter.first_token(ttft)
             self.meter.next_tokens(itl, 99)
             self.meter.ended(100)

@@ -74,7 +74,7 @@ class Setup:
         """Returns content and calls; the same for the whole answer and for each single token."""
         found = []
         for size in (len(ids), 1):
-            parser = self.answers.machine(tools, prompt, one_call_only=one)
+            parser = self.answers.answer_parser(tools, prompt, one_call_only=one)
             stream = TextStream(self.tokenizer, (), parser)
             pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
             read = [stream.push(p, "stop" if p[-1] == EOS else "") for p in pieces]

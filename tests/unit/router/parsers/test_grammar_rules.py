@@ -50,7 +50,7 @@ class Setup:
             drawn(self.tokenizer, self.matcher(kind, prompt), seed, begun) for seed in range(SEEDS)
         ]
         ids = next(filter(None, found))
-        parser = self.answers.machine((), self.ids(prompt), one_call_only=False)
+        parser = self.answers.answer_parser((), self.ids(prompt), one_call_only=False)
         read = TextStream(self.tokenizer, (), parser).push(ids, "stop")
         return read.reasoning, read.text
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
-from tandem.router.parsers.machine import Machine, Parts
-from tandem.router.parsers.model_format import machine_of
+from tandem.router.parsers.machine import AnswerParser, Parts
+from tandem.router.parsers.model_format import make_answer_parser
 
 WEATHER = {
     "type": "object",
@@ -42,8 +42,8 @@ class Said(NamedTuple):
 
 def make(
     tools: str, reasoning: str = "none", *, opened: bool = False, one: bool = False
-) -> Machine:
-    return machine_of(
+) -> AnswerParser:
+    return make_answer_parser(
         TOOL_FORMATS[tools] if tools else None,
         REASONING_TAGS[reasoning],
         schemas=SCHEMAS,
@@ -71,11 +71,11 @@ def join(parts: list[Parts]) -> Said:
     )
 
 
-def whole(machine: Machine, text: str) -> Said:
+def whole(machine: AnswerParser, text: str) -> Said:
     return join([machine.push(text), machine.finish()])
 
 
-def cut(machine: Machine, text: str, places: list[int]) -> Said:
+def cut(machine: AnswerParser, text: str, places: list[int]) -> Said:
     ends = sorted({min(p, len(text)) for p in places} | {len(text)})
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     return join([*(machine.push(p) for p in pieces), machine.finish()])
@@ -388,7 +388,7 @@ def test_objects_that_are_written_as_in_python_become_json() -> None:
     }
 
     def read(key: str, value: str) -> Any:
-        machine = machine_of(TOOL_FORMATS["qwen3_coder"], None, schemas={"f": schema})
+        machine = make_answer_parser(TOOL_FORMATS["qwen3_coder"], None, schemas={"f": schema})
         text = f"<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>"
         ((_, arguments),) = whole(machine, text).calls
         return json.loads(arguments)[key]

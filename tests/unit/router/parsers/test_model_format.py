@@ -15,7 +15,7 @@ from tandem.errors import BadRequest
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
-from tandem.router.parsers.model_format import ModelFormat, machine_of
+from tandem.router.parsers.model_format import ModelFormat, make_answer_parser
 from tandem.router.request.conversation import Conversation, Message, ToolCall
 from tandem.router.request.prompt.formats import with_template_options
 from tandem.router.request.request import ClientRequest
@@ -76,12 +76,12 @@ def test_json_that_the_words_ask_for_is_read(name: str, tmp_path: Path) -> None:
     head = "<|channel|>final<|message|>" if name == "harmony" else ""
     writers = [w for w, (parser, _) in WRITERS.items() if parser == answers.tool_parser]
     for text in (bare_list(NOW), bare_list(NOW, NOW), '{"name": "now", "arguments": {}}'):
-        machine = answers.machine(tools, [1], one_call_only=False)
+        machine = answers.answer_parser(tools, [1], one_call_only=False)
         assert machine is not None
         said = cut(machine, head + text, list(range(len(head + text))))
         assert said == Said("", "", [("now", "{}")] * text.count("now"))
     for text in (*(writer(NOW) for writer in writers), "Hi", '{"a": [1]}', "[1, 2]", "[TOOL"):
-        machine = answers.machine(tools, [1], one_call_only=False)
+        machine = answers.answer_parser(tools, [1], one_call_only=False)
         assert machine is not None
         said = whole(machine, text)
         assert said.calls == [("now", "{}")] or said.content == text
@@ -102,7 +102,7 @@ def test_the_answer_goes_on_where_the_prompt_ends(
 ) -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
     answers = ModelFormat(load(tmp_path, template), AnswerConfig())
-    machine = answers.machine(tools, [1], one_call_only=False, continued=continued)
+    machine = answers.answer_parser(tools, [1], one_call_only=False, continued=continued)
     assert machine is not None
     assert whole(machine, " 4.") == said
 
@@ -119,7 +119,7 @@ def test_calls_that_the_template_does_not_show_are_written(tmp_path: Path) -> No
         answers = ModelFormat(tokenizer, AnswerConfig(tool_parser=parser))
         text = answers.written_calls(calls, tools=True)
         tool_format = TOOL_FORMATS["json" if parser == "auto" else parser]
-        said = whole(machine_of(tool_format, None, schemas=schemas), text)
+        said = whole(make_answer_parser(tool_format, None, schemas=schemas), text)
         assert said.calls[0] == ("f", '{"a": 1, "b": "c"}'), text
         assert parser == "harmony" or [name for name, _ in said.calls] == ["f", "g"]
 
@@ -153,7 +153,7 @@ def test_a_model_that_does_not_think_ignores_the_wish(tmp_path: Path) -> None:
 
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, TEMPLATES["harmony"])
-    machine = ModelFormat(tokenizer, AnswerConfig()).machine((), [1], one_call_only=False)
+    machine = ModelFormat(tokenizer, AnswerConfig()).answer_parser((), [1], one_call_only=False)
     assert machine is not None
     said = machine.finish(
         "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi"
@@ -165,11 +165,11 @@ def test_the_prompt_may_open_the_reasoning(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, "<think></think>")
     answers = ModelFormat(tokenizer, AnswerConfig())
     for prompt, reasoning in (("Hi <think>\n", "a"), ("<think>\n\n</think>\n", ""), ("Hi", "")):
-        machine = answers.machine((), tokenizer.encode(prompt), one_call_only=False)
+        machine = answers.answer_parser((), tokenizer.encode(prompt), one_call_only=False)
         assert machine is not None
         assert machine.finish("a</think>b").reasoning == reasoning
     plain = ModelFormat(tokenizer, AnswerConfig(reasoning_parser="none"))
-    assert plain.machine((), [1], one_call_only=False) is None
+    assert plain.answer_parser((), [1], one_call_only=False) is None
 
 
 def test_special_tokens_reach_the_parser_that_needs_them(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_special_tokens_reach_the_parser_that_needs_them(tmp_path: Path) -> None
     answers = ModelFormat(tokenizer, AnswerConfig(tool_parser="mistral"))
     tools = [{"type": "function", "function": {"name": "now"}}]
     ids = tokenizer.encode("[OTHER]Hi[TOOL_CALLS]now[ARGS]{}", add_special_tokens=False)
-    text = TextStream(tokenizer, (), answers.machine(tools, ids[:1], one_call_only=False))
+    text = TextStream(tokenizer, (), answers.answer_parser(tools, ids[:1], one_call_only=False))
     pieces = [text.push([i], "") for i in ids] + [text.push([2], "stop")]
     calls = [call for piece in pieces for call in piece.tool_calls]
     assert "".join(p.text for p in pieces) == "Hi"

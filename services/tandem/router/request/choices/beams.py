@@ -1,25 +1,19 @@
-"""Beam search, by the definition of vLLM 0.11's OpenAI server (`use_beam_search`).
+"""Beam search as defined by vLLM 0.11's OpenAI server (`use_beam_search`).
 
-`width` beams begin as one, the prompt. A step takes the 2 x `width` most likely next tokens of each
-beam, with the model's own log probabilities:
-
-- An end token completes the beam: it leaves with its log probability, and none of the `width`
-  others is given up for it. With `ignore_eos` an end token is a token like any other.
-- Of all other candidates the `width` with the highest cumulative log probability go on.
-
-After `max_tokens` steps those that were completed and those that still run are ranked by
-
+`width` beams begin as one, the prompt. Each step takes the 2 x `width` most likely next tokens of
+each beam, by the model's own log probabilities:
+- An end token completes the beam with its log probability. The completed beam does not count
+towards the `width` others. With `ignore_eos` an end token is an ordinary token.
+- The `width` other candidates with the highest cumulative log probability continue.
+After `max_tokens` steps, the completed and the running beams are ranked by
     cumulative log probability / (number of tokens ** length penalty)
-
-where the tokens are the prompt's and the completion's, less an end token at the end. The `width`
-best are the answer. Among equal ones the earlier beam, and then the more likely token, is first.
-
-vLLM knows one end token; here each end token of the model completes a beam. As there, temperature,
+where the tokens are those of the prompt and the completion, without a final end token. The answer
+is the `width` best. Among equal beams the earlier one comes first, and then the more likely token.
+vLLM uses one end token; here each end token of the model completes a beam. As in vLLM, temperature,
 filters and seed have no effect.
-
-A beam's next token is a job of its own with one token to make. It is placed where the job before it
-was, whose blocks are cached there. One that is lost or refused is submitted again as any job is,
-with equal results.
+Each token of a beam is a job of its own with one token. It is placed on the worker of the previous
+job, which has its blocks cached. A lost or refused job is submitted again like any other, with the
+same result.
 """
 
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
@@ -43,10 +37,10 @@ class BeamOptions:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A completion so far; `source` is the index of the beam that its last token extended."""
+    """A completion so far. `source` is the index of the beam that its last token extended."""
 
     token_ids: tuple[int, ...] = ()
-    logprob: float = 0.0  # of all its tokens
+    logprob: float = 0.0  # sum over all its tokens
     source: int = 0
     is_ended: bool = False
 
@@ -54,8 +48,11 @@ class Beam:
 async def search(
     job: Job, options: BeamOptions, run: Callable[[Job], AsyncGenerator[JobStep, None]]
 ) -> list[Beam]:
-    """Returns the best beams, the best first. `job` is prepared for all its tokens; `run` runs one
-    until it ends. The first step is `job` itself: its way and times are the request's."""
+    """Returns the best beams, best first.
+
+    `job` is prepared for all tokens; `run` runs a job to its end. The first step is `job` itself,
+    so its timings are those of the request.
+    """
     num_steps = job.request.max_tokens
     job.request = replace(job.request, max_tokens=1)
     running = [Beam()]
@@ -73,7 +70,7 @@ async def search(
 def extend(
     beams: Sequence[Beam], found: Sequence[LogprobEntry], options: BeamOptions
 ) -> tuple[list[Beam], list[Beam]]:
-    """Returns the beams that go on, and those that end, by the most likely tokens after each."""
+    """Returns the beams that continue and those that end, given the most likely next tokens."""
     candidates = [
         Beam(
             (*beam.token_ids, token_id),
@@ -85,12 +82,12 @@ def extend(
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
     ]
     going_on = [beam for beam in candidates if not beam.is_ended]
-    going_on.sort(key=lambda beam: beam.logprob, reverse=True)  # stable
+    going_on.sort(key=lambda beam: beam.logprob, reverse=True)  # sort() is stable
     return going_on[: options.width], [beam for beam in candidates if beam.is_ended]
 
 
 def ranked(beams: Sequence[Beam], num_prompt_tokens: int, options: BeamOptions) -> list[Beam]:
-    """Returns the best beams of all, the best first."""
+    """Returns the best of all beams, best first."""
 
     def score(beam: Beam) -> float:
         ends = bool(beam.token_ids) and beam.token_ids[-1] in options.end_token_ids
@@ -103,24 +100,25 @@ def ranked(beams: Sequence[Beam], num_prompt_tokens: int, options: BeamOptions) 
 async def _next_tokens(
     jobs: Sequence[Job], run: Callable[[Job], AsyncGenerator[JobStep, None]]
 ) -> list[LogprobEntry]:
-    """Runs all jobs to their end; returns what each found most likely next."""
+    """Runs all jobs to their end; returns the most likely next tokens of each."""
     found: dict[int, LogprobEntry] = {}
     async with aclosing(interleave([run(job) for job in jobs])) as steps:
         async for index, step in steps:
             if step.logprobs:
                 found[index] = step.logprobs[0]
     for job in jobs:
-        job.parent = None  # else each step keeps all before it
+        job.parent = None  # otherwise each step would keep all earlier ones in memory
     return [found[index] for index in range(len(jobs))]
 
 
 def _job(beam: Beam, source: Job, index: int) -> Job:
-    """Returns the job for the token after a beam; `source` is the job that made its last token."""
+    """Returns the job for the next token of a beam. `source` is the job of its last token."""
     request = replace(source.request, max_tokens=len(beam.token_ids) + 1)
     progress = Progress(
         list(source.progress.block_hashes),
         Timeline(),
         list(beam.token_ids),
-        num_lost=source.progress.num_lost,  # over all steps: a beam that crashes workers ends
+        # counted over all steps, so that a beam that crashes workers ends
+        num_lost=source.progress.num_lost,
     )
     return Job(request, progress, index=index, parent=source)

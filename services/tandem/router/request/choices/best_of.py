@@ -1,5 +1,7 @@
-"""The best of several completions, by OpenAI's `best_of`: the highest mean log probability of a
-token. All are made to their end before the first is given out."""
+"""OpenAI's `best_of`: returns the completions with the highest mean log probability of a token.
+
+All completions are generated to their end before the first is sent.
+"""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -11,9 +13,9 @@ from tandem.router.request.delta import Delta
 async def best_of(
     deltas: AsyncGenerator[Delta, None], num_best: int, *, shows_logprobs: bool
 ) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of the best choices, choice by choice, the best as index 0.
+    """Yields the deltas of the best choices, one choice after another; the best has index 0.
 
-    The `total` counts the others, too. Of equal ones the first that was asked for is better.
+    The `total` includes the other choices. Among equal ones the lower index is better.
     """
     made: dict[int, list[Delta]] = {}
     async with aclosing(deltas):

@@ -1,12 +1,11 @@
-"""The jobs of one request that asks for several completions of its prompt.
+"""The jobs of one request with several completions of its prompt.
 
-    child 0       as the job of a request with n = 1 is
-    child 1...    they begin once child 0's prompt is committed at its decode worker, or child 0 is
-                  over; they are placed on that worker if it takes them, and share its blocks there
-
-So the prompt is computed once, its KV crosses once, and no block is shared that a read may still
-write. Each child has its own tokens and its own way: refusal, preemption, migration and loss are
-those of any request.
+    child 0       the same as the job of a request with n = 1
+    child 1...    begin once child 0's prompt is committed on its decode worker, or child 0 has
+                  ended; they are placed on that worker if possible and share its blocks
+So the prompt is computed once and its KV transferred once, and no block is shared that a read may
+still write. Each child has its own tokens; refusal, preemption, migration and loss are handled as
+for any request.
 """
 
 from dataclasses import replace
@@ -19,8 +18,11 @@ _MASK = 2**64 - 1
 
 
 def child_seed(seed: int, index: int) -> int:
-    """Returns the seed of a child: the request's for child 0, else number `index` of SplitMix64
-    that begins at the request's seed (Steele, Lea and Flood, 2014)."""
+    """Returns the seed of a child.
+
+    Child 0 has the request's seed. Child `index` has number `index` of SplitMix64 that starts at
+    the request's seed (Steele, Lea and Flood, 2014).
+    """
     if not index:
         return seed
     z = (seed + index * _GAMMA) & _MASK
@@ -30,7 +32,7 @@ def child_seed(seed: int, index: int) -> int:
 
 
 def children(job: Job, count: int) -> list[Job]:
-    """Returns the jobs of a request: `job`, and `count` - 1 others that fork of it."""
+    """Returns the jobs of a request: `job` and `count` - 1 forks of it."""
     return [job, *(_child(job, index) for index in range(1, count))]
 
 
@@ -38,7 +40,7 @@ def _child(parent: Job, index: int) -> Job:
     request = replace(
         parent.request,
         seed=child_seed(parent.request.seed, index),
-        prompt_logprobs=None,  # the parent's are all of theirs
+        prompt_logprobs=None,  # the parent's apply to all of them
     )
     timeline = Timeline(parent.progress.timeline.span)
     return Job(

@@ -1,7 +1,7 @@
-"""One admitted request: its choices, their deltas, and what it took of its tenant's limits.
+"""One admitted request: its choices, their deltas, and its use of the tenant's limits.
 
-Each choice follows a job of its own (children.py). The request is over when all have ended: the
-last delta of all has the `total`, and the reservation is settled before it goes out.
+Each choice follows its own job (children.py). The request ends when all choices have ended. The
+very last delta has the `total`, and the reservation is settled before it is sent.
 """
 
 import asyncio
@@ -26,101 +26,105 @@ from tandem.router.request.text import Piece, TextStream
 
 @dataclass(slots=True)
 class Choice:
-    """One completion: the job that makes its tokens, and their text."""
+    """One completion: the job that generates its tokens, and their text."""
 
     index: int
     job: Job
     text: TextStream
-    num_sent: int = 0  # tokens
+    num_sent: int = 0  # number of tokens
     is_begun: bool = False
-    has_calls: bool = False  # of tools
+    has_calls: bool = False  # whether it has tool calls
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """Holds what all generations of a router use."""
+class Services:
+    """The services that all requests of a router share."""
 
     dispatcher: Dispatcher
     metrics: Metrics
     tenants: TenantMeter
     slo: AutoscaleConfig
     keeper: Keeper
-    deadline_s: float  # of a request
+    deadline_s: float  # deadline of each request, in seconds
 
 
 class Generation:
-    """Makes the completions of one prompt. `record` has their jobs, the first one being child 0;
-    `deadline` is a time of the event loop."""
+    """Generates the completions of one prompt.
+
+    `record` has their jobs, child 0 first. `deadline` is a time of the event loop.
+    """
 
     def __init__(
         self,
-        means: Means,
+        services: Services,
         record: RequestRecord,
         reservation: LimitReservation,
         *,
         num_choices: int,
         deadline: float,
     ) -> None:
-        self._means = means
+        self._services = services
         self._record = record
         self._reservation = reservation
         self._first = record.jobs[0]
         self._num_open = num_choices
-        self._num_made = 0  # tokens, those of left-out beams too
-        self._num_reasoning = 0  # of the choices that ended
+        self._num_generated = 0  # tokens, including those of discarded beams
+        self._num_reasoning = 0  # reasoning tokens of the choices that have ended
         self._deadline = deadline
 
     async def follow(self, choice: Choice) -> AsyncGenerator[Delta, None]:
-        """Yields the deltas of a choice, until it ends."""
+        """Yields the deltas of a choice until it ends."""
         async with aclosing(self.steps(choice.job)) as steps:
             async for step in steps:
-                if choice.job.request.client.max_tokens == 0:  # a worker makes one at least
+                # a worker generates at least one token
+                if choice.job.request.client.max_tokens == 0:
                     piece = choice.text.push([], "length")
                 else:
                     piece = choice.text.push(step.token_ids, step.finish_reason)
                 self._note(choice, len(piece.token_ids))
                 choice.has_calls |= bool(piece.tool_calls)
                 if piece.finish_reason:
-                    # Before the last delta, so that the worker is free however slow the client is,
-                    # and a client that asks again at once finds its tenant's limits as they are.
+                    # Close before the last delta. The worker is then free even if the client reads
+                    # slowly, and the tenant's limits are up to date if the client sends its next
+                    # request at once.
                     await steps.aclose()
                     waits_for_tools = choice.has_calls and piece.finish_reason != "length"
-                    self._means.keeper.on_end(choice.job, self._record, waits_for_tools)
+                    self._services.keeper.on_end(choice.job, self._record, waits_for_tools)
                 yield self._delta(choice, piece, step.logprobs)
                 if piece.finish_reason:
                     return
 
     def whole(self, choice: Choice, token_ids: list[int], finish_reason: str) -> Delta:
-        """Returns the one delta of a choice that was made elsewhere."""
+        """Returns the only delta of a choice whose tokens are complete."""
         piece = choice.text.push(token_ids, finish_reason)
         self._note(choice, len(piece.token_ids))
         return self._delta(choice, piece, [])
 
     async def steps(self, job: Job) -> AsyncGenerator[JobStep, None]:
-        """Yields the steps of a job. Raises DeadlineExceeded when the request's time is over."""
-        async with aclosing(self._means.dispatcher.run(job)) as steps:
+        """Yields the steps of a job. Raises DeadlineExceeded at the request's deadline."""
+        async with aclosing(self._services.dispatcher.run(job)) as steps:
             while True:
                 try:
                     async with asyncio.timeout_at(self._deadline):
                         step = await anext(steps)
                 except TimeoutError:
                     raise DeadlineExceeded(
-                        f"the request took longer than {self._means.deadline_s:g} s"
+                        f"the request took longer than {self._services.deadline_s:g} s"
                     ) from None
                 except StopAsyncIteration:
                     return
-                self._num_made += len(step.token_ids)
+                self._num_generated += len(step.token_ids)
                 yield step
 
     def _delta(self, choice: Choice, piece: Piece, logprobs: list[LogprobEntry]) -> Delta:
-        """Returns the delta of new text; the one that ends the last open choice settles all."""
+        """Returns the delta of new text. The last delta of the request settles its reservation."""
         job = choice.job
         record = self._record
         first = self._first
         num_tokens = len(piece.token_ids)
         choice.num_sent += num_tokens
         record.num_sent += num_tokens
-        self._means.metrics.generation_tokens.inc(num_tokens)
+        self._services.metrics.generation_tokens.inc(num_tokens)
         cached_tokens = first.progress.cached_tokens
         by_tier = first.progress.cached_by_tier
         prompt_token_ids = first.request.token_ids
@@ -131,7 +135,7 @@ class Generation:
             self._num_reasoning += piece.num_reasoning
             if not self._num_open:
                 self.settle()
-                self._means.metrics.demand.ended(max(self._num_made, self._record.num_sent))
+                self._services.metrics.demand.ended(max(self._num_generated, self._record.num_sent))
                 total = Usage(
                     len(prompt_token_ids),
                     record.num_sent,
@@ -171,29 +175,33 @@ class Generation:
         )
 
     def settle(self) -> None:
-        """Counts what the request took of its tenant's limits, once; nothing if it was refused."""
+        """Settles the reservation with the tokens used, once. A refused request uses none."""
         client = self._first.request.client
         num_sent = self._record.num_sent
         if any(_took(job) for job in self._record.jobs):
-            self._means.tenants.settle(
+            self._services.tenants.settle(
                 self._reservation,
                 client.tenant,
                 prompt=len(self._first.request.token_ids),
                 cached=self._first.progress.cached_tokens,
-                # A search makes more tokens than its best beams have, and sends them at its end.
-                completion=self._num_made if client.use_beam_search else num_sent,
+                # Beam search generates more tokens than its best beams contain, and sends them at
+                # its end.
+                completion=self._num_generated if client.use_beam_search else num_sent,
             )
 
     def _note(self, choice: Choice, num_tokens: int) -> None:
-        """Observes the latency of new tokens; the autoscaler's meter gets it as a share of what its
-        service level allows. The request's first token is child 0's."""
+        """Measures the latency of new tokens.
+
+        The autoscaler's meter gets it as a fraction of the service level's limit. The first token
+        of the request is child 0's.
+        """
         if not num_tokens:
             return
         now = time.monotonic()
         timeline = choice.job.progress.timeline
         elapsed_s = now - timeline.last_token_s
-        slo = self._means.slo
-        metrics = self._means.metrics
+        slo = self._services.slo
+        metrics = self._services.metrics
         timeline.note_tokens(now, num_tokens)
         if choice.num_sent:
             for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""Several asynchronous iterators as one: their items are passed on as they come."""
+"""Merges several asynchronous iterators; items are passed on as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -17,16 +17,17 @@ class _End:
 async def interleave(
     parts: Sequence[AsyncGenerator[_T, None]],
 ) -> AsyncGenerator[tuple[int, _T], None]:
-    """Yields the items of all, each with the index of its iterator.
+    """Yields the items of all iterators with the iterator's index.
 
-    Raises the first error of any. Closing it closes all of them, and it ends when they have ended.
+    Raises the first error of any of them. Closing it closes all of them; it ends when all have
+    ended.
     """
     if len(parts) == 1:
         async with aclosing(parts[0]) as items:
             async for item in items:
                 yield 0, item
         return
-    # Bounded: a client that reads slowly stops all of them, as it stops a single one.
+    # The queue is bounded, so that a client that reads slowly also slows all iterators.
     arrived: asyncio.Queue[tuple[int, _T] | _End] = asyncio.Queue(len(parts))
     tasks = [asyncio.create_task(_pass_on(i, part, arrived)) for i, part in enumerate(parts)]
     num_running = len(tasks)
@@ -49,7 +50,7 @@ async def interleave(
 async def items_of(
     interleaved: AsyncGenerator[tuple[int, _T], None],
 ) -> AsyncGenerator[_T, None]:
-    """Yields the items without their indexes."""
+    """Yields the items without their indices."""
     async with aclosing(interleaved):
         async for _, item in interleaved:
             yield item

@@ -2,11 +2,10 @@
 
     waiting --a worker is free, and it is the tenant's turn--> running --the job ends--> over
       `-- its caller is cancelled --> over, at no cost to its tenant     `--the deadline--> over
-
-A running job cannot be stopped. If its caller is cancelled, the job keeps its worker until it ends,
-so there are never more jobs in the executor than workers, and the executor's own queue, which knows
-no tenants, stays empty. At the deadline of a job the processes of the executor are killed, and jobs
-of others that ran there run once more. A thread cannot be killed: it is left to itself.
+A running job cannot be stopped. If its caller is cancelled, the job occupies its worker until it
+ends. So the executor never has more jobs than workers, and its own queue, which does not know
+tenants, stays empty. At a job's deadline the executor's processes are killed, and other jobs that
+ran there run once more. A thread cannot be killed, so it is abandoned.
 """
 
 import asyncio
@@ -25,12 +24,14 @@ _T = TypeVar("_T")
 
 
 class LateJob(Exception):
-    """A job did not end in time."""
+    """A job did not end before its deadline."""
 
 
 class FairExecutor:
-    """An executor with a fair queue before it. Each caller waits for one job at a time, so the
-    bound on open requests bounds the queue."""
+    """An executor with a fair queue before it.
+
+    Each caller waits for one job at a time, so the bound on open requests bounds the queue.
+    """
 
     def __init__(
         self,
@@ -39,15 +40,17 @@ class FairExecutor:
         num_workers: int,
         deadline_s: float | None = None,
     ) -> None:
-        """`make_executor` is called again when a process of the executor has died. `deadline_s` is
-        that of each job, from when it runs."""
+        """`make_executor` is called again after a process of the executor died.
+
+        `deadline_s` is the deadline of each job, measured from its start.
+        """
         self._make_executor = make_executor
         self._deadline_s = deadline_s
-        self.num_late = 0  # jobs that did not end in time
+        self.num_late = 0  # number of jobs that missed their deadline
         self._executor = make_executor()
         self._num_free = self._num_workers = num_workers
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._lost: set[asyncio.Future[Any]] = set()  # on threads that were left to themselves
+        self._lost: set[asyncio.Future[Any]] = set()  # jobs on abandoned threads
         self._closed = False
 
     @property
@@ -57,9 +60,9 @@ class FairExecutor:
     async def run(
         self, tenant: str, cost: float, function: Callable[..., _T], *arguments: Any
     ) -> _T:
-        """Returns what `function` returns. A job whose process dies is run once more.
+        """Returns the result of `function`. A job whose process dies is run once more.
 
-        Raises what `function` raises, BrokenExecutor if a process dies a second time, and LateJob
+        Raises the error of `function`, BrokenExecutor if a process dies a second time, and LateJob
         at the job's deadline.
         """
         try:
@@ -70,8 +73,10 @@ class FairExecutor:
             return await self._run_once(tenant, cost, function, *arguments)
 
     def close(self) -> None:
-        """Ends the workers. Processes are killed: one that still starts, or runs a long job, would
-        outlive its router."""
+        """Ends the workers.
+
+        Processes are killed, because one that starts or runs a long job would outlive the router.
+        """
         self._closed = True
         processes = _processes(self._executor)
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -94,23 +99,23 @@ class FairExecutor:
             return await asyncio.shield(running)
         in_time: asyncio.Future[_T] = loop.create_future()
         timer = loop.call_later(self._deadline_s, self._on_late, executor, running, in_time)
-        running.add_done_callback(partial(_hand_on, timer, in_time))
+        running.add_done_callback(partial(_forward_result, timer, in_time))
         return await asyncio.shield(in_time)
 
     async def _wait_turn(self, tenant: str, cost: float) -> None:
-        """Returns when one of the free workers is the caller's."""
+        """Waits until a free worker is assigned to the caller."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.push(tenant, max(cost, 1.0), turn)  # what has no text costs a turn, too
-        self._let_go()
+        self._queue.push(tenant, max(cost, 1.0), turn)  # a job without text also costs a turn
+        self._start_next()
         try:
-            # Shielded: `_let_go` may give a worker to a caller that is being cancelled.
+            # Shielded: `_start_next` may assign a worker to a caller that is being cancelled.
             await asyncio.shield(turn)
         except asyncio.CancelledError:
             if not self._queue.remove(tenant, turn):
                 self._on_end(self._executor, None)
             raise
 
-    def _let_go(self) -> None:
+    def _start_next(self) -> None:
         while self._queue and self._num_free:
             self._num_free -= 1
             self._queue.pop().set_result(None)
@@ -118,19 +123,19 @@ class FairExecutor:
     def _on_late(
         self, executor: Executor, running: asyncio.Future[Any], in_time: asyncio.Future[Any]
     ) -> None:
-        """Ends a job at its deadline, whether its caller still waits or not."""
+        """Ends a job at its deadline, whether or not its caller still waits."""
         log.error("a job did not end in %g s", self._deadline_s)
         self.num_late += 1
         in_time.set_exception(LateJob(f"it did not end in {self._deadline_s:g} s"))
         if processes := _processes(executor):
-            for process in processes:  # `running` ends by that
+            for process in processes:  # this also ends `running`
                 process.kill()
         elif executor is self._executor and not self._closed:
             executor.shutdown(wait=False)
             self._executor = self._make_executor()
             self._num_free += 1
             self._lost.add(running)
-            self._let_go()
+            self._start_next()
 
     def _on_done(self, executor: Executor, running: asyncio.Future[Any]) -> None:
         error = None if running.cancelled() else running.exception()
@@ -140,29 +145,29 @@ class FairExecutor:
             self._on_end(executor, error)
 
     def _on_end(self, executor: Executor, error: BaseException | None) -> None:
-        """Frees the worker of a job that is over."""
-        # Several jobs may tell of the same dead process.
+        """Frees the worker of a job that has ended."""
+        # Several jobs may report the same dead process.
         is_lost = isinstance(error, BrokenExecutor) and executor is self._executor
         if is_lost and not self._closed:
             log.error("a process died; starting anew", exc_info=error)
             executor.shutdown(wait=False)
             self._executor = self._make_executor()
         self._num_free += 1
-        self._let_go()
+        self._start_next()
         if self._num_free == self._num_workers:
             self._queue.forget()
 
 
 def _processes(executor: Executor) -> list[BaseProcess]:
-    """Returns the processes of an executor; none if it has threads."""
-    # Python has `kill_workers` from 3.14 on.
+    """Returns the processes of an executor; empty if it uses threads."""
+    # Python 3.14 has `kill_workers`.
     return list((getattr(executor, "_processes", None) or {}).values())
 
 
-def _hand_on(
+def _forward_result(
     timer: asyncio.TimerHandle, in_time: asyncio.Future[Any], running: asyncio.Future[Any]
 ) -> None:
-    """Gives the outcome of a job to its caller, if the deadline has not."""
+    """Passes the result of a job to its caller, unless the deadline has passed."""
     timer.cancel()
     if in_time.done():
         return

@@ -1,36 +1,36 @@
-"""This is what a request has of its model's formats: template values, the form, the parser."""
+"""Applies the model's formats to a request: template values, constrained form and answer parser."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from tandem.models.grammars.text import StructuredOutput
-from tandem.router.parsers.machine import Machine
+from tandem.router.parsers.machine import AnswerParser
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.told_tools import (
-    with_told_results,
-    with_told_tools,
+    with_described_results,
+    with_described_tools,
     with_written_calls,
 )
 from tandem.router.request.request import ClientRequest
 
 
-def with_template_options(answers: ModelFormat, request: ClientRequest) -> ClientRequest:
-    """Returns the request with the values that its chat's template gets. Raises BadRequest."""
+def with_template_options(model_format: ModelFormat, request: ClientRequest) -> ClientRequest:
+    """Returns the request with the values for its chat template. Raises BadRequest."""
 
     def filled(chat: Conversation) -> Conversation:
-        if not answers.takes_tools:
-            chat = with_told_tools(chat, takes_system=answers.takes_system)
-        elif not answers.shows_results(tools=bool(chat.tools)):
-            chat = with_told_results(chat)
-        chat = with_written_calls(chat, partial(answers.written_calls, tools=bool(chat.tools)))
+        if not model_format.takes_tools:
+            chat = with_described_tools(chat, takes_system=model_format.takes_system)
+        elif not model_format.shows_results(tools=bool(chat.tools)):
+            chat = with_described_results(chat)
+        chat = with_written_calls(chat, partial(model_format.written_calls, tools=bool(chat.tools)))
         options = chat.template_options
         effort = chat.reasoning_effort
-        if chat.effort_is_hint and not answers.takes_effort:
+        if chat.effort_is_hint and not model_format.takes_effort:
             effort = None
         return replace(
-            chat, template_options=answers.template_options(options, effort, chat.thinking)
+            chat, template_options=model_format.template_options(options, effort, chat.thinking)
         )
 
     if not isinstance(request.prompt, Conversation):
@@ -40,34 +40,34 @@ def with_template_options(answers: ModelFormat, request: ClientRequest) -> Clien
 
 
 def wanted_form(
-    answers: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
+    model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
 ) -> StructuredOutput | None:
-    """Returns the form that the answer must have: the client's, or that of the calls it forces."""
+    """Returns the constraint on the answer: the client's, or that of the forced tool calls."""
     chat = request.prompt
     form = request.structured_output
     if not isinstance(chat, Conversation):
         return form
     if chat.tool_choice != "required":
         if form is None or chat.continue_final_message:
-            return form  # what continues a message is past its reasoning
-        return answers.after_reasoning(form, prompt_token_ids)
-    return answers.forced_calls(
+            return form  # a continued message is past its reasoning
+        return model_format.after_reasoning(form, prompt_token_ids)
+    return model_format.forced_calls(
         chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
     )
 
 
 def answer_parser(
-    answers: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
-) -> Machine | None:
-    """Returns the parser of the answer's reasoning and tool calls; only chats have one."""
+    model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
+) -> AnswerParser | None:
+    """Returns the parser of the answer's reasoning and tool calls; None unless it is a chat."""
     chat = request.prompt
     if not isinstance(chat, Conversation):
         return None
-    return answers.machine(
+    return model_format.answer_parser(
         chat.callable_tools,
         prompt_token_ids,
         one_call_only=chat.one_call_only,
-        # As OpenAI has it.
+        # the values that OpenAI uses
         finish_reason="stop" if chat.only_tool else "tool_calls",
         continued=chat.continued,
     )

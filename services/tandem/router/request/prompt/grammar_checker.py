@@ -1,17 +1,15 @@
-"""Checks what clients ask for, in processes that may fail.
+"""Checks clients' grammars in separate processes that may fail.
 
-A grammar may exhaust the stack, the memory or the time of the process that compiles it. A worker
-compiles in its engine's process, where nothing could end it. So a router compiles each grammar
-first, and no worker gets one that failed:
-
+A grammar may exhaust the stack, memory or time of the process that compiles it. A worker compiles
+in its engine process, which must not be killed. So the router compiles each grammar first, and no
+worker gets one that failed:
     router, a thread for each check    checker process            two forks of it
       starts it with the first ------> loads the tokenizer
       sends a socket ----------------> forks --------------------> waits for the other one,
       sends the form through it ---------------------------------> which compiles it, with limits
       reads the answer <------------------------------------------ or how it ended
-
-The kernel ends the fork that exceeds its CPU time, its memory or its stack. Nothing has to start
-anew after that, and no other check notices. CPU time is the same on a busy machine.
+The kernel kills the fork that exceeds its CPU time, memory or stack. Nothing has to be restarted,
+and no other check is affected. CPU time does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ from tandem.errors import BadRequest, CompilerBusy
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text, refused
 
-MEMORY_BYTES = 256 << 20  # of one check, above what the checker has loaded
+MEMORY_BYTES = 256 << 20  # limit of one check, above the memory that the checker has loaded
 RETRY_AFTER_S = 2.0
-_WAIT_S = 60.0  # for one answer; the first waits for the tokenizer, too
+_WAIT_S = 60.0  # longest wait for an answer; the first one includes loading the tokenizer
 _STACK_BYTES = 2 << 20  # an engine's threads have four times as much
-_BEGUN = b" "  # before the answer, which is JSON
+_BEGUN = b" "  # sent before the answer, which is JSON
 _FAILED = 1  # exit status
 _ENDS = {
     -signal.SIGPROF: "time",
-    -signal.SIGABRT: "memory",  # Rust aborts when it gets none
+    -signal.SIGABRT: "memory",  # Rust aborts when an allocation fails
     -signal.SIGSEGV: "stack",
     -signal.SIGBUS: "stack",
     _FAILED: "failed",
@@ -50,9 +48,9 @@ _ENDS = {
 
 
 class GrammarChecker:
-    """The process that checks grammars. It starts with the first one; `close` ends it.
+    """The process that checks grammars. The first check starts it; `close` ends it.
 
-    `check` is for any thread, and blocks it.
+    `check` may be called in any thread and blocks it.
     """
 
     def __init__(
@@ -70,11 +68,13 @@ class GrammarChecker:
         self._closed = False
 
     def check(self, wanted: StructuredOutput, cpu_s: float) -> str | None:
-        """Returns the grammar, or None if so much CPU time is not enough to compile it. Raises
-        BadRequest if it cannot be followed, and CompilerBusy if the process was ended."""
+        """Returns the grammar, or None if `cpu_s` seconds of CPU time are not enough to compile it.
+
+        Raises BadRequest if it cannot be compiled, and CompilerBusy if the process was killed.
+        """
         form = json.dumps([cpu_s, self._memory_bytes, *astuple(wanted)]).encode()
         if not (answer := self._ask(form)):
-            # The process ended before it began this check: that is not this grammar's fault.
+            # The process ended before it began this check, so the grammar is not the cause.
             with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
                 if self._process is not None:
                     self._process.wait(1.0)
@@ -113,7 +113,9 @@ class GrammarChecker:
                 self._control.close()
 
     def _ask(self, form: bytes) -> bytes:
-        """Returns the answer, which is empty if no check began, and incomplete if it was lost."""
+        """Returns the answer. It is empty if no check began, and incomplete if the process
+        ended.
+        """
         ours, theirs = socket.socketpair()
         answer = b""
         with ours:
@@ -128,7 +130,7 @@ class GrammarChecker:
         return answer
 
     def _send(self, connection: socket.socket) -> None:
-        """Hands a check's socket to the process; starts one if there is none."""
+        """Sends a check's socket to the process; starts the process if necessary."""
         with self._lock:
             if self._closed:
                 raise CompilerBusy("the router stops", retry_after_s=RETRY_AFTER_S)
@@ -137,7 +139,7 @@ class GrammarChecker:
                     self._control.close()
                 self._start()
             assert self._control is not None
-            with contextlib.suppress(OSError):  # it has just ended: no check begins
+            with contextlib.suppress(OSError):  # the process has just ended, so no check begins
                 socket.send_fds(self._control, [b"\0"], [connection.fileno()])
 
     def _start(self) -> None:
@@ -148,14 +150,15 @@ class GrammarChecker:
                 [*arguments, str(theirs.fileno()), self._arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C ends the router only, which ends this
+                # Ctrl-C must reach only the router, which ends this process
+                start_new_session=True,
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
 
 
 def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
-    """Forks for each check, until the router is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork
+    """Forks for each check until the router has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not awaited
     while fds := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=fds[0]) as connection:
             if not os.fork():
@@ -164,7 +167,7 @@ def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
 
 
 def _oversee(connection: socket.socket, compiler: GrammarCompiler) -> None:
-    """Answers one check, also if the process that makes it ends."""
+    """Answers one check, even if the process that runs it is killed."""
     connection.sendall(_BEGUN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
@@ -177,8 +180,8 @@ def _oversee(connection: socket.socket, compiler: GrammarCompiler) -> None:
 
 
 def _answer(connection: socket.socket, compiler: GrammarCompiler) -> int:
-    """Makes one check, in a thread with a small stack. Returns the exit status of the process."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients do not write to the router's log
+    """Runs one check in a thread with a small stack; returns the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no output of the compiler in the router's log
     request = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     cpu_s, memory_bytes, *fields = json.loads(request)
     answers: list[tuple[str, str]] = []
@@ -202,7 +205,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> int:
 
 
 def _check(compiler: GrammarCompiler, wanted: StructuredOutput) -> tuple[str, str]:
-    """Returns how the check ends, with the grammar or the reason."""
+    """Returns (result, grammar or reason) of a check."""
     try:
         return "done", checked_grammar(compiler, wanted)
     except BadRequest as error:
@@ -220,7 +223,7 @@ def checked_grammar(compiler: GrammarCompiler, wanted: StructuredOutput) -> str:
 
 
 def main() -> None:
-    """The entry of the checker process, which only a router starts."""
+    """Runs the checker process, which only a router starts."""
     control = socket.socket(fileno=int(sys.argv[1]))
     file, vocab_size, eos_token_ids = json.loads(sys.argv[2])
     compiler = GrammarCompiler(Path(file), vocab_size, eos_token_ids)

@@ -1,20 +1,16 @@
-"""Cuts long texts into pieces, to count their tokens early and to tokenize only their end. Pure.
+"""Cuts long texts into pieces, to count tokens early and to tokenize only the end. Pure.
 
     text:   |---- piece ----|---- piece ----|---- piece ----|-- piece --|
     count:  n1 - CUT_TOKENS + n2 - CUT_TOKENS + ...   is at most the number of tokens of the text
-
-A cut changes tokens on both sides of it, and only near it: a merge, a word, a special token or a
-normalized character that spans the cut becomes more tokens than it was. `CUT_TOKENS` is far above
-what such a place can add, so a text that fits is never refused.
-
+A cut changes only tokens close to it: a merge, a word, a special token or a normalized character
+that spans the cut becomes more tokens. `CUT_TOKENS` is far above this increase, so a text that fits
+is never refused.
     text:   ...------------------|- context -|---- part ----|- context -|---...
                                              start          stop
-
-The ids of a prompt come from pieces only if the prompt is truncated to its last tokens. Then each
-part is tokenized within its context, and only where `find_cut` finds a place at which every
-tokenizer begins a token, wherever the text before it begins: after a letter or digit, before a
-space or line break, if no token of the vocabulary has such a pair inside. So the ids are those of
-the whole text.
+The ids of a prompt come from pieces only if the prompt is truncated to its last tokens. Each part
+is then tokenized within its context, and only at cuts that `find_cut` returns. At such a cut every
+tokenizer begins a token: it is after a letter or digit and before a space or line break, and no
+token of the vocabulary contains this pair. So the ids equal those of the whole text.
 """
 
 import re
@@ -22,22 +18,23 @@ from collections.abc import Iterator, Set
 
 PIECE_CHARACTERS = 32_000  # about 40 ms of work
 CUT_TOKENS = 128
-# Text in most languages has fewer characters a token: what is shorter may well fit, and is not
-# tokenized twice.
+# Text in most languages has fewer characters per token. A shorter text may fit, and counting it
+# first would tokenize it twice.
 CHARACTERS_PER_TOKEN = 4
-CONTEXT_CHARACTERS = 512  # on both sides of a part: more than any token, or what decides on it
+# on both sides of a part; longer than any token and the text that decides about it
+CONTEXT_CHARACTERS = 512
 _LETTER_BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
 
 
 def is_counted_first(num_characters: int, max_model_len: int) -> bool:
-    """Returns whether a text is so long that it is counted before it is tokenized as a whole."""
+    """Returns whether a text is so long that its tokens are counted before it is tokenized."""
     return num_characters > max(PIECE_CHARACTERS, CHARACTERS_PER_TOKEN * max_model_len)
 
 
 def cut(text: str) -> Iterator[str]:
     """Yields the pieces of `text` in order, at most `PIECE_CHARACTERS` each.
 
-    A cut is before a space or line break if the last quarter of a piece has one.
+    A cut is before a space or line break if the last quarter of the piece has one.
     """
     start = 0
     while start < len(text):
@@ -51,8 +48,10 @@ def cut(text: str) -> Iterator[str]:
 
 
 def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
-    """Returns where the part that ends at `stop` may begin, about a piece before; None if there is
-    no such place nearby. `joined` has the pairs of bytes that some token has inside."""
+    """Returns where the part that ends at `stop` may begin, about one piece before.
+
+    Returns None if there is no cut nearby. `joined` has the byte pairs that some token contains.
+    """
     if stop <= 2 * PIECE_CHARACTERS:
         return 0
     near = stop - PIECE_CHARACTERS
@@ -65,5 +64,7 @@ def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
 
 
 def at_least(num_tokens: int, num_pieces: int) -> int:
-    """Returns how many tokens a text certainly has whose first pieces have `num_tokens`."""
+    """Returns the minimum number of tokens of a text whose first pieces have `num_tokens`
+    tokens.
+    """
     return num_tokens - CUT_TOKENS * num_pieces

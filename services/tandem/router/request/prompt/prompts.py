@@ -7,18 +7,18 @@
       `-- its last tokens --> processes: render, tokenize its end by pieces --> a process: hash
             `-- it has no place to cut --> the process for such texts: tokenize, hash
 
-A thread is over before a process had been asked, and tokenizing runs without the GIL. The hashing
-of many blocks holds the GIL. The processes have loaded the tokenizer and nothing else. Tenants take
-turns at all of them (`fair_executor.py`), each piece is a job of its own, and a client that leaves
-leaves one running job at most. A tokenizer that does not end its job in time is ended. Knows no
-worker and no placement.
+For a short prompt a thread is faster than the message to a process, and tokenizing releases the
+GIL. Hashing many blocks holds the GIL. The processes load the tokenizer and nothing else. Tenants
+take turns at all of them (`fair_executor.py`). Each piece is a separate job, so a client that
+leaves occupies at most one running job. A tokenizer that exceeds its deadline is killed. This
+module knows no workers and no placement.
 
-One more process checks grammars (grammar_checker.py), and starts with the first. Tenants take turns
-at these checks, too:
+One more process checks grammars (grammar_checker.py); the first grammar starts it. Tenants take
+turns at these checks, too:
 
-    two at a time, 0.5 s of CPU time each --> nearly all are done
-                `--> one at a time, 5 s --> very large ones are done
-                            `--> refused; the refusal is kept for a while
+    two at a time, 0.5 s of CPU time each --> nearly all finish
+                `--> one at a time, 5 s --> very large ones finish
+                            `--> refused; the refusal is cached for a while
 """
 
 from __future__ import annotations
@@ -62,36 +62,37 @@ from tandem.router.request.prompt.pieces import (
 )
 from tandem.router.request.request import ClientRequest, Prompt, num_characters
 
-INLINE_COST_MAX = 8_192  # of a prompt that a thread prepares
-_TOKEN_COST = 4  # of a token id, in characters
-_MESSAGE_COST = 32  # what a chat template writes around a message, in characters
+INLINE_COST_MAX = 8_192  # cost up to which a thread prepares a prompt
+_TOKEN_COST = 4  # cost of a token id in characters
+_MESSAGE_COST = 32  # characters that a chat template adds to a message
 _NUM_THREADS = 2
-_Text = RenderedText | tuple[int, ...] | Conversation  # a prompt on its way to a tokenizer
-JOB_DEADLINE_S = 60.0  # of a tokenizer; the longest text takes a few seconds
-GRAMMAR_DEADLINE_S = 15.0  # to check one, with its wait; the first of all waits for its process
-GRAMMAR_CPU_S = 5.0  # of one check
-_QUICK_CPU_S = 0.5  # of its first try, which does not wait for the long ones
+_Text = RenderedText | tuple[int, ...] | Conversation  # a prompt before it is tokenized
+JOB_DEADLINE_S = 60.0  # for one tokenizer job; the longest text takes a few seconds
+GRAMMAR_DEADLINE_S = 15.0  # for one check with its wait; the first check also starts the process
+GRAMMAR_CPU_S = 5.0  # CPU time of one check
+_QUICK_CPU_S = 0.5  # CPU time of its first try, which does not wait for long checks
 _NUM_QUICK_CHECKS = 2
-_CHECKED_MAX = 64  # answers of checks that are kept
-_REFUSED_MAX = 1024  # hashes of grammars whose refusals are kept, for a while
+_CHECKED_MAX = 64  # number of cached results
+_REFUSED_MAX = 1024  # number of cached refusals (hashes of grammars)
 _REFUSED_S = 600.0
 
 
 class PreparedPrompt(NamedTuple):
     token_ids: list[int]
-    block_hashes: list[bytes]  # of the full blocks; empty while no KV compatibility is known
-    pinned_tokens: int = 0  # of the part of a chat that is to be pinned; 0: all
+    block_hashes: list[bytes]  # hashes of the full blocks; empty while no KV compatibility is known
+    pinned_tokens: int = 0  # tokens of the part of a chat to pin; 0: all
 
 
 class PromptPreparer:
-    """Threads and processes that prepare prompts. `close` ends them."""
+    """The threads and processes that prepare prompts. `close` ends them."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
         self._tokenizer = tokenizer
         self._file = folder / "tokenizer.json"
         self._joined: frozenset[bytes] | None = None
         self._checked: OrderedDict[StructuredOutput, str] = OrderedDict()
-        self._refused: OrderedDict[int, tuple[float, str]] = OrderedDict()  # until when, and why
+        # hash -> (expiry, reason)
+        self._refused: OrderedDict[int, tuple[float, str]] = OrderedDict()
         self._checking: dict[StructuredOutput, asyncio.Future[str]] = {}
         self._threads = FairExecutor(
             lambda: ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize"),
@@ -112,7 +113,7 @@ class PromptPreparer:
             )
 
         self._processes = tokenizers(num_processes)
-        self._uncut = tokenizers(1)  # starts with its first text
+        self._uncut = tokenizers(1)  # started by its first text
         self._checker = GrammarChecker(
             folder / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_token_ids
         )
@@ -125,11 +126,13 @@ class PromptPreparer:
         )
 
     async def check(self) -> None:
-        """Starts the first process now rather than with the first long prompt, and tries the
-        tokenizer's rules there. Raises ConfigError naming its file if one never ends."""
+        """Starts the first process and tests the tokenizer's rules in it.
+
+        Raises ConfigError that names the tokenizer's file if its rules fail or do not end.
+        """
         why = "its rules fail or do not end"
         with suppress(LateJob, BrokenExecutor):
-            why = await self._processes.run("", 1.0, _check_there)
+            why = await self._processes.run("", 1.0, _check_in_process)
         if why:
             raise ConfigError(f"{self._file} cannot be used: {why}")
 
@@ -140,9 +143,12 @@ class PromptPreparer:
         *,
         max_model_len: int,
     ) -> PreparedPrompt:
-        """Without `chain`, or with a KV budget, no block is hashed. Raises BadRequest for a chat
-        that the template refuses, and ContextTooLong for a long text that cannot fit, unless it is
-        to be truncated."""
+        """Returns the prompt's token ids and block hashes.
+
+        Without `chain`, or with a KV budget, no block is hashed. Raises BadRequest for a chat that
+        the template rejects, and ContextTooLong for a long text that cannot fit and is not to be
+        truncated.
+        """
         if request.kv_budget is not None:
             chain = None
         tenant = request.tenant
@@ -176,12 +182,12 @@ class PromptPreparer:
                     else:
                         processes = self._uncut
             found, hashes, pinned_tokens = await processes.run(
-                tenant, cost, _prepare_there, text, kept, chain, request.pinned_chat
+                tenant, cost, _prepare_in_process, text, kept, chain, request.pinned_chat
             )
         return PreparedPrompt(found.tolist(), hashes, pinned_tokens)
 
     async def bad_words(self, request: ClientRequest) -> list[list[int]]:
-        """Returns the runs of tokens that spell the request's bad words."""
+        """Returns the token runs that spell the request's bad words."""
         words = request.sampling.bad_words
         if not words:
             return []
@@ -197,8 +203,11 @@ class PromptPreparer:
             return await self._threads.run(tenant, cost, decode, token_ids)
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
-        """Returns the grammar of a completion; empty if it may have any form. Raises BadRequest for
-        one that cannot be followed, and CompilerBusy if its turn did not come in time."""
+        """Returns the grammar of a completion; "" if it may have any form.
+
+        Raises BadRequest if it cannot be compiled, and CompilerBusy if the check did not start in
+        time.
+        """
         if wanted is None:
             return ""
         until, why = self._refused.get(hash(wanted), (0.0, ""))
@@ -207,7 +216,7 @@ class PromptPreparer:
         if wanted in self._checked:
             self._checked.move_to_end(wanted)
             return self._checked[wanted]
-        # Equal ones wait for one check, which goes on if a client leaves.
+        # Equal grammars share one check, which continues if a client leaves.
         checking = self._checking.get(wanted)
         if checking is None:
             checking = asyncio.ensure_future(self._check(wanted, tenant))
@@ -249,14 +258,17 @@ class PromptPreparer:
         self._threads.close()
         self._processes.close()
         self._uncut.close()
-        self._checker.close()  # first: threads wait for it
+        self._checker.close()  # before the checks, whose threads wait for it
         self._quick_checks.close()
         self._long_checks.close()
 
     async def _count(
         self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
     ) -> RenderedText:
-        """Returns what remains to be tokenized as a whole. Raises ContextTooLong."""
+        """Renders a long text and counts its tokens by pieces. Raises ContextTooLong.
+
+        Returns the rendered text, which must still be tokenized.
+        """
         run = self._processes.run
         tenant = request.tenant
         rendered = await self._rendered(request, text)
@@ -264,9 +276,9 @@ class PromptPreparer:
         for num_pieces, part in enumerate(cut(rendered.text), start=1):
             piece = replace(rendered, text=part, add_special_tokens=False)
             try:
-                num_tokens += await run(tenant, len(part), _count_there, piece)
+                num_tokens += await run(tenant, len(part), _count_in_process, piece)
             except BadRequest:
-                break  # The whole text tells what is wrong with it, and where.
+                break  # tokenizing the whole text raises an error with the position
             if (certain := at_least(num_tokens, num_pieces)) >= max_model_len:
                 raise request.too_long(f"at least {certain}", max_model_len)
         return rendered
@@ -276,19 +288,22 @@ class PromptPreparer:
     ) -> RenderedText:
         if isinstance(text, RenderedText):
             return text
-        return await self._processes.run(request.tenant, _cost(text), _render_there, text)
+        return await self._processes.run(request.tenant, _cost(text), _render_in_process, text)
 
     async def _last(
         self, request: ClientRequest, rendered: RenderedText, kept: int, max_model_len: int
     ) -> tuple[int, ...] | None:
-        """Returns the ids of a long text's last tokens, at least `kept` or all; None if the text
-        has no places to cut. Raises BadRequest, and ContextTooLong if these cannot fit."""
+        """Returns the ids of a long text's last tokens, at least `kept` or all.
+
+        Returns None if the text has no place to cut. Raises BadRequest, and ContextTooLong if the
+        tokens cannot fit.
+        """
         run = self._processes.run
         tenant = request.tenant
         text = rendered.text
         check_unicode(text)
         if self._joined is None:
-            self._joined = await run(tenant, INLINE_COST_MAX, _joined_there)
+            self._joined = await run(tenant, INLINE_COST_MAX, _joined_in_process)
         parts: list[array[int]] = []
         num_tokens = 0
         start = len(text)
@@ -304,7 +319,9 @@ class PromptPreparer:
             right = stop + CONTEXT_CHARACTERS
             window = replace(rendered, text=text[left:right])
             cost = len(window.text)
-            part = await run(tenant, cost, _encode_part_there, window, start - left, stop - left)
+            part = await run(
+                tenant, cost, _encode_part_in_process, window, start - left, stop - left
+            )
             if part is None:
                 return None
             parts.append(part)
@@ -324,7 +341,7 @@ def _telling_late_jobs() -> Iterator[None]:
 
 
 def _cost(prompt: Prompt) -> int:
-    """Returns the work to prepare a prompt, in characters to tokenize."""
+    """Returns the cost of preparing a prompt, as a number of characters to tokenize."""
     if isinstance(prompt, tuple):
         return _TOKEN_COST * len(prompt)
     if isinstance(prompt, str):
@@ -339,7 +356,7 @@ def prepare_prompt(
     chain: Chain | None,
     pinned: Conversation | None,
 ) -> PreparedPrompt:
-    """`kept`: the number of the prompt's last tokens to keep; None: all."""
+    """`kept` is the number of the prompt's last tokens to keep; None means all."""
     if isinstance(text, tuple):
         token_ids = list(text)
     else:
@@ -353,8 +370,10 @@ def prepare_prompt(
 
 
 def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int]) -> int:
-    """Returns how many first tokens of a prompt are those of a chat that begins as its own; 0 if
-    the template refuses a part of its messages."""
+    """Returns the number of first tokens that the prompt shares with `chat`, a prefix of its chat.
+
+    Returns 0 if the template rejects these messages.
+    """
     try:
         begins = tokenizer.encode_rendered(_render(tokenizer, chat))
     except BadRequest:
@@ -364,13 +383,16 @@ def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int
 
 
 def spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Each word as it begins a text and, where that is spelled otherwise, as it follows a space."""
+    """Returns the token runs of each word at the start of a text and after a space.
+
+    The second run is included only if it is spelled differently.
+    """
     runs = []
     for word in words:
         bare = tokenizer.encode(word, add_special_tokens=False)
         spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
         runs.append(bare)
-        if spaced[-len(bare) :] != bare:  # else whoever spells it so ends with the bare one
+        if spaced[-len(bare) :] != bare:  # otherwise the run for the start also matches it
             runs.append(spaced)
     return [run for run in runs if run]
 
@@ -394,31 +416,31 @@ def _start_process(folder: Path, nonce: str) -> None:
 
 
 def _tie_to_parent() -> None:
-    # Ctrl-C reaches the whole process group; the router ends this process when it is ready to.
+    # Ctrl-C reaches the whole process group, but the router must end this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """Exits with the router, even with a killed one: the pool's pipes alone would not tell."""
+    """Exits when the router ends, even if it was killed; the pool's pipes do not report that."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(0)
 
 
-def _render_there(chat: Conversation) -> RenderedText:
+def _render_in_process(chat: Conversation) -> RenderedText:
     assert _process_tokenizer is not None
     return _render(_process_tokenizer, chat)
 
 
-def _count_there(piece: RenderedText) -> int:
+def _count_in_process(piece: RenderedText) -> int:
     assert _process_tokenizer is not None
     return _process_tokenizer.count_tokens(piece)
 
 
-def _check_there() -> str:
-    """Returns why the tokenizer cannot be used; empty if it can."""
+def _check_in_process() -> str:
+    """Returns why the tokenizer cannot be used; "" if it can."""
     assert _process_tokenizer is not None
     tries = ""
     soft, hard = before = resource.getrlimit(resource.RLIMIT_AS)
@@ -430,31 +452,31 @@ def _check_there() -> str:
             tries = what
     except ConfigError as error:
         return error.message
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         return f"{tries}: {first_line(error)}"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     return ""
 
 
-def _joined_there() -> frozenset[bytes]:
+def _joined_in_process() -> frozenset[bytes]:
     assert _process_tokenizer is not None
     return _process_tokenizer.joined
 
 
-def _encode_part_there(window: RenderedText, start: int, stop: int) -> array[int] | None:
+def _encode_part_in_process(window: RenderedText, start: int, stop: int) -> array[int] | None:
     assert _process_tokenizer is not None
     ids = _process_tokenizer.encode_part(window, start, stop)
     return None if ids is None else array("I", ids)
 
 
-def _prepare_there(
+def _prepare_in_process(
     text: _Text,
     kept: int | None,
     chain: Chain | None,
     pinned: Conversation | None,
 ) -> tuple[array[int], list[bytes], int]:
-    """Returns token ids as an array: a list of 100,000 ints is slow to unpickle."""
+    """Returns token ids as an array, because a list of 100,000 ints is slow to unpickle."""
     assert _process_tokenizer is not None
     prepared = prepare_prompt(_process_tokenizer, text, kept, chain, pinned)
     return array("I", prepared.token_ids), prepared.block_hashes, prepared.pinned_tokens

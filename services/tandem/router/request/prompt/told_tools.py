@@ -1,11 +1,10 @@
-"""Tells a model of tools in words, where its chat template does not.
+"""Describes tools to a model in text if its chat template does not support tools.
 
-The tools stand in the system message, or in the first message of the user, and earlier calls and
-their results are messages of their own. The model is asked for the format that the parser `json`
-reads.
+The tools are listed in the system message or in the user's first message; earlier calls and their
+results become messages. The model is instructed to use the format of the parser `json`.
 
-A template may also take tools and show no earlier calls, or no results of them. Then the calls are
-written as the model wrote them, and the results are messages of the user.
+A template may support tools but not show earlier calls, or not show their results. Such calls are
+written in the model's own format, and such results become messages of the user.
 """
 
 import json
@@ -21,15 +20,15 @@ _ASKS = (
 )
 
 
-def with_told_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
-    """Returns the chat as a template without tools can render it; the tools are still its own.
-    Without `takes_system` the first message of the user tells of the tools.
+def with_described_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
+    """Returns the chat in a form that a template without tools can render; `tools` stays unchanged.
 
-    One without tools and calls is as it was: the template knows it.
+    Without `takes_system`, the user's first message describes the tools. A chat without tools and
+    calls is returned unchanged.
     """
     if not (chat.tools or any(message.tool_calls for message in chat.messages)):
         return chat
-    messages = _with_told_results(map(_with_told_calls, chat.messages))
+    messages = _with_results_as_text(map(_with_calls_as_text, chat.messages))
     if chat.tools:
         text = "\n".join([_ASKS, *(_json(tool["function"]) for tool in chat.tools)])
         if not takes_system:
@@ -44,15 +43,17 @@ def with_told_tools(chat: Conversation, *, takes_system: bool = True) -> Convers
     return replace(chat, messages=tuple(messages))
 
 
-def with_told_results(chat: Conversation) -> Conversation:
+def with_described_results(chat: Conversation) -> Conversation:
     """Returns the chat with results of calls as messages of the user."""
-    return replace(chat, messages=tuple(_with_told_results(chat.messages)))
+    return replace(chat, messages=tuple(_with_results_as_text(chat.messages)))
 
 
 def with_written_calls(
     chat: Conversation, write: Callable[[list[tuple[str, Mapping[str, Any]]]], str]
 ) -> Conversation:
-    """Returns the chat with earlier calls as text of their messages, if `write` returns any."""
+    """Returns the chat with earlier calls as text in their messages, if `write` returns any
+    text.
+    """
 
     def written(message: Message) -> Message:
         calls = [(call.name, call.arguments) for call in message.tool_calls]
@@ -65,27 +66,27 @@ def with_written_calls(
 
 
 def _joined(first: Message, *then: Message) -> Message:
-    """Returns one message of the user with the contents of several."""
+    """Returns one user message with the contents of several messages."""
     return Message("user", "\n\n".join(message.content or "" for message in (first, *then)))
 
 
-def _with_told_results(messages: Iterable[Message]) -> list[Message]:
-    given: list[Message] = []
-    earlier = ""  # the role of the message before
+def _with_results_as_text(messages: Iterable[Message]) -> list[Message]:
+    converted: list[Message] = []
+    previous_role = ""  # role of the previous message
     for message in messages:
         role = message.role
         if role == "tool":
-            of = message.name or message.tool_call_id
-            message = Message("user", f"Result of the call {of}:\n{message.content or ''}")
-        # Some templates refuse two messages of the user in a row.
-        if earlier == "tool" and message.role == "user":
-            message = _joined(given.pop(), message)
-        given.append(message)
-        earlier = role
-    return given
+            call = message.name or message.tool_call_id
+            message = Message("user", f"Result of the call {call}:\n{message.content or ''}")
+        # Some templates reject two consecutive user messages.
+        if previous_role == "tool" and message.role == "user":
+            message = _joined(converted.pop(), message)
+        converted.append(message)
+        previous_role = role
+    return converted
 
 
-def _with_told_calls(message: Message) -> Message:
+def _with_calls_as_text(message: Message) -> Message:
     if not message.tool_calls:
         return message
     calls = _json([_call(call) for call in message.tool_calls])
