@@ -28,7 +28,7 @@ from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.store.client import connect
-from tandem.router.limits.counts import Asked
+from tandem.router.limits.counts import LimitRequest
 from tandem.router.limits.limiter import Limiter, Reservation
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 
@@ -71,7 +71,7 @@ def watch(limiter: Limiter, admitted: list[Admitted]) -> None:
     take, settle = limiter._take, limiter.settle
     found: dict[Reservation, Admitted] = {}
 
-    def noted_take(tenant: Any, asked: Asked) -> Reservation:
+    def noted_take(tenant: Any, asked: LimitRequest) -> Reservation:
         reservation = take(tenant, asked)
         found[reservation] = Admitted(time.monotonic(), tenant.name, asked.tokens)
         admitted.append(found[reservation])

@@ -10,7 +10,8 @@ def doubling(first_s: float, longest_s: float) -> wait_base:
 
 def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
     """Randomizes half of each delay, so that clients that failed together do not retry together."""
-    half_s, longest_half_s = first_s / 2, longest_s / 2
+    half_s = first_s / 2
+    longest_half_s = longest_s / 2
     return wait_exponential(half_s, longest_half_s) + wait_random_exponential(
         half_s, longest_half_s
     )

@@ -22,7 +22,8 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
     def first(self, num_tokens: int) -> CachedTokens:
         """Returns the counts of the first `num_tokens` tokens only."""
-        parts, left = [], num_tokens
+        parts = []
+        left = num_tokens
         for part in msgspec.structs.astuple(self):
             parts.append(min(part, left))
             left -= parts[-1]

@@ -71,8 +71,10 @@ class NixlTally:
     """Counts of pulls over NIXL for a worker's record."""
 
     def __init__(self) -> None:
-        self._seconds, self._post_s = _Histogram(PULL_S), _Histogram(POST_S)
-        self._num_bytes, self._num_blocks = _Histogram(PULL_BYTES), _Histogram(PULL_BLOCKS)
+        self._seconds = _Histogram(PULL_S)
+        self._post_s = _Histogram(POST_S)
+        self._num_bytes = _Histogram(PULL_BYTES)
+        self._num_blocks = _Histogram(PULL_BLOCKS)
         self._num_failed = self._num_unconfirmed = self._num_expired = 0
 
     def add_pull(self, *, seconds: float, post_s: float, num_bytes: int, num_blocks: int) -> None:

@@ -57,7 +57,8 @@ class MemoryWatch:
             resource.setrlimit(resource.RLIMIT_DATA, (bound, most))
 
     def _run(self) -> None:
-        pause, gives_way = threading.Event(), False
+        pause = threading.Event()
+        gives_way = False
         while True:
             pause.wait(_INTERVAL_S)
             growth = resident_bytes() - self._base_bytes

@@ -71,7 +71,8 @@ class AutoscaleConfig(Options):
 
     def check_together(self) -> None:
         for pool in ("prefill", "decode"):
-            least, most = getattr(self, f"{pool}_min"), getattr(self, f"{pool}_max")
+            least = getattr(self, f"{pool}_min")
+            most = getattr(self, f"{pool}_max")
             if least > most:
                 raise ConfigError(
                     f"autoscale-{pool}-min is {least} and autoscale-{pool}-max is {most}; "

@@ -106,7 +106,8 @@ class LinearMeter:
             extra = _INERTIA * a[i][i]
             a[i][i] += extra
             b[i] += extra * self.coefficients[i]
-        best, lowest = self.coefficients, math.inf
+        best = self.coefficients
+        lowest = math.inf
         for size in range(self._size, 0, -1):
             for kept in combinations([i for i in range(self._size) if a[i][i] > 0], size):
                 solved = _solve_positive(a, b, kept)
@@ -118,7 +119,8 @@ class LinearMeter:
                 # The value of the quadratic form at its minimum over `kept`.
                 loss = -_dot(b, x)
                 if loss < lowest:
-                    best, lowest = tuple(x), loss
+                    best = tuple(x)
+                    lowest = loss
             if lowest < math.inf:
                 break
         return best

@@ -91,7 +91,8 @@ def expect(
     lowest_s = prefill_seconds(rates, num_tokens, cached_tokens)
     best = Expected(queue_s, 0.0, lowest_s, cached_tokens)
     for holder in holders:
-        reached, pair = holder.num_tokens, holder.rate
+        reached = holder.num_tokens
+        pair = holder.rate
         if reached <= cached_tokens:
             continue
         pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)

@@ -71,7 +71,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
     def compute_s(self, first: int, end: int | None = None) -> float:
         """Returns the seconds to compute blocks first..end - 1; by default up to the last token."""
-        start, size = first * self.block_size, self.block_size
+        start = first * self.block_size
+        size = self.block_size
         stop = self.num_tokens if end is None else min(end * size, self.num_tokens)
         return self.rate.seconds(stop - start, start, self.step_tokens)
 

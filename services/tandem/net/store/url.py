@@ -56,7 +56,8 @@ def parse(url: str) -> RedisAddress:
         raise ConfigError(
             f"a Redis URL must begin with one of {', '.join(f'{s}://' for s in _KINDS)}"
         )
-    kind, tls = _KINDS[scheme], scheme.startswith("rediss")
+    kind = _KINDS[scheme]
+    tls = scheme.startswith("rediss")
     split = urlsplit(url)
     user, _, hosts = split.netloc.rpartition("@")
     if scheme == "unix":
@@ -66,7 +67,8 @@ def parse(url: str) -> RedisAddress:
         raise ConfigError(
             "a redis:// URL names one server; for several use redis+sentinel:// or redis+cluster://"
         )
-    service, path = "", split.path
+    service = ""
+    path = split.path
     if kind == "sentinel":
         service, _, database = path.strip("/").partition("/")
         if not service:
@@ -109,7 +111,8 @@ def _options(url: str) -> dict[str, Any]:
 def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
     try:
         split = urlsplit(f"//{quote(text, safe=':[]%.-_')}")
-        host, port = split.hostname, split.port
+        host = split.hostname
+        port = split.port
     except ValueError:
         host = None
     if not host:

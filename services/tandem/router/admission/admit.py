@@ -45,7 +45,8 @@ def admit(
     mean number of output tokens of a request (0 if unknown). `now` is the time of any clock in
     seconds.
     """
-    factor, margin = calibration.factor, calibration.margin
+    factor = calibration.factor
+    margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
     if within_s == math.inf:  # these workers have measured rates before their records contain them
         limit_s = limit.seconds(work.num_tokens)

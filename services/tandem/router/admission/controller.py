@@ -81,7 +81,8 @@ class AdmissionController:
         )
         if decision.is_admitted:
             return decision
-        late_s, limit_s = decision.late_s, self._limit.seconds(work.num_tokens)
+        late_s = decision.late_s
+        limit_s = self._limit.seconds(work.num_tokens)
         log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
         raise Overloaded(
             f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "

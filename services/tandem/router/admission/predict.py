@@ -55,7 +55,8 @@ def computing_worker(work: Work, placement: Placement) -> WorkerSnapshot:
 
 def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bool]:
     """Returns the seconds until the prompt is computed, and whether it is computed locally."""
-    missing, way = placement.tokens_missing, placement.decode.prefill_at
+    missing = placement.tokens_missing
+    way = placement.decode.prefill_at
     if not placement.prefill_candidates:
         decode = with_likely_rates([placement.decode])[0]
         return _prefilled_s(work, decode, missing, after_s=after_s), True
@@ -102,7 +103,8 @@ def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: f
     `after_s`.
     """
     rates = beside_decode(worker.rates, worker.chunk_tokens, worker.num_running)
-    queue_s, cached = worker.queued_s, work.num_tokens - missing
+    queue_s = worker.queued_s
+    cached = work.num_tokens - missing
     if queue_s is None:  # a reported `queued_s` already includes the decode
         queue_s = queue_seconds(rates, worker.queued_tokens)
     return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

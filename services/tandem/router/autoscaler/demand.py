@@ -60,7 +60,8 @@ class DemandMeter:
         self.output_tokens_mean = 0.0  # recent mean per request; 0 if none has ended
         self._num_requests = self._num_ended = self._output_tokens = 0
         self._prefill_s = 0.0
-        self._ttft, self._itl = list(NO_COUNTS), list(NO_COUNTS)
+        self._ttft = list(NO_COUNTS)
+        self._itl = list(NO_COUNTS)
 
     def new_request(self, prefill_s: float) -> None:
         self._num_requests += 1

@@ -34,7 +34,8 @@ class Stabilizer:
     def rest(self, now_s: float) -> None:
         """Drops the history, because the pool is not used."""
         self._kept.clear()
-        self._direction, self._changed_s = 0, now_s
+        self._direction = 0
+        self._changed_s = now_s
 
     def step(
         self, now_s: float, size: int, wanted: int, keep: int, *, is_urgent: bool = False
@@ -44,7 +45,8 @@ class Stabilizer:
         It never shrinks below the largest `keep` and `wanted` of the last `down_window_s`. With
         `is_urgent` it grows even just after a change of direction.
         """
-        config, most = self._config, self._most_kept(now_s, max(wanted, keep))
+        config = self._config
+        most = self._most_kept(now_s, max(wanted, keep))
         if wanted > size:
             if self._may_turn(1, now_s) or size == 0 or is_urgent:
                 self._turn(1, now_s)
@@ -74,4 +76,5 @@ class Stabilizer:
     def _turn(self, direction: int, now_s: float) -> None:
         if self._direction == -direction:
             self._reversed_s = now_s
-        self._direction, self._changed_s = direction, now_s
+        self._direction = direction
+        self._changed_s = now_s

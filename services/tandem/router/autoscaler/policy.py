@@ -106,7 +106,8 @@ class Autoscaler:
             since = [load for load in self._loads if load.at_s >= self._step_from_s]
             start = step_start([(load.span_s, load.num_requests) for load in since])
             if start is not None:
-                self._stepped_s, self._step_from_s = seen.now_s, since[start].at_s
+                self._stepped_s = seen.now_s
+                self._step_from_s = since[start].at_s
         self._seen.append(seen)
         oldest_s = seen.now_s - config.history_s
         while len(self._seen) > 1 and self._seen[0].now_s < oldest_s:
@@ -121,14 +122,16 @@ class Autoscaler:
         """
         if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
             self._busy_s = seen.now_s
-        first, idle_s = self._seen[0], self._config.idle_s
+        first = self._seen[0]
+        idle_s = self._config.idle_s
         num_requests = seen.demand.since(first.demand).num_requests
         usual_s = (self._busy_s - first.now_s) / num_requests if num_requests else 0.0
         return idle_s > 0 and seen.now_s - self._busy_s >= max(idle_s, _PAUSES * usual_s)
 
     def _rest(self, role: Role, seen: Observation) -> Decision:
         """Gives an idle pool its smallest size and drops its history."""
-        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+        config = self._config
+        pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
         self._loads.clear()
         self._stabilizers[role].rest(seen.now_s)
@@ -162,7 +165,8 @@ class Autoscaler:
         return Forecast(*(max(each) for each in zip(*made, strict=True)))
 
     def _prefill(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
-        config, pool = self._config, seen.prefill
+        config = self._config
+        pool = seen.prefill
         if config.prefill_max == 0:
             return []
         wishes = [
@@ -174,7 +178,8 @@ class Autoscaler:
         return wishes
 
     def _decode(self, seen: Observation, load: Forecast, recent: Demand) -> list[_Wish]:
-        config, pool = self._config, seen.decode
+        config = self._config
+        pool = seen.decode
         wishes = [
             _Wish(load.bound / config.utilization, self._load_name(seen)),
             _Wish(pool.num_ready * pool.kv_use / config.kv_use_max, "kv"),
@@ -211,11 +216,13 @@ class Autoscaler:
         recent: Demand,
         wishes: list[_Wish],
     ) -> Decision:
-        config, pool = self._config, seen.prefill if role == "prefill" else seen.decode
+        config = self._config
+        pool = seen.prefill if role == "prefill" else seen.decode
         least = config.prefill_min if role == "prefill" else config.decode_min
         most = config.prefill_max if role == "prefill" else config.decode_max
         most_wanted = max(wishes, key=lambda wish: wish.workers, default=_Wish(0, "load"))
-        wanted, why = math.ceil(most_wanted.workers - 1e-9), most_wanted.why
+        wanted = math.ceil(most_wanted.workers - 1e-9)
+        why = most_wanted.why
         keep = math.ceil(most_wanted.workers / config.down_margin - 1e-9)
         if not self._loads and pool.wanted:
             wanted, why = pool.wanted, "start"  # no load was observed yet

@@ -39,7 +39,8 @@ class IndexTrust:
 
     def observe(self, job: Job) -> None:
         """Compares the cached tokens predicted for a request that ended with the actual ones."""
-        compatibility, routed = self._view.compatibility(), job.routing.routed
+        compatibility = self._view.compatibility()
+        routed = job.routing.routed
         cached_tokens = job.progress.cached_tokens
         if compatibility is None or routed is None or job.routing.num_submissions != 1:
             return

@@ -38,7 +38,9 @@ class Standing(NamedTuple):
 
 def limit_headers(standing: Standing) -> dict[str, str]:
     """Returns the headers for the key's limits per minute."""
-    limits, share, use = standing.limits, standing.share, standing.use
+    limits = standing.limits
+    share = standing.share
+    use = standing.use
     found: dict[str, str] = {}
     kinds: tuple[tuple[Kind, int, float, float], ...] = (
         ("requests", limits.requests_per_minute, share.requests, use.requests),
@@ -57,7 +59,9 @@ def limit_headers(standing: Standing) -> dict[str, str]:
 
 def refusal(kind: Kind, standing: Standing, tokens: int) -> RateLimited:
     """Returns the error of a refused request with this many tokens."""
-    limits, share, use = standing.limits, standing.share, standing.use
+    limits = standing.limits
+    share = standing.share
+    use = standing.use
     limit, part, used, asked = {
         "requests": (limits.requests_per_minute, share.requests, use.requests, 1),
         "tokens": (limits.tokens_per_minute, share.tokens, use.tokens, tokens),
@@ -74,7 +78,8 @@ def refusal(kind: Kind, standing: Standing, tokens: int) -> RateLimited:
         f"try again in {math.ceil(after_s)} s",
         retry_after_s=after_s,
     )
-    error.kind, error.headers = kind, limit_headers(standing)
+    error.kind = kind
+    error.headers = limit_headers(standing)
     return error
 
 

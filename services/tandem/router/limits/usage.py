@@ -99,7 +99,9 @@ class UsageMeter:
                     self._is_away = True
                     self._drop_old_minutes()
                     return False
-                self._batch, self._number, self._is_away = {}, self._number + 1, False
+                self._batch = {}
+                self._number = self._number + 1
+                self._is_away = False
         return True
 
     async def read(self, query: UsageQuery, *, now: float) -> list[UsageRow]:

@@ -91,7 +91,8 @@ class UsageStore:
         self._redis = redis
         self._prefix = f"{{tandem:{cluster_id}}}:usage"
         self._batch = f"{self._prefix}:batch:{router_id}/{secrets.token_hex(4)}"
-        self._add, self._read = Script(_ADD), Script(_READ)
+        self._add = Script(_ADD)
+        self._read = Script(_READ)
 
     async def add(self, number: int, rows: Mapping[Row, Sequence[int]]) -> bool:
         """Adds a batch; returns False if a batch with this or a later number was added before."""

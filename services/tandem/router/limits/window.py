@@ -78,7 +78,8 @@ class Window:
 
     def frees_at_ms(self, kind: Kind, needed: float) -> int:
         """Returns the time in ms when `needed` requests or tokens are no longer counted."""
-        column, freed = (0 if kind == "requests" else 1), 0.0
+        column = 0 if kind == "requests" else 1
+        freed = 0.0
         for bucket in sorted(self.buckets):
             freed += self.buckets[bucket][column]
             if freed >= needed:
@@ -92,7 +93,8 @@ class Window:
 
 def window_of(flat: Iterable[int]) -> Window:
     """Returns the window of a `flat` list. A bucket may occur more than once."""
-    window, numbers = Window(), iter(flat)
+    window = Window()
+    numbers = iter(flat)
     for bucket, requests, tokens in zip(numbers, numbers, numbers, strict=True):
         window.add(bucket, requests, tokens)
     return window
@@ -119,7 +121,9 @@ def share_of(own: Use, others: Use) -> Share | None:
 
 def exceeded(limits: Limits, use: Use, tokens: int, share: Share = WHOLE) -> Kind | None:
     """Returns the limit that one more request would exceed; None if it exceeds none."""
-    rpm, tpm, most = limits.requests_per_minute, limits.tokens_per_minute, limits.max_concurrent
+    rpm = limits.requests_per_minute
+    tpm = limits.tokens_per_minute
+    most = limits.max_concurrent
     if rpm and use.requests + 1 > rpm * share.requests:
         return "requests"
     if tpm and use.tokens + tokens > tpm * share.tokens:

@@ -90,7 +90,8 @@ class GenAiMetrics:
             "gen_ai.request.model": record.model,
             "gen_ai.response.model": record.model,
         }
-        timeline, is_well = record.timeline, record.outcome in ("stop", "length")
+        timeline = record.timeline
+        is_well = record.outcome in ("stop", "length")
         of_all = attributes if is_well else {**attributes, "error.type": record.outcome}
         assert record.e2e_s is not None
         self._duration_s.record(record.e2e_s, of_all)

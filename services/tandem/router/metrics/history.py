@@ -61,7 +61,8 @@ class History:
         read = self._read()
         elapsed_s = STEP_S if self._before_at is None else max(0.001, now - self._before_at)
         self._samples.append(self._sample(now, elapsed_s, self._before, read, sums))
-        self._before, self._before_at = read, now
+        self._before = read
+        self._before_at = now
         self.num_taken += 1
 
     def since(self, num_taken: int) -> list[Sample]:
@@ -95,7 +96,8 @@ class History:
         def of_tier(tier: str) -> float:
             return rate(lambda r: r.tiers.get(tier, 0.0))
 
-        prompt, total = read.prompt - before.prompt, sums.blocks_total
+        prompt = read.prompt - before.prompt
+        total = sums.blocks_total
         by_tier = [of_tier(tier) for tier in _TIERS]
         return (
             round(now, 1),
@@ -135,7 +137,9 @@ class _Buckets:
         counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
         if not counts[-1]:
             return None
-        wanted, lower, below = share * counts[-1], 0.0, 0.0
+        wanted = share * counts[-1]
+        lower = 0.0
+        below = 0.0
         for bound, count in zip(self.bounds, counts, strict=True):
             if count >= wanted:
                 inside = (wanted - below) / (count - below) if count > below else 1.0

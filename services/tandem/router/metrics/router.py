@@ -160,7 +160,8 @@ class Metrics(MetricSet):
         self.requests_running.dec()
         self.gen_ai.on_end(record)
         self.requests.labels(kind=record.kind, outcome=record.outcome).inc()
-        timeline, e2e_s = record.timeline, record.e2e_s
+        timeline = record.timeline
+        e2e_s = record.e2e_s
         assert e2e_s is not None
         self.e2e_s.observe(e2e_s)
         if "tokenize" in timeline.stages_s:

@@ -92,7 +92,8 @@ class Timeline:
         `num_tokens` is the request's number of tokens so far, over all workers.
         """
         if num_tokens == 1:
-            queue_s, prefill_s = timings.queue_ms / 1000, timings.prefill_ms / 1000
+            queue_s = timings.queue_ms / 1000
+            prefill_s = timings.prefill_ms / 1000
             self._add("queue", queue_s)
             self._add("prefill", prefill_s)
             self._covered_until_s += queue_s + prefill_s

@@ -106,7 +106,8 @@ def choose(
     )
     peers = _shortlist("prefill", work, roster, known, frozenset(), rng)
     likely = with_likely_rates(usable + peers)
-    decode, prefill = likely[: len(usable)], likely[len(usable) :]
+    decode = likely[: len(usable)]
+    prefill = likely[len(usable) :]
     candidates: list[WorkerSnapshot] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
@@ -294,7 +295,8 @@ def _shortlist(
 
     Workers that cannot load the request's adapter are left out.
     """
-    pool, by_id = roster.pool(role), roster.by_id
+    pool = roster.pool(role)
+    by_id = roster.by_id
     count = len(pool)
     if count > FEW:
         drawn = {

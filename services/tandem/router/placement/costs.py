@@ -195,7 +195,9 @@ def prefill_cost(
     It never falls with more load and never rises with more cached blocks or holders. `held` is the
     number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
     """
-    reused, rates, pairs = reuse(work, worker, matches), worker.rates, worker.pairs
+    reused = reuse(work, worker, matches)
+    rates = worker.rates
+    pairs = worker.pairs
     holders = held and [
         Holder(tokens, pairs[name])
         for name, tokens in held.items()
@@ -239,7 +241,8 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     A tier is used only where that is faster than computing. The worker decides by the same
     function.
     """
-    held, rates = cached_tokens(work, worker, matches), worker.rates
+    held = cached_tokens(work, worker, matches)
+    rates = worker.rates
     in_pool = matches.get(worker.worker_id, 0)
     tiers = []
     for tier in rates.tiers:
@@ -307,7 +310,8 @@ def _missing_s(
     The eviction of other blocks has no price. In Mooncake's trace, twice the memory saves only 1.5%
     of the computing, so an evicted token costs little compared with a computed one.
     """
-    rates, missing = worker.rates, work.num_tokens - cached
+    rates = worker.rates
+    missing = work.num_tokens - cached
     computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
     if not producers:
         return computed_s

@@ -239,7 +239,7 @@ class Dispatcher:
                 if is_migrated or old.is_finished or new.failure is None:
                     break
                 new.close()
-                if not self._migrations.may_ask_another(job, new.failure):
+                if not self._migrations.may_try_another(job, new.failure):
                     break
         except REFUSALS as error:
             log.debug("request %s stays: %s", job.request_id, error)
@@ -298,7 +298,8 @@ class Dispatcher:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
             # A pool of the same size or smaller cannot hold it either.
-            size, workers = longest_sequence(routed.placement.decode), self._view.snapshots()
+            size = longest_sequence(routed.placement.decode)
+            workers = self._view.snapshots()
             job.routing.refused |= {w.epoch for w in workers if 0 < longest_sequence(w) <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
@@ -309,7 +310,8 @@ class Dispatcher:
             self._view.note_prefilled(worker_id, prefill, sent_at, by_it=by == worker_id)
 
     async def _follow(self, job: Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
-        progress, routing = job.progress, job.routing
+        progress = job.progress
+        routing = job.routing
         while True:
             token_ids: list[int] = []
             logprobs: list[LogprobEntry] = []

@@ -274,7 +274,8 @@ class Generator:
         return BodyRequests(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
-        operation, model = operation_of(request.kind), self.name_of(request.model)
+        operation = operation_of(request.kind)
+        model = self.name_of(request.model)
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": model,
@@ -284,7 +285,8 @@ class Generator:
         }
         span = self._tracing.begin(f"{operation} {model}", trace, attributes)
         record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
-        record.model, record.client_id = model, request.client_id
+        record.model = model
+        record.client_id = request.client_id
         self.requests.open(record)
         return record
 
@@ -337,7 +339,8 @@ class Generator:
         together: BodyRequests,
     ) -> Job:
         """Returns the job of a request, with its prompt as tokens. Raises BadRequest."""
-        max_model_len, vocab_size = self.max_model_len, model.folder.config.vocab_size
+        max_model_len = self.max_model_len
+        vocab_size = model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
         request = with_template_options(model.model_format, request)
@@ -355,7 +358,8 @@ class Generator:
         grammar = await model.preparer.grammar(
             wanted_form(model.model_format, request, token_ids), request.tenant
         )
-        seed, logprobs = request.sampling.seed, request.logprobs
+        seed = request.sampling.seed
+        logprobs = request.logprobs
         if logprobs is None and request.num_sequences > request.n:
             logprobs = 0
         if request.use_beam_search:
@@ -383,7 +387,8 @@ class Generator:
 
 
 def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
-    client, tokenizer = request.client, model.tokenizer
+    client = request.client
+    tokenizer = model.tokenizer
     skips = client.skip_special_tokens
     prompt_text = _echoed(tokenizer, request) if client.echo else ""
     return TextStream(
@@ -400,7 +405,8 @@ def _text_stream(model: LoadedModel, request: PreparedRequest) -> TextStream:
 
 def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
     """Returns the text before the completion; a text prompt is returned exactly as it was sent."""
-    prompt, is_cut = request.client.prompt, request.client.truncate_prompt_tokens is not None
+    prompt = request.client.prompt
+    is_cut = request.client.truncate_prompt_tokens is not None
     if isinstance(prompt, Conversation):
         final = prompt.messages[-1]
         return final.content or "" if final.role == "assistant" else ""

@@ -107,7 +107,8 @@ class PreparedRequest:
 
         If only a part of the prompt is pinned, the number is that of this part.
         """
-        size, num_tokens = self.block_size, self.pinned_tokens or len(self.token_ids)
+        size = self.block_size
+        num_tokens = self.pinned_tokens or len(self.token_ids)
         return num_tokens // size * size if size else 0
 
     @property
@@ -295,7 +296,8 @@ class Job:
 
     def _tokens(self, start: int, end: int) -> list[int]:
         """Returns a slice of the input without copying all of it."""
-        token_ids, output_token_ids = self.request.token_ids, self.progress.output_token_ids
+        token_ids = self.request.token_ids
+        output_token_ids = self.progress.output_token_ids
         prompt = len(token_ids)
         output = output_token_ids[max(0, start - prompt) : max(0, end - prompt)]
         return token_ids[start:end] + output
@@ -337,7 +339,9 @@ def submission(
     """Builds the message. `leaves` is the worker from which it migrates, which has all its
     blocks.
     """
-    request, progress, trace = job.request, job.progress, job.progress.timeline.span.headers
+    request = job.request
+    progress = job.progress
+    trace = job.progress.timeline.span.headers
     budget = request.client.kv_budget
     holders = [(w, matches[w.worker_id]) for w in placement.prefix_holders]
     if leaves is not None:
@@ -389,7 +393,8 @@ def _first_token_s(job: Job) -> float:
 def _candidate(
     work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]
 ) -> pb.PrefillCandidate:
-    cached_blocks, reused = matches.get(worker.worker_id, 0), reuse(work, worker, matches)
+    cached_blocks = matches.get(worker.worker_id, 0)
+    reused = reuse(work, worker, matches)
     return pb.PrefillCandidate(
         worker_id=worker.worker_id,
         epoch=worker.epoch,

@@ -36,8 +36,10 @@ class Keeper:
         """Requests that a completion's KV is kept, if its request wants that or its client runs
         tools.
         """
-        client, worker = job.request.client, job.worker
-        pin_s, pinned_tokens = client.retention.pin_s, job.request.pinned_tokens
+        client = job.request.client
+        worker = job.worker
+        pin_s = client.retention.pin_s
+        pinned_tokens = job.request.pinned_tokens
         if waits_for_tools and self._tool_pin_s:
             # After tool calls all of the KV is kept. If only a part was to be pinned, the worker
             # has already pinned it.

@@ -46,11 +46,13 @@ class RequestRecord:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, error: TandemError) -> None:
-        self.outcome, self.error = error.code, error.message
+        self.outcome = error.code
+        self.error = error.message
 
     def end(self) -> None:
         self.e2e_s = time.monotonic() - self.timeline.began_s
-        self.facts, self.jobs = self._facts(), []
+        self.facts = self._facts()
+        self.jobs = []
         attributes: dict[str, str | int | float | bool] = {
             "gen_ai.usage.input_tokens": self.facts["usage"]["prompt_tokens"],
             "gen_ai.usage.output_tokens": self.num_sent,

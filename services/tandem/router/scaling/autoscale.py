@@ -69,8 +69,10 @@ class AutoscaleLoop:
         self._num_held = num_held
         self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # unique for this process
         prefix = f"{{tandem:{config.cluster.cluster_id}}}"
-        self._demand_key, self._decisions_key = f"{prefix}:demand", f"{prefix}:autoscale"
-        self._leader_key, self._lead = f"{prefix}:autoscaler", Script(_LEAD)
+        self._demand_key = f"{prefix}:demand"
+        self._decisions_key = f"{prefix}:autoscale"
+        self._leader_key = f"{prefix}:autoscaler"
+        self._lead = Script(_LEAD)
         self._policy: Autoscaler | None = None  # set while this router decides
         self._last: dict[str, Demand] = {}  # router -> its last demand
         self._total = Demand()
@@ -113,7 +115,8 @@ class AutoscaleLoop:
         return self._policy is not None and await self._sum_demand() > 0
 
     async def _turn(self) -> None:
-        redis, config = self._view.redis, self._config.autoscale
+        redis = self._view.redis
+        config = self._config.autoscale
         if self._view.redis_state != "ok":
             return  # the workers are not known
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
@@ -148,8 +151,11 @@ class AutoscaleLoop:
         """Adds each router's demand since the last turn; returns the number of requests held by
         all.
         """
-        redis, now, is_first = self._view.redis, time.time(), self._policy is None
-        num_held, seen = 0, dict[str, Demand]()
+        redis = self._view.redis
+        now = time.time()
+        is_first = self._policy is None
+        num_held = 0
+        seen = dict[str, Demand]()
         for field, value in (await redis.hgetall(self._demand_key)).items():
             assert isinstance(value, bytes)
             try:

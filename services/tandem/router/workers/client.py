@@ -167,7 +167,9 @@ class WorkerClient:
         call = stub.Decode(metadata=self._calls.metadata)
         self._commands.clear()
         writer = asyncio.create_task(self._write(call))
-        self.is_up, self._stub, self._heard_at = True, stub, time.monotonic()
+        self.is_up = True
+        self._stub = stub
+        self._heard_at = time.monotonic()
         log.info("worker %s at %s is connected", self.worker_id, self.address)
         self._on_change()
         try:

@@ -114,7 +114,8 @@ class ClusterView:
             self._stale.update(self._workers)
         for worker_id in self._stale:
             worker = self._workers[worker_id]
-            compatible, share = self.is_compatible(worker.record), self._shares.share(worker_id)
+            compatible = self.is_compatible(worker.record)
+            share = self._shares.share(worker_id)
             self._roster.put(worker.snapshot(compatible=compatible, prefill_share=share))
         self._stale.clear()
         self._roster.second_weight = self._shares.second_weight(now_s)
@@ -250,7 +251,7 @@ class ClusterView:
         """Waits until a worker joins, leaves, or changes its state or connection."""
         await self._changed.wait()
 
-    def tell_change(self) -> None:
+    def notify_change(self) -> None:
         self._stale.update(self._workers)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -286,7 +287,8 @@ class ClusterView:
                 log.warning("Redis was started anew or emptied: workers publish again")
                 text = "Redis was started anew or emptied: workers publish again"
                 self.events.add("redis", "", text, once=data_set.decode(errors="replace"))
-            self.redis_state, self._data_set = "ok", data_set
+            self.redis_state = "ok"
+            self._data_set = data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
             # A suspended laptop or a paused host: the workers may have been paused, too.
@@ -314,7 +316,7 @@ class ClusterView:
             # Closing is bounded, and polling must not wait for it.
             asyncio.create_task(client.close())  # noqa: RUF006
         if changed | self._gather_adapters():
-            self.tell_change()
+            self.notify_change()
         elif self._stale:
             self._notify_listeners()
 
@@ -324,7 +326,8 @@ class ClusterView:
         The worker removed it, it expired after a silence, or the next process with the same name
         replaced it.
         """
-        now, silent_s = time.time(), self._silences.silent_s(record.worker_id)
+        now = time.time()
+        silent_s = self._silences.silent_s(record.worker_id)
         is_removed = bool(record.num_writes) and not silent_s and not is_replaced
         has_left = record.state == "draining" or is_removed
         self.gone[record.worker_id] = Gone(record, now, has_left, silent_s)
@@ -373,7 +376,7 @@ class ClusterView:
                 worker_id,
                 record.address,
                 self.calls,
-                on_change=self.tell_change,
+                on_change=self.notify_change,
                 on_load=partial(self._note_load, worker_id),
             )
         return changed

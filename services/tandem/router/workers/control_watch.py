@@ -47,8 +47,10 @@ class ControlWatch:
             restart += f", before {self._beat.pid}"
         if now_head != self._head:
             self._head_at = now
-        self._now, self._is_kept = now, has_pools
-        self._beat, self._head = decoded_beat or self._beat, now_head
+        self._now = now
+        self._is_kept = has_pools
+        self._beat = decoded_beat or self._beat
+        self._head = now_head
         return restart
 
     @property

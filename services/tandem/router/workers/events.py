@@ -56,9 +56,9 @@ class EventLog:
         try:
             while True:
                 await asyncio.sleep(_TELL_EVERY_S)
-                self._tell_counted()
+                self._add_counted()
         finally:
-            self._tell_counted()
+            self._add_counted()
             await cancel(writing)
 
     async def read(self, num_max: int, trail: AuditTrail) -> list[Event]:
@@ -67,7 +67,7 @@ class EventLog:
         events += [_of_change(entry) for entry in await trail.read_kind("changes", num_max)]
         return sorted(events, key=lambda event: event.at, reverse=True)[:num_max]
 
-    def _tell_counted(self) -> None:
+    def _add_counted(self) -> None:
         counted, self._counted = self._counted, Counter()
         for (kind, about, text), number in counted.items():
             self.add(kind, about, f"{number} request{'' if number == 1 else 's'} {text}")
@@ -79,14 +79,16 @@ class EventLog:
 
     def changed(self, before: WorkerRecord, now: WorkerRecord) -> None:
         """Adds events for the differences between two records of a process."""
-        name, epoch = now.worker_id, now.epoch
+        name = now.worker_id
+        epoch = now.epoch
         if before.state != "draining" and now.state == "draining":
             self.add("draining", name, "it leaves placement", once=epoch)
         if before.role != now.role:
             text = f"it is in the {now.role} pool now, before in the {before.role} pool"
             self.add("role", name, text, once=f"{epoch}:{now.num_writes}")
         for peer, pair in now.pairs.items():
-            was, why = before.pairs.get(peer), f": {pair.reason}" if pair.reason else ""
+            was = before.pairs.get(peer)
+            why = f": {pair.reason}" if pair.reason else ""
             text = f"blocks of {peer} come over {pair.transport}"
             if was is not None and was.transport != pair.transport:
                 text += f" now, before over {was.transport}{why}"

@@ -88,7 +88,8 @@ class KnownWorker:
             self._sent.popleft()
 
     def snapshot(self, *, compatible: bool, prefill_share: float = 0.0) -> WorkerSnapshot:
-        load, client = self.load, self.client
+        load = self.load
+        client = self.client
         waiting = len(client.unreported) if client else 0
         sent = summed(client.unreported if client else [prefill for _, prefill in self._sent])
         queued_s = load.queued_s

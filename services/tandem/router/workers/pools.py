@@ -22,7 +22,7 @@ from tandem.net.store.registry import WorkerRecord
 _PENDING_MAX = 64
 
 
-async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
+async def request_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
     """Requests sizes from the controller; returns False if no controller has written its pools.
 
     Raises NoWorkers if Redis does not answer.
@@ -70,7 +70,9 @@ def pool_states(
     counts the workers in that role.
     """
     written = decode_pools(pools_json)
-    registered, ready, serving = Counter[str](), Counter[str](), Counter[str]()
+    registered = Counter[str]()
+    ready = Counter[str]()
+    serving = Counter[str]()
     for record in records:
         is_ready = record.state == "ready"
         registered[record.pool or record.role] += 1

@@ -50,7 +50,8 @@ class ProblemWatch:
         self._note_agents(agents)
 
     def _note_row(self, row: WorkerRow) -> None:
-        before, now = self._reported.get(row.worker_id, ""), row.problem
+        before = self._reported.get(row.worker_id, "")
+        now = row.problem
         if before == now:
             return
         if now and now not in _USUAL:
@@ -59,12 +60,15 @@ class ProblemWatch:
             self._report("well", row.worker_id, f"it is {row.state}, and was {before}")
 
     def _note_agents(self, agents: Iterable[Mapping[str, Any]]) -> None:
-        self.num_starts, before = {}, self._starts_reported
+        self.num_starts = {}
+        before = self._starts_reported
         self._starts_reported = {}
         for agent in agents:
-            name, starts = agent["id"], agent.get("starts", 0)
+            name = agent["id"]
+            starts = agent.get("starts", 0)
             ended = starts + (agent.get("state") == "restarting")
-            self.num_starts[name], self._starts_reported[name] = starts, ended
+            self.num_starts[name] = starts
+            self._starts_reported[name] = ended
             if ended > before.get(name, ended):
                 # A new agent counts from 0, and a new worker may have an old one's name.
                 when = int(agent.get("since", 0.0)) // _SAME_S

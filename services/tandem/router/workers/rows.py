@@ -114,7 +114,8 @@ def worker_rows(
     known = {row.worker_id for row in rows}
     loading = {name: progress for name, progress in (loading or {}).items() if name not in known}
     for worker_id, (pool, agent) in agents.items():
-        progress, last = loading.pop(worker_id, None), gone.get(worker_id)
+        progress = loading.pop(worker_id, None)
+        last = gone.get(worker_id)
         rows.append(_without_record(worker_id, pool, agent, progress, last, now))
         known.add(worker_id)
     for worker_id, progress in loading.items():
@@ -200,7 +201,8 @@ def _of_seen(
     worker: Seen, agent: Mapping[str, Any], blaming: list[WorkerRecord], clock_ahead_s: float
 ) -> WorkerRow:
     record = worker.record
-    pool, host = record.pool or record.role, host_of(record)
+    pool = record.pool or record.role
+    host = host_of(record)
     state, note = _of_record(worker, agent)
     trouble: Trouble = ""
     if state == "ready":
@@ -304,7 +306,8 @@ def _stalled(progress: LoadingNow) -> Trouble:
 
 
 def _loaded(progress: LoadingNow) -> str:
-    notice, stalled_s = progress.notice, progress.stalled_s
+    notice = progress.notice
+    stalled_s = progress.stalled_s
     if notice.num_bytes_all:
         percent = 100 * notice.num_bytes // notice.num_bytes_all
         loaded = f"{percent}% of {notice.num_bytes_all / 1e9:.3g} GB of weights"

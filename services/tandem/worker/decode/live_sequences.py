@@ -31,7 +31,9 @@ class LiveSequences:
     """All sequences of this worker. `max_model_len` bounds the tokens of a sequence."""
 
     def __init__(self, parts: Parts, max_model_len: int) -> None:
-        self._link, self._rates, self._metrics = parts.link, parts.rates, parts.metrics
+        self._link = parts.link
+        self._rates = parts.rates
+        self._metrics = parts.metrics
         self._max_model_len = max_model_len
         self._has_tiers = parts.config.engine.has_tiers
         self._by_id: dict[str, DecodeSequence] = {}

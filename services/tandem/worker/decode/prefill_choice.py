@@ -124,7 +124,8 @@ def soonest_producer(prompt: Prompt, candidates: Sequence[Candidate]) -> Produce
     if not candidates:
         return None
     best = min(candidates, key=lambda c: candidate_seconds(prompt, c, prompt.num_tokens))
-    expected, rates = _expect(prompt, best, after_s=best.wait_s), best.rates
+    expected = _expect(prompt, best, after_s=best.wait_s)
+    rates = best.rates
     block_bytes = rates.moved_bytes(1)
     return Producer(
         rates.prefill,

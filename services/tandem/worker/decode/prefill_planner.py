@@ -168,7 +168,8 @@ class PrefillPlanner:
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:
-        rates, load = self._local_rates(), self.load
+        rates = self._local_rates()
+        load = self.load
         reported_s = load.queued_s if load.HasField("queued_s") else None
         queue_s = queue_seconds(rates, load.queued_tokens) if reported_s is None else reported_s
         return LocalWorker(
@@ -198,7 +199,8 @@ class PrefillPlanner:
         self, candidate: pb.PrefillCandidate, holders: Sequence[pb.PrefixHolder], wait_s: float
     ) -> Candidate:
         name = candidate.worker_id
-        record, rates = self._records.get(name), self._rates_of(name)
+        record = self._records.get(name)
+        rates = self._rates_of(name)
         queue_s = 0.0
         if record is not None:
             queue_s = record.load.queue_s(rates)

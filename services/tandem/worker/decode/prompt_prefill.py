@@ -181,7 +181,7 @@ class PromptPrefill:
 
     def _prefill_locally(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Starts local prefill, or reserves again if a holder delivers the first blocks sooner."""
-        here = msgspec.structs.replace(
+        local = msgspec.structs.replace(
             sequence.spec,
             mode=Mode.LOCAL,
             remote_prefill_min_tokens=0,
@@ -190,14 +190,16 @@ class PromptPrefill:
         )
         num_cached = reserved.num_cached_tokens // self._block_size
         holders = self._planner.alive(sequence.submission.holders)
-        sequence.prefix = self._producers.prefixes.plan(here, holders, num_cached_blocks=num_cached)
+        sequence.prefix = self._producers.prefixes.plan(
+            local, holders, num_cached_blocks=num_cached
+        )
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
             self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
-            here_s = self._planner.local_prefill_seconds(
-                len(here.token_ids), reserved.num_cached_tokens
+            local_s = self._planner.local_prefill_seconds(
+                len(local.token_ids), reserved.num_cached_tokens
             )
-            self._planner.note_local_prefill(self._link.num_sent, here_s)
+            self._planner.note_local_prefill(self._link.num_sent, local_s)
             return
         self._restart(sequence, sequence.prefix.spec)
 
@@ -232,7 +234,8 @@ class PromptPrefill:
         first_missing = reserved.num_cached_tokens // self._block_size
         try:
             async with asyncio.timeout(None) as sequence.remote_prefill:
-                num_tokens, num_cached = len(sequence.spec.token_ids), reserved.num_cached_tokens
+                num_tokens = len(sequence.spec.token_ids)
+                num_cached = reserved.num_cached_tokens
                 with self._planner.sent(lease.peer.worker_id, num_tokens, num_cached):
                     return await lease.run(
                         sequence.spec,
@@ -254,9 +257,9 @@ class PromptPrefill:
         holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:
             return holders
-        here = pb.PrefixHolder(num_blocks=num_blocks)
-        here.MergeFrom(self._identity)
-        return [here, *holders]
+        own = pb.PrefixHolder(num_blocks=num_blocks)
+        own.MergeFrom(self._identity)
+        return [own, *holders]
 
     async def _lease(self, candidate: pb.PrefillCandidate) -> ConsumerLease | None:
         try:
@@ -290,7 +293,8 @@ class PromptPrefill:
         self._link.send(messages.Restart(spec))
 
     def _record(self, sequence: DecodeSequence, lease: ConsumerLease) -> None:
-        stats, timings = lease.stats, sequence.timings
+        stats = lease.stats
+        timings = sequence.timings
         timings.transfer_exposed_ms = stats.exposed_s * 1000
         timings.transfer_ms = stats.pull_s * 1000
         timings.blocks_pulled = stats.num_blocks

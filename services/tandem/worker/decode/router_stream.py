@@ -94,5 +94,6 @@ class RouterStream:
             num_submits=self._num_submits,
             draining=self._draining,
         )
-        self._updates, self._load = [], None
+        self._updates = []
+        self._load = None
         return message

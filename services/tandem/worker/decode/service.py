@@ -196,7 +196,8 @@ class DecodeService:
         if candidates:
             sequence.spec = self._prompts.compared(spec, candidates, holders)
         elif (prefix := self._prefixes.plan(spec, holders)) is not None:
-            sequence.prefix, sequence.spec = prefix, prefix.spec
+            sequence.prefix = prefix
+            sequence.spec = prefix.spec
         self._sequences.add(sequence)
         if self._draining:
             self._sequences.fail(sequence, "no_workers", "this worker is draining")

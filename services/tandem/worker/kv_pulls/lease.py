@@ -173,7 +173,8 @@ class ConsumerLease:
         return num_held
 
     def _pull_into(self, sequence_id: str, first_block: int, targets: list[int]) -> None:
-        self._sequence_id, self._targets = sequence_id, targets
+        self._sequence_id = sequence_id
+        self._targets = targets
         self._first_block = self._next_block = self.stats.num_skipped = first_block
 
     async def _follow(
@@ -212,7 +213,8 @@ class ConsumerLease:
                         if self._next_block != self._end_block:
                             came = f"{self._next_block} of {self._end_block} blocks"
                             raise LeaseLost(f"{self.peer.worker_id} named {came}")
-                        self._is_answered, stream.engine_waited_for = True, False
+                        self._is_answered = True
+                        stream.engine_waited_for = False
                         self._may_pull.set()
                         await self._release_if_done(stream)
 

@@ -147,7 +147,8 @@ def is_producer_gone(error: BaseException | None) -> bool:
     network is cut or the process is stopped; a failed connect means that the process had ended
     before. Neither is caused by the request.
     """
-    causes, seen = [error], set[int]()
+    causes = [error]
+    seen = set[int]()
     while causes:
         cause = causes.pop()
         if cause is None or id(cause) in seen:

@@ -67,7 +67,8 @@ class Puller:
         assert len(targets) == len(run.block_ids)
         num_bytes = self._spans.num_bytes(targets)
         async with self._bounds.taken(peer.peer_id, num_bytes):
-            transport, loop = peer.in_use, asyncio.get_running_loop()
+            transport = peer.in_use
+            loop = asyncio.get_running_loop()
             began_at = loop.time()
             reservation = self._link.reservations.open(sequence_id, targets)
             try:

@@ -10,7 +10,8 @@ from tandem.prefix_index.publisher import Publisher
 
 
 def index_metrics(labels: Mapping[str, str], publisher: Publisher) -> Iterator[Metric]:
-    names, values = list(labels), list(labels.values())
+    names = list(labels)
+    values = list(labels.values())
     for name, text, number in (
         ("blocks", "Blocks that it holds, as the tree should have them", publisher.num_held),
         ("lag_blocks", "Changes that the prefix tree does not have yet", publisher.lag),

@@ -236,7 +236,8 @@ class WorkerMetrics(MetricSet):
         return BoundedServer(app, host, port, name="metrics").port
 
     def _gauges(self, load: Load, pairs: Mapping[str, PairRate]) -> Iterable[GaugeMetricFamily]:
-        names, values = list(self._labels), list(self._labels.values())
+        names = list(self._labels)
+        values = list(self._labels.values())
         for name, text in _HELP.items():
             yield gauges(f"tandem_{name}", text, names, [(values, getattr(load, name))])
         text = "Share of the KV pool that live sequences hold, 0 to 1"

@@ -97,7 +97,8 @@ class Pairing:
     def use(self, peer: Peer, choice: Choice) -> None:
         """Sets the pair's transport and logs a change. `again` may set another one later."""
         previous = (peer.transport, peer.reason)
-        peer.transport, peer.reason = choice.transport, choice.reason
+        peer.transport = choice.transport
+        peer.reason = choice.reason
         self._rates.use(peer.worker_id, choice.transport, choice.warning[:_REASON_MAX])
         if previous == (choice.transport, choice.reason):
             return

@@ -87,7 +87,8 @@ class PrefillService:
         True, so that a worker that takes over a sequence can pull its blocks from here. Without
         that limit, prefixes that many requests share would prolong a drain.
         """
-        self._draining, self._serves_holds = True, serves_holds
+        self._draining = True
+        self._serves_holds = serves_holds
         for lease in self._leases:
             if lease.stage == "queued" and not lease.is_hold:
                 lease.events.put_nowait(Failed(lease.lease_id, NoWorkers.code, _DRAINS))

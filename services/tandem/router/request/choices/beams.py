@@ -55,7 +55,9 @@ async def search(
     """
     num_steps = job.request.max_tokens
     job.request = replace(job.request, max_tokens=1)
-    running, completed, jobs = [Beam()], list[Beam](), [job]
+    running = [Beam()]
+    completed = list[Beam]()
+    jobs = [job]
     numbers = count(1)
     for _ in range(num_steps):
         found = await _next_tokens(jobs, run)

@@ -118,7 +118,9 @@ class Generation:
 
     def _delta(self, choice: Choice, piece: Piece, logprobs: list[LogprobEntry]) -> Delta:
         """Returns the delta of new text. The last delta of the request settles its reservation."""
-        job, record, first = choice.job, self._record, self._first
+        job = choice.job
+        record = self._record
+        first = self._first
         num_tokens = len(piece.token_ids)
         choice.num_sent += num_tokens
         record.num_sent += num_tokens
@@ -194,7 +196,8 @@ class Generation:
         """
         if not num_tokens:
             return
-        now, timeline = time.monotonic(), choice.job.progress.timeline
+        now = time.monotonic()
+        timeline = choice.job.progress.timeline
         elapsed_s, slo, metrics = (
             now - timeline.last_token_s,
             self._services.slo,

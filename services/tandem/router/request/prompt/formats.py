@@ -19,7 +19,8 @@ def with_template_options(model_format: ModelFormat, request: ClientRequest) -> 
         if not model_format.takes_tools:
             chat = with_described_tools(chat, takes_system=model_format.takes_system)
         chat = with_written_calls(chat, partial(model_format.written_calls, tools=bool(chat.tools)))
-        options, effort = chat.template_options, chat.reasoning_effort
+        options = chat.template_options
+        effort = chat.reasoning_effort
         if chat.effort_is_hint and not model_format.takes_effort:
             effort = None
         return replace(
@@ -36,7 +37,8 @@ def wanted_form(
     model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
 ) -> StructuredOutput | None:
     """Returns the constraint on the answer: the client's, or that of the forced tool calls."""
-    chat, form = request.prompt, request.structured_output
+    chat = request.prompt
+    form = request.structured_output
     if not isinstance(chat, Conversation):
         return form
     if chat.tool_choice != "required":

@@ -151,14 +151,15 @@ class PromptPreparer:
         """
         if request.kv_budget is not None:
             chain = None
-        tenant, cost = request.tenant, _cost(request.prompt)
+        tenant = request.tenant
+        cost = _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
         text: _Text = (
             RenderedText(request.prompt, add_special_tokens=request.add_special_tokens)
             if isinstance(request.prompt, str)
             else request.prompt
         )
-        with _telling_late_jobs():
+        with _reporting_late_jobs():
             if cost <= INLINE_COST_MAX and not self._threads.num_late:
                 return await self._threads.run(
                     tenant, cost, _prepare, self._tokenizer, text, kept, chain, request.pinned_chat
@@ -184,14 +185,14 @@ class PromptPreparer:
         if not words:
             return []
         cost = sum(map(len, words))
-        with _telling_late_jobs():
+        with _reporting_late_jobs():
             return await self._threads.run(request.tenant, cost, _spell, self._tokenizer, words)
 
     async def decode(self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool) -> str:
         """Returns the text of token ids."""
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
         cost = _TOKEN_COST * max(1, len(token_ids))
-        with _telling_late_jobs():
+        with _reporting_late_jobs():
             return await self._threads.run(tenant, cost, decode, token_ids)
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
@@ -261,7 +262,8 @@ class PromptPreparer:
 
         Returns the rendered text, which must still be tokenized.
         """
-        run, tenant = self._processes.run, request.tenant
+        run = self._processes.run
+        tenant = request.tenant
         rendered = await self._rendered(request, text)
         num_tokens = 0
         for num_pieces, part in enumerate(cut(rendered.text), start=1):
@@ -289,20 +291,25 @@ class PromptPreparer:
         Returns None if the text has no place to cut. Raises BadRequest, and ContextTooLong if the
         tokens cannot fit.
         """
-        run, tenant, text = self._processes.run, request.tenant, rendered.text
+        run = self._processes.run
+        tenant = request.tenant
+        text = rendered.text
         check_unicode(text)
         if self._joined is None:
             self._joined = await run(tenant, INLINE_COST_MAX, _joined_in_process)
         parts: list[array[int]] = []
-        num_tokens, start = 0, len(text)
+        num_tokens = 0
+        start = len(text)
         while start and num_tokens < kept:
             if num_tokens >= max_model_len:
                 raise request.too_long(f"at least {num_tokens}", max_model_len)
-            stop, found = start, find_cut(text, start, self._joined)
+            stop = start
+            found = find_cut(text, start, self._joined)
             if found is None:
                 return None
             start = found
-            left, right = max(0, start - CONTEXT_CHARACTERS), stop + CONTEXT_CHARACTERS
+            left = max(0, start - CONTEXT_CHARACTERS)
+            right = stop + CONTEXT_CHARACTERS
             window = replace(rendered, text=text[left:right])
             cost = len(window.text)
             part = await run(
@@ -316,7 +323,7 @@ class PromptPreparer:
 
 
 @contextmanager
-def _telling_late_jobs() -> Iterator[None]:
+def _reporting_late_jobs() -> Iterator[None]:
     try:
         yield
     except LateJob:
