@@ -248,7 +248,7 @@ def _forced(way: str) -> Iterator[None]:
         yield
         return
     with (
-        patch(f"{_PULLS}.holders_worth_asking", _all_with_more),
+        patch(f"{_PULLS}.holders_worth_using", _all_with_more),
         patch(f"{_PULLS}._DEADLINE_MIN_S", DEADLINE_S),
     ):
         yield

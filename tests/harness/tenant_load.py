@@ -28,7 +28,7 @@ from tandem.common.config.router import RouterConfig
 from tandem.models.source import resolve
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.store.client import connect
-from tandem.router.limits.counts import ReservationRequest
+from tandem.router.limits.counts import LimitRequest
 from tandem.router.limits.limiter import Limiter, LimitReservation
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 
@@ -71,7 +71,7 @@ def watch(limiter: Limiter, admitted: list[Admitted]) -> None:
     take, settle = limiter._take, limiter.settle
     found: dict[LimitReservation, Admitted] = {}
 
-    def noted_take(tenant: Any, asked: ReservationRequest) -> LimitReservation:
+    def noted_take(tenant: Any, asked: LimitRequest) -> LimitReservation:
         reservation = take(tenant, asked)
         found[reservation] = Admitted(time.monotonic(), tenant.name, asked.tokens)
         admitted.append(found[reservation])

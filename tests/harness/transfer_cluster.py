@@ -78,7 +78,7 @@ class TransferCluster(TransferChecks):
             patch("tandem.transfer.nixl.consumer.PieceSize", lambda: piece_size),
             patch("tandem.worker.kv_pulls.lease.time", clock),
             patch("tandem.engine.scheduler.early_reuse.time", clock),
-            patch("tandem.worker.prefill.prefix_pull.holders_worth_asking", _who_have_more),
+            patch("tandem.worker.prefill.prefix_pull.holders_worth_using", _who_have_more),
             patch(
                 "tandem.worker.prefill.prefix_pull._DEADLINE_MIN_S", 6.0
             ),  # computing takes no time

@@ -17,7 +17,7 @@ from tandem.net.store.client import UNREACHABLE, Client, connect, wait_until_ans
 from tandem.net.store.registry import Registry
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
-from tandem.router.workers.pools import ask_sizes, read_pools
+from tandem.router.workers.pools import read_pools, request_sizes
 from tests.harness.redis_kinds import (
     HOST,
     QUOTED,
@@ -67,7 +67,7 @@ async def use_pools(redis: Client, cluster: ClusterConfig) -> None:
     channel = ScaleChannel(cluster.redis_url, cluster.cluster_id, asked.append)
     await asyncio.to_thread(channel.publish, {"prefill": {"wanted": 1}})
     channel.start()
-    await ask_sizes(redis, cluster.cluster_id, {"prefill": 2})
+    await request_sizes(redis, cluster.cluster_id, {"prefill": 2})
     async with asyncio.timeout(5):
         while not asked:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -206,7 +206,7 @@ class Router:
         """Says that this router is not ready, and serves on; `stop` is to follow."""
         log.info("leaving: requests are still served")
         self.generator.end_reason = "this router will leave"
-        self.view.tell_change()
+        self.view.notify_change()
 
     async def run(self) -> None:
         """Serves until `stop`. Raises ConfigError for a taken port or a model that cannot load."""
@@ -318,7 +318,7 @@ class Router:
         # Only now is it known which workers serve the same model.
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
-        self.view.tell_change()
+        self.view.notify_change()
         exempt_loaded()
         if self._memory is not None:
             self._memory.rebase()

@@ -76,10 +76,12 @@ class TreeInspector:
         self, redis: Client, index: RedisIndex, *, looks: int = 3, pause_s: float = 1.0
     ) -> None:
         """A difference counts if each of `looks` finds it; looks are `pause_s` apart."""
-        self.looks, self.pause_s = looks, pause_s
+        self.looks = looks
+        self.pause_s = pause_s
         self._redis = redis
         self._index = index
-        self._entries, self._stats = lua_script("entries"), lua_script("stats")
+        self._entries = lua_script("entries")
+        self._stats = lua_script("stats")
 
     async def audit(self, worker_id: str, held: Held, *, sample: int | None = None) -> Differences:
         """Compares all entries, or about `sample` of them from a random bucket on.
@@ -108,7 +110,8 @@ class TreeInspector:
             bucket = random.randrange(NUM_BUCKETS)
             reply = await self._stats(self._redis, [self._index.key(shard)], bucket)
             more, entries, swept, size = reply[:4]
-            num_entries, num_swept = num_entries + entries, num_swept + swept
+            num_entries = num_entries + entries
+            num_swept = num_swept + swept
             num_bytes += size
             for i in range(4, len(reply), 3):
                 workers[reply[i].decode(errors="replace")] = TreeWorker(reply[i + 1], reply[i + 2])
@@ -119,7 +122,8 @@ class TreeInspector:
         self, worker_id: str, held: Held, first: int, end: int, entries: int
     ) -> tuple[Differences, int]:
         """Returns the lasting differences and the bucket at which the comparison stopped."""
-        missing, stale = set[bytes](), set[bytes]()
+        missing = set[bytes]()
+        stale = set[bytes]()
         num_looks, was_there = 0, True  # consecutive looks that found a log, or none
         for look in range(2 * self.looks):
             before = None
@@ -140,7 +144,8 @@ class TreeInspector:
             if num_looks == self.looks or (said and not missing and not stale):
                 break
         if num_looks < self.looks:  # the log appeared and disappeared, or nothing differs
-            missing, stale = set(), set()
+            missing = set()
+            stale = set()
         return Differences(len(claimed | after), len(missing), len(stale), was_there), end
 
     async def _read(
@@ -153,7 +158,8 @@ class TreeInspector:
         found = await self._index.find(worker_id)
         if found is None:
             return None
-        key, entries = self._index.key(found[0]), set[bytes]()
+        key = self._index.key(found[0])
+        entries = set[bytes]()
         while at < end and budget > 0:
             part = min(budget, CALL_ENTRIES)
             reply = await self._entries(self._redis, [key], worker_id, at, end, part)

@@ -53,7 +53,8 @@ class MemoryIndex:
         log = self._logs.get(worker_id)
         if log is None or log.epoch != epoch or log.next_sequence_number != sequence_number:
             return False
-        holders, bit = self._holders, 1 << log.slot
+        holders = self._holders
+        bit = 1 << log.slot
         for block_hash in stored:
             mask = holders.get(block_hash, 0)
             if not mask & bit:
@@ -70,9 +71,12 @@ class MemoryIndex:
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
         if not closed:
             return self._deepest(block_hashes)
-        holders, count = self._holders, len(block_hashes)
+        holders = self._holders
+        count = len(block_hashes)
         depths: dict[str, int] = {}
-        mask, low, step = self._live, 0, 1
+        mask = self._live
+        low = 0
+        step = 1
         while mask:
             if low == count:
                 self._report(mask, low, depths)
@@ -80,7 +84,9 @@ class MemoryIndex:
             probe = min(low + step, count)
             deeper = mask & holders.get(block_hashes[probe - 1], 0)
             self._narrow(block_hashes, mask ^ deeper, low, probe, depths)
-            mask, low, step = deeper, probe, step * 2
+            mask = deeper
+            low = probe
+            step = step * 2
         return depths
 
     def _deepest(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
@@ -135,7 +141,8 @@ class MemoryIndex:
             middle = (low + high) // 2
             deeper = mask & self._holders.get(hashes[middle - 1], 0)
             self._narrow(hashes, deeper, middle, high, depths)
-            mask, high = mask ^ deeper, middle
+            mask = mask ^ deeper
+            high = middle
 
     def _report(self, mask: int, depth: int, depths: dict[str, int]) -> None:
         if depth:

@@ -53,8 +53,10 @@ class RedisIndex:
         self._num_shards = 1  # number of shards known to exist
         self._shard_of: dict[str, int] = {}  # worker id -> shard of its log
         self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
-        self._match, self._publish = lua_script("match"), lua_script("publish")
-        self._reset, self._sweep = lua_script("drop", "reset"), lua_script("drop", "sweep")
+        self._match = lua_script("match")
+        self._publish = lua_script("publish")
+        self._reset = lua_script("drop", "reset")
+        self._sweep = lua_script("drop", "sweep")
 
     async def open(self) -> None:
         """Opens connections, loads the look-up's script and finds all shards.

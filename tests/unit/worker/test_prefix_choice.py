@@ -1,5 +1,5 @@
 from tandem.common.perf_model.rates import PairRate, PrefillRate, WorkerRates
-from tandem.worker.prefill.prefix_choice import ConnectedHolder, holders_worth_asking
+from tandem.worker.prefill.prefix_choice import ConnectedHolder, holders_worth_using
 
 BLOCK = 16
 RATES = WorkerRates(
@@ -15,7 +15,7 @@ def holder(
 
 
 def chosen(*holders: ConnectedHolder, num_cached_blocks: int = 0) -> list[str]:
-    found = holders_worth_asking(
+    found = holders_worth_using(
         holders,
         rates=RATES,
         block_size=BLOCK,

@@ -38,7 +38,7 @@ class FrontTable:
                 self.endpoints = found
                 if found != before:
                     log.info("fronts: %s", found or "none")
-                    self._view.tell_change()
+                    self._view.notify_change()
             await asyncio.sleep(POLL_INTERVAL_S)
 
 

@@ -95,7 +95,7 @@ class Reply(NamedTuple):
     refused_by: list[Kind | None]  # exceeded limit of each new request; None: admitted
 
 
-class ReservationRequest(NamedTuple):
+class LimitRequest(NamedTuple):
     """A request to be admitted: its key's limits and the largest number of its tokens."""
 
     limits: Limits
@@ -113,12 +113,12 @@ class TenantCounts:
         self._count = Script(_COUNT)
 
     async def count(
-        self, tenant: str, running: int, window: Window, asked: Sequence[ReservationRequest]
+        self, tenant: str, running: int, window: Window, requests: Sequence[LimitRequest]
     ) -> Reply:
         """Writes this router's counts and decides about new requests, in one round trip."""
         numbers = [
             n
-            for limits, tokens in asked
+            for limits, tokens in requests
             for n in (
                 limits.requests_per_minute,
                 limits.tokens_per_minute,

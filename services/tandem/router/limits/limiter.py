@@ -23,7 +23,7 @@ import msgspec
 from tandem.errors import RateLimited
 from tandem.net.security.limits import Limits
 from tandem.net.store.client import UNREACHABLE
-from tandem.router.limits.counts import Reply, ReservationRequest, TenantCounts
+from tandem.router.limits.counts import LimitRequest, Reply, TenantCounts
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.limits.status import Standing, limit_headers, refusal
 from tandem.router.limits.window import (
@@ -58,8 +58,8 @@ class LimitReservation:
 
 
 @dataclass(slots=True, eq=False)
-class _Ask:
-    asked: ReservationRequest
+class _PendingRequest:
+    request: LimitRequest
     answer: asyncio.Future[LimitReservation]
 
 
@@ -73,7 +73,7 @@ class _Tenant:
     others_running: int = 0
     running: int = 0
     share: Share | None = None
-    asks: list[_Ask] = field(default_factory=list)
+    pending: list[_PendingRequest] = field(default_factory=list)
     is_dirty: bool = False  # whether Redis must be updated
     was_written: bool = False
     written_at: float = 0.0
@@ -83,7 +83,7 @@ class _Tenant:
     def is_idle(self) -> bool:
         """True if the tenant has no use on any router, so that it and its share may be dropped."""
         counts = self.window.buckets or self.others.buckets
-        return not (counts or self.running or self.asks or self.calls)
+        return not (counts or self.running or self.pending or self.calls)
 
     def forget_old(self, now_ms: float) -> None:
         self.window.forget(now_ms)
@@ -178,26 +178,30 @@ class Limiter:
     async def _reserve(
         self, name: str, limits: Limits, tokens: int, *, is_counted: bool
     ) -> LimitReservation:
-        asked = ReservationRequest(limits, tokens)
+        request = LimitRequest(limits, tokens)
         if not limits.are_counted and not is_counted:
             return LimitReservation(None, 0, tokens)
         tenant = self._tenants.setdefault(name, _Tenant(name))
         if not limits.are_counted:
-            reservation = self._take(tenant, asked)
+            reservation = self._take(tenant, request)
             self._write_soon(tenant)
             return reservation
         if self._is_alone:
-            return self._decide_alone(tenant, asked)
-        ask = _Ask(asked, asyncio.get_running_loop().create_future())
-        tenant.asks.append(ask)
+            return self._decide_alone(tenant, request)
+        waiting = _PendingRequest(request, asyncio.get_running_loop().create_future())
+        tenant.pending.append(waiting)
         self._call_soon(tenant)
         try:
-            return await ask.answer
+            return await waiting.answer
         except asyncio.CancelledError:
             # The answer may have arrived just before the cancellation; the reservation must then be
             # settled.
-            if ask.answer.done() and not ask.answer.cancelled() and not ask.answer.exception():
-                self.settle(ask.answer.result(), None)
+            if (
+                waiting.answer.done()
+                and not waiting.answer.cancelled()
+                and not waiting.answer.exception()
+            ):
+                self.settle(waiting.answer.result(), None)
             raise
 
     def _write_soon(self, tenant: _Tenant) -> None:
@@ -213,28 +217,30 @@ class Limiter:
         """Calls Redis until no request waits and the counts are written, or Redis is lost."""
         try:
             is_first = True  # call at least once, to detect whether Redis answers
-            while tenant.asks or tenant.is_dirty or is_first:
+            while tenant.pending or tenant.is_dirty or is_first:
                 is_first = False
-                asks = [ask for ask in tenant.asks if not ask.answer.done()]
-                asks, tenant.asks = asks[:_AT_ONCE_MAX], asks[_AT_ONCE_MAX:]
+                pending = [each for each in tenant.pending if not each.answer.done()]
+                pending, tenant.pending = pending[:_AT_ONCE_MAX], pending[_AT_ONCE_MAX:]
                 tenant.is_dirty = False
-                reply = await self._ask_redis(tenant, [ask.asked for ask in asks])
+                reply = await self._call_redis(tenant, [each.request for each in pending])
                 if reply is None:
                     tenant.is_dirty = True
-                    asks = asks + tenant.asks
-                    tenant.asks = []
-                    self._answer_alone(tenant, asks)
+                    pending = pending + tenant.pending
+                    tenant.pending = []
+                    self._answer_alone(tenant, pending)
                     return
-                self._answer(tenant, asks, reply)
+                self._answer(tenant, pending, reply)
         finally:
             tenant.calls = None
 
-    async def _ask_redis(self, tenant: _Tenant, asked: list[ReservationRequest]) -> Reply | None:
+    async def _call_redis(self, tenant: _Tenant, requests: list[LimitRequest]) -> Reply | None:
         """Sends the counts and new requests to Redis; returns None if Redis is lost."""
         try:
             async with self._turns, asyncio.timeout(DEADLINE_S):
                 tenant.forget_old(self._now_ms())
-                reply = await self._counts.count(tenant.name, tenant.running, tenant.window, asked)
+                reply = await self._counts.count(
+                    tenant.name, tenant.running, tenant.window, requests
+                )
         except (*UNREACHABLE, msgspec.DecodeError) as error:
             if not self._is_away:
                 log.warning("Redis is lost, each router keeps its share of limits: %r", error)
@@ -251,58 +257,58 @@ class Limiter:
         tenant.written_at = now
         return reply
 
-    def _answer(self, tenant: _Tenant, asks: list[_Ask], reply: Reply) -> None:
+    def _answer(self, tenant: _Tenant, pending: list[_PendingRequest], reply: Reply) -> None:
         if self._is_alone:
             # Redis has counted them, but this router decides differently
-            tenant.is_dirty |= bool(asks)
-            self._answer_alone(tenant, asks)
+            tenant.is_dirty |= bool(pending)
+            self._answer_alone(tenant, pending)
             return
         tenant.others = reply.others
         tenant.others_running = reply.others_running
-        for ask, kind in zip(asks, reply.refused_by, strict=True):
+        for each, kind in zip(pending, reply.refused_by, strict=True):
             if kind is None:
-                self._give(ask, self._take(tenant, ask.asked))
-            elif not ask.answer.done():
-                ask.answer.set_exception(self._refusal(tenant, kind, ask.asked))
+                self._give(each, self._take(tenant, each.request))
+            elif not each.answer.done():
+                each.answer.set_exception(self._refusal(tenant, kind, each.request))
         tenant.share = share_of(tenant.window.use(), reply.others.use())
 
-    def _answer_alone(self, tenant: _Tenant, asks: list[_Ask]) -> None:
-        for ask in asks:
-            if ask.answer.done():
+    def _answer_alone(self, tenant: _Tenant, pending: list[_PendingRequest]) -> None:
+        for each in pending:
+            if each.answer.done():
                 continue
             try:
-                self._give(ask, self._decide_alone(tenant, ask.asked))
+                self._give(each, self._decide_alone(tenant, each.request))
             except RateLimited as error:
-                ask.answer.set_exception(error)
+                each.answer.set_exception(error)
 
-    def _give(self, ask: _Ask, reservation: LimitReservation) -> None:
-        if ask.answer.done():  # its client left while Redis decided
+    def _give(self, waiting: _PendingRequest, reservation: LimitReservation) -> None:
+        if waiting.answer.done():  # its client left while Redis decided
             self.settle(reservation, None)
         else:
-            ask.answer.set_result(reservation)
+            waiting.answer.set_result(reservation)
 
-    def _decide_alone(self, tenant: _Tenant, asked: ReservationRequest) -> LimitReservation:
+    def _decide_alone(self, tenant: _Tenant, request: LimitRequest) -> LimitReservation:
         """Decides by this router's own counts. Raises RateLimited."""
         tenant.forget_old(self._now_ms())
         share = self._share(tenant)
         use = tenant.window.use(tenant.running)
-        if kind := exceeded(asked.limits, use, asked.tokens, share):
-            raise self._refusal(tenant, kind, asked)
-        reservation = self._take(tenant, asked)
+        if kind := exceeded(request.limits, use, request.tokens, share):
+            raise self._refusal(tenant, kind, request)
+        reservation = self._take(tenant, request)
         self._write_soon(tenant)
         return reservation
 
-    def _take(self, tenant: _Tenant, asked: ReservationRequest) -> LimitReservation:
+    def _take(self, tenant: _Tenant, request: LimitRequest) -> LimitReservation:
         """Counts an admitted request."""
         now_ms = self._now_ms()
-        reservation = LimitReservation(tenant, bucket_of(now_ms), asked.tokens)
-        tenant.window.add(reservation.bucket, 1, asked.tokens)
+        reservation = LimitReservation(tenant, bucket_of(now_ms), request.tokens)
+        tenant.window.add(reservation.bucket, 1, request.tokens)
         tenant.running += 1
-        reservation.headers = limit_headers(self._standing(tenant, asked.limits))
+        reservation.headers = limit_headers(self._standing(tenant, request.limits))
         return reservation
 
-    def _refusal(self, tenant: _Tenant, kind: Kind, asked: ReservationRequest) -> RateLimited:
-        return refusal(kind, self._standing(tenant, asked.limits), asked.tokens)
+    def _refusal(self, tenant: _Tenant, kind: Kind, request: LimitRequest) -> RateLimited:
+        return refusal(kind, self._standing(tenant, request.limits), request.tokens)
 
     def _standing(self, tenant: _Tenant, limits: Limits) -> Standing:
         if self._is_alone:

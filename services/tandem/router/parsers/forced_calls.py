@@ -50,7 +50,8 @@ class _CallRules(GrammarRules):
     frame: CallFrame
 
     def calls(self, functions: Sequence[Mapping[str, Any]], *, one_call_only: bool) -> str:
-        frame, arguments = self.frame, [self._arguments(f) for f in functions]
+        frame = self.frame
+        arguments = [self._arguments(f) for f in functions]
         names = [self._written_name(f["name"]) for f in functions]
 
         def one_of(number: str) -> str:
@@ -75,7 +76,8 @@ class _CallRules(GrammarRules):
         return name
 
     def _arguments(self, function: Mapping[str, Any]) -> str:
-        name, is_strict = function["name"], function.get("strict") is True
+        name = function["name"]
+        is_strict = function.get("strict") is True
         schema = {"type": "object", **(function.get("parameters") or {})}
         if schema["type"] != "object":
             raise _cannot_call(name, "the type of its parameters must be object")
@@ -94,7 +96,8 @@ class _CallRules(GrammarRules):
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:
                 raise ValueError(f"{keyword} is at the top of its parameters' schema")
-        required, own = schema.get("required", []), schema.get("properties", {})
+        required = schema.get("required", [])
+        own = schema.get("properties", {})
         if not (isinstance(own, dict) and _are_strings(required)):
             raise ValueError("its parameters are no JSON schema")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -120,7 +123,8 @@ class _CallRules(GrammarRules):
             return f"{self.rule(' | '.join(map(json.dumps, values)))} {self.text(end)}"
         if is_strict and "pattern" in schema:
             raise ValueError(f"{key!r} has a pattern, which this model's format cannot keep")
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        least = schema.get("minLength", 0)
+        most = schema.get("maxLength", "")
         if not (isinstance(least, int) and (isinstance(most, int) or most == "")):
             raise ValueError(f"the length of {key!r} is no number")
         return self.up_to(end, f"/(?s:.{{{least},{most}}})/")

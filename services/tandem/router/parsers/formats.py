@@ -381,7 +381,8 @@ def read_json_too(tool_format: ToolFormat) -> ToolFormat:
     It is for models whose prompt asks for that JSON, although they may have been trained on another
     format.
     """
-    states, start = dict(tool_format.states), tool_format.start
+    states = dict(tool_format.states)
+    start = tool_format.start
     if tool_format.thought is not None:  # JSON begins where the content of a message begins
         for name, state in tool_format.states.items():
             if state.text in (Text.HEAD, Text.LABEL):

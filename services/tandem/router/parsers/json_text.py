@@ -51,7 +51,8 @@ class JsonText:
     def _push_mark(self, char: str) -> bool:
         expects = self.expects
         if char == '"' and expects in ("value", "value or ]", "key", "key or }"):
-            self.in_string, self._is_key = True, expects.startswith("key")
+            self.in_string = True
+            self._is_key = expects.startswith("key")
         elif char in "{[" and expects in ("value", "value or ]"):
             self._open.append(char)
             self.expects = "key or }" if char == "{" else "value or ]"
@@ -132,7 +133,9 @@ class CallText:
     def push(self, char: str) -> str:
         """Takes a character; returns new text of the arguments."""
         parser = self._json
-        expects, depth, was_in_string = parser.expects, parser.depth, parser.in_string
+        expects = parser.expects
+        depth = parser.depth
+        was_in_string = parser.in_string
         if not parser.push(char):
             self.is_broken = True
         elif self.is_streaming:

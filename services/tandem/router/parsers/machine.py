@@ -186,7 +186,8 @@ class AnswerParser:
 
     def _leave(self, terminal: str) -> None:
         """Follows a terminal into the next state."""
-        kind, name = self._state.text, self._state.terminals[terminal]
+        kind = self._state.text
+        name = self._state.terminals[terminal]
         next_kind = self._states[name].text
         if self._thinks and next_kind is Text.CONTENT:  # the reasoning continues, or ends here
             self._enter(name)
@@ -230,7 +231,8 @@ class AnswerParser:
         if kind is Text.REASONING:
             self._strips_start |= not self._thinks
             self._add_reasoning(self._raw)
-            self._raw, self._thinks = "", False
+            self._raw = ""
+            self._thinks = False
         if kind is Text.CONTENT:
             raw, self._raw = self._raw, ""
             self._strips_start = self._strips_start or self._after_call
@@ -370,7 +372,8 @@ class AnswerParser:
         self._thinks = False
         self._parts.calls.append(CallDelta(self.num_calls, "", rules.make_id(written), name))
         self.num_calls += 1
-        self._is_open, self._raw = True, ""
+        self._is_open = True
+        self._raw = ""
         if has_pairs:
             schema = rules.schemas.get(name)
             self._pairs = PairArguments(schema, trims_lines=rules.trims_lines)
@@ -379,9 +382,11 @@ class AnswerParser:
     def _end_call(self) -> None:
         if self._pairs is not None:
             self._add_arguments(self._pairs.end())
-        self._is_open, self._after_call = False, True
+        self._is_open = False
+        self._after_call = True
         self._call = self._arguments = self._pairs = None
-        self._is_raw, self._raw = False, ""
+        self._is_raw = False
+        self._raw = ""
         self.is_done = self._rules.one_call_only
 
     def _add_arguments(self, text: str) -> None:

@@ -40,7 +40,8 @@ class ModelFormat:
     def __init__(self, tokenizer: Tokenizer, config: AnswerConfig) -> None:
         template = tokenizer.chat_template
         sources = [one.source for one in (template, template and template.tool_use) if one]
-        tools, reasoning = config.tool_parser, config.reasoning_parser
+        tools = config.tool_parser
+        reasoning = config.reasoning_parser
         source = "\n".join(sources)
         auto = choose_tool_format(sources[-1] if sources else "")
         self.tool_parser = auto if tools == "auto" else tools
@@ -101,7 +102,7 @@ class ModelFormat:
         return "reasoning_effort" in self._variables
 
     def template_options(
-        self, asked: Mapping[str, Any], effort: str | None, thinking: bool | None = None
+        self, requested: Mapping[str, Any], effort: str | None, thinking: bool | None = None
     ) -> dict[str, Any]:
         """Returns the values of the chat template's variables for a request.
 
@@ -110,8 +111,10 @@ class ModelFormat:
         """
         taken = self._variables - _OWN_VARIABLES
         # Clients send these switches to all models, so unknown ones are ignored.
-        asked = {name: v for name, v in asked.items() if name in taken or name not in _SWITCHES}
-        for name in asked:
+        requested = {
+            name: v for name, v in requested.items() if name in taken or name not in _SWITCHES
+        }
+        for name in requested:
             if name not in taken:
                 allowed = ", ".join(sorted(taken)) or "nothing"
                 raise BadRequest(
@@ -119,7 +122,7 @@ class ModelFormat:
                     f"{allowed}",
                     param="chat_template_kwargs",
                 )
-        return {**self._thinking(thinking), **self._effort(effort), **asked}
+        return {**self._thinking(thinking), **self._effort(effort), **requested}
 
     def _thinking(self, wanted: bool | None) -> dict[str, Any]:
         if wanted is None:
@@ -240,7 +243,8 @@ def make_answer_parser(
     `begins_in_content`: the prompt ends within content.
     """
     tool_format = tools or _PLAIN
-    states, start = dict(tool_format.states), tool_format.start
+    states = dict(tool_format.states)
+    start = tool_format.start
     marks: Mapping[str, str] = {}
     if reasoning is not None:
         marks = states[start].terminals

@@ -40,7 +40,8 @@ class PairArguments:
 
     def begin_value(self, key: str) -> str:
         self._types = types_of(self._properties.get(key))
-        self._is_at_start, self._held = True, ""
+        self._is_at_start = True
+        self._held = ""
         before, self._is_first = "{" if self._is_first else ", ", False
         quote = '"' if self._is_string else ""
         return f'{before}"{escaped(key)}": {quote}'
@@ -69,7 +70,8 @@ class PairArguments:
         text = _PYTHON_LITERALS.get(text, text)
         value = loaded(text)
         if value is None and (literal := _from_python(text)):
-            text, value = literal, loaded(literal)
+            text = literal
+            value = loaded(literal)
         is_json = value is not None or text == "null"
         names = _TYPE_NAMES.get(type(value), ("string",))
         if is_json and (not self._types or self._types.intersection(names)):

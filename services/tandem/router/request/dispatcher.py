@@ -240,7 +240,7 @@ class Dispatcher:
                 if is_migrated or old.is_finished or new.failure is None:
                     break
                 new.close()
-                if not self._migrations.may_ask_another(job, new.failure):
+                if not self._migrations.may_try_another(job, new.failure):
                     break
         except REFUSALS as error:
             log.debug("request %s stays: %s", job.request_id, error)

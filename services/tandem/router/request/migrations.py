@@ -99,7 +99,7 @@ class Migrations:
             extra={"request_id": job.request_id},
         )
 
-    def may_ask_another(self, job: Job, failure: TandemError) -> bool:
+    def may_try_another(self, job: Job, failure: TandemError) -> bool:
         """Returns whether to try another worker after a failed attempt to migrate."""
         if isinstance(failure, REFUSALS):
             self.note_refusal(job, failure)

@@ -383,14 +383,14 @@ class ClientRequest:
         A prompt is likely to be sent again if it is to be kept, has a session or tools, or contains
         an earlier answer.
         """
-        asked = self.retention
+        retention = self.retention
         chat = self.prompt
-        returns = asked.returns or asked.pin_s > 0 or self.is_of_session
+        returns = retention.returns or retention.pin_s > 0 or self.is_of_session
         if isinstance(chat, Conversation) and not returns:
             has_answer = any(message.role == "assistant" for message in chat.messages)
             returns = has_answer or bool(chat.callable_tools)
-        priority = min(asked.priority, self.limits.max_kv_priority or PRIORITY_MAX)
-        return Retention(returns, asked.pin_s, self.limits.weight, priority=priority)
+        priority = min(retention.priority, self.limits.max_kv_priority or PRIORITY_MAX)
+        return Retention(returns, retention.pin_s, self.limits.weight, priority=priority)
 
     @property
     def kind(self) -> Literal["chat", "completion", "embedding"]:

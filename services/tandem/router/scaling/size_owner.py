@@ -20,7 +20,7 @@ from tandem.errors import NotNow, TandemError
 from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.router.scaling.changes import logged_change, shown_sizes
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pools import ask_sizes, decode_pools
+from tandem.router.workers.pools import decode_pools, request_sizes
 
 if TYPE_CHECKING:
     from tandem.router.scaling.kubernetes import KubernetesScale
@@ -106,7 +106,7 @@ class SizeOwner:
                     f"the pool controller does not own the size of the pool {others[0]}: on "
                     "Kubernetes that is `kubectl scale deployment NAME --replicas=N`, or an HPA"
                 )
-            elif not await self._ask_controller(dict(sizes)):
+            elif not await self._request_from_controller(dict(sizes)):
                 raise NotNow(
                     "no pool controller runs here, and this router may patch no scale: sizes "
                     "belong to who started the workers. On Kubernetes that is `kubectl scale "
@@ -118,13 +118,13 @@ class SizeOwner:
         pools = decode_pools(self._view.pools_json)
         return sorted(sizes.keys() - pools.keys()) if pools else []
 
-    async def _ask_controller(self, sizes: dict[str, int]) -> bool:
+    async def _request_from_controller(self, sizes: dict[str, int]) -> bool:
         """Requests sizes from the controller; returns False if there is none.
 
         A controller writes its pools a moment after its start.
         """
         give_up_at = asyncio.get_running_loop().time() + _CONTROLLER_START_S
-        while not await ask_sizes(self._view.redis, self._cluster_id, sizes):
+        while not await request_sizes(self._view.redis, self._cluster_id, sizes):
             if asyncio.get_running_loop().time() > give_up_at:
                 return False
             await asyncio.sleep(0.1)

@@ -253,7 +253,7 @@ class ClusterView:
         """Waits until a worker joins, leaves, or changes its state or connection."""
         await self._changed.wait()
 
-    def tell_change(self) -> None:
+    def notify_change(self) -> None:
         self._stale.update(self._workers)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -318,7 +318,7 @@ class ClusterView:
             # Closing is bounded, and polling must not wait for it.
             asyncio.create_task(client.close())  # noqa: RUF006
         if changed | self._gather_adapters():
-            self.tell_change()
+            self.notify_change()
         elif self._stale:
             self._notify_listeners()
 
@@ -379,7 +379,7 @@ class ClusterView:
                 worker_id,
                 record.address,
                 self.calls,
-                on_change=self.tell_change,
+                on_change=self.notify_change,
                 on_load=partial(self._note_load, worker_id),
             )
         return changed

@@ -56,9 +56,9 @@ class EventLog:
         try:
             while True:
                 await asyncio.sleep(_TELL_EVERY_S)
-                self._tell_counted()
+                self._add_counted()
         finally:
-            self._tell_counted()
+            self._add_counted()
             await cancel(writing)
 
     async def read(self, num_max: int, trail: AuditTrail) -> list[ClusterEvent]:
@@ -67,7 +67,7 @@ class EventLog:
         events += [_of_change(entry) for entry in await trail.read_kind("changes", num_max)]
         return sorted(events, key=lambda event: event.at, reverse=True)[:num_max]
 
-    def _tell_counted(self) -> None:
+    def _add_counted(self) -> None:
         counted = self._counted
         self._counted = Counter()
         for (kind, about, text), number in counted.items():

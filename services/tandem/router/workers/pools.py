@@ -22,7 +22,7 @@ from tandem.net.store.registry import WorkerRecord
 _PENDING_MAX = 64
 
 
-async def ask_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
+async def request_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
     """Requests sizes from the controller; returns False if no controller has written its pools.
 
     Raises NoWorkers if Redis does not answer.

@@ -33,11 +33,13 @@ def trouble_of(
         room = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
         return "disk", f"the disk of logs or of copies of blocks is full: {room}"
     if record.unreachable and not blames_peers(record):
-        (peer, why), more = next(iter(record.unreachable.items())), len(record.unreachable) - 1
+        peer, why = next(iter(record.unreachable.items()))
+        more = len(record.unreachable) - 1
         return "unreachable", f"it cannot read blocks from {peer}{_others(more)}: {why}"
     name = record.worker_id
     if who := [(r.worker_id, r.unreachable[name]) for r in blaming if name in r.unreachable]:
-        (first, why), more = who[0], len(who) - 1
+        first, why = who[0]
+        more = len(who) - 1
         cut = ". Is the link between them cut?" if _NO_ANSWER.search(why) else ""
         return "unreachable", f"{first}{_others(more)} cannot read blocks from it: {why}{cut}"
     if damaged := [f"{t.blocks_damaged} of {t.name}" for t in record.tiers if t.blocks_damaged]:

@@ -148,7 +148,8 @@ class NixlAgent:
         Reads by block number then cost a sixth of reads by address. Returns a handle, which must be
         released before the peer is removed.
         """
-        rows, address = [], pool.address
+        rows = []
+        address = pool.address
         for num_blocks, size in pool.spans.pools:
             rows.append((address, size, pool.device_id, size, num_blocks))
             address += num_blocks * size

@@ -101,7 +101,8 @@ class NixlConsumer:
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
         """Makes a peer readable without reading anything yet. Raises TandemError if it cannot."""
-        theirs, ours = _block_sizes(pool.spans), _block_sizes(self._spans)
+        theirs = _block_sizes(pool.spans)
+        ours = _block_sizes(self._spans)
         if theirs != ours:
             raise Incompatible(f"{peer_id} has blocks of {theirs} bytes, here of {ours}")
         known = self._peers.get(peer_id)

@@ -45,7 +45,8 @@ class AgentInstance:
         blocks = pool.remote()
         self.pool_list = self._open(blocks)
         _, size = blocks.spans.pools[0]  # probes read blocks of the first pool
-        num_blocks, address = len(scratch) // size, ctypes.addressof(scratch)
+        num_blocks = len(scratch) // size
+        address = ctypes.addressof(scratch)
         self.scratch_list = self._open(
             RemotePool(address, num_blocks, size, device_id=0, memory="DRAM")
         )

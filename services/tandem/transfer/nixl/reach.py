@@ -75,10 +75,10 @@ def reach(ours: HostIdentity, theirs: HostIdentity) -> Reach:
 
 
 def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
-    here = (ours.boot_id, ours.pid_namespace, ours.uid)
-    there = (theirs.boot_id, theirs.pid_namespace, theirs.uid)
+    own_host = (ours.boot_id, ours.pid_namespace, ours.uid)
+    peer_host = (theirs.boot_id, theirs.pid_namespace, theirs.uid)
     one_ipc = "" in (known := {ours.ipc_namespace, theirs.ipc_namespace}) or len(known) == 1
-    return bool(ours.boot_id) and here == there and one_ipc and ours.cma and theirs.cma
+    return bool(ours.boot_id) and own_host == peer_host and one_ipc and ours.cma and theirs.cma
 
 
 def host_identity(

@@ -182,7 +182,7 @@ class PromptPrefill:
 
     def _prefill_locally(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Starts local prefill, or reserves again if a holder delivers the first blocks sooner."""
-        here = msgspec.structs.replace(
+        local = msgspec.structs.replace(
             sequence.spec,
             mode=Mode.LOCAL,
             remote_prefill_min_tokens=0,
@@ -191,14 +191,16 @@ class PromptPrefill:
         )
         num_cached = reserved.num_cached_tokens // self._block_size
         holders = self._planner.alive(sequence.submission.holders)
-        sequence.prefix = self._producers.prefixes.plan(here, holders, num_cached_blocks=num_cached)
+        sequence.prefix = self._producers.prefixes.plan(
+            local, holders, num_cached_blocks=num_cached
+        )
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
             self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
-            here_s = self._planner.local_prefill_seconds(
-                len(here.token_ids), reserved.num_cached_tokens
+            local_s = self._planner.local_prefill_seconds(
+                len(local.token_ids), reserved.num_cached_tokens
             )
-            self._planner.note_local_prefill(self._link.num_sent, here_s)
+            self._planner.note_local_prefill(self._link.num_sent, local_s)
             return
         self._restart(sequence, sequence.prefix.spec)
 
@@ -256,9 +258,9 @@ class PromptPrefill:
         holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:
             return holders
-        here = pb.PrefixHolder(num_blocks=num_blocks)
-        here.MergeFrom(self._identity)
-        return [here, *holders]
+        own = pb.PrefixHolder(num_blocks=num_blocks)
+        own.MergeFrom(self._identity)
+        return [own, *holders]
 
     async def _lease(self, candidate: pb.PrefillCandidate) -> ConsumerLease | None:
         try:

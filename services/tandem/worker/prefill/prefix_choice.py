@@ -24,7 +24,7 @@ class PrefixPlan:
     holders: list[ConnectedHolder]
 
 
-def holders_worth_asking(
+def holders_worth_using(
     holders: Iterable[ConnectedHolder],
     *,
     rates: WorkerRates,

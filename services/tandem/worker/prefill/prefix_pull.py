@@ -29,7 +29,7 @@ from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.rates import Rates
-from tandem.worker.prefill.prefix_choice import ConnectedHolder, PrefixPlan, holders_worth_asking
+from tandem.worker.prefill.prefix_choice import ConnectedHolder, PrefixPlan, holders_worth_using
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PrefixPuller:
             and (num_blocks := min(each.num_blocks, num_reusable))
             and (rate := self._rate(each)) is not None
         ]
-        chosen = self._worth_asking(connected, spec, num_cached_blocks)
+        chosen = self._worth_using(connected, spec, num_cached_blocks)
         if not chosen:
             return None
         prefix_blocks = max(holder.num_tokens for holder in chosen) // self._block_size
@@ -105,7 +105,7 @@ class PrefixPuller:
         """
         num_cached = reserved.num_cached_tokens // self._block_size
         token_ids = plan.spec.token_ids
-        holders = self._worth_asking(plan.holders, plan.spec, num_cached)[:_HOLDERS_MAX]
+        holders = self._worth_using(plan.holders, plan.spec, num_cached)[:_HOLDERS_MAX]
         if not holders:
             return num_cached
         root = self._compatibility.chain_root(
@@ -118,7 +118,9 @@ class PrefixPuller:
         patience_s = max(_DEADLINE_MIN_S, _PATIENCE * computed_s)
         try:
             async with asyncio.timeout(min(self._config.transfer.pull_deadline_s, patience_s)):
-                return await self._ask(plan, holders, block_hashes, num_cached, reserved.block_ids)
+                return await self._pull_from_any(
+                    plan, holders, block_hashes, num_cached, reserved.block_ids
+                )
         except TimeoutError:
             sequence_id = plan.spec.sequence_id
             log.warning(
@@ -142,7 +144,7 @@ class PrefixPuller:
         lease = self._make_lease(peer)
         return await self._hold(lease, sequence_id, block_hashes, num_cached, targets)
 
-    async def _ask(
+    async def _pull_from_any(
         self,
         plan: PrefixPlan,
         holders: list[ConnectedHolder],
@@ -192,10 +194,10 @@ class PrefixPuller:
         self._metrics.on_prefix_pull(lease.peer, lease.stats)
         return max(num_cached, num_blocks)
 
-    def _worth_asking(
+    def _worth_using(
         self, holders: Iterable[ConnectedHolder], spec: SequenceSpec, num_cached_blocks: int
     ) -> list[ConnectedHolder]:
-        return holders_worth_asking(
+        return holders_worth_using(
             holders,
             rates=self._rates.worker,
             block_size=self._block_size,

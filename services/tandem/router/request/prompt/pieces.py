@@ -54,8 +54,11 @@ def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
     """
     if stop <= 2 * PIECE_CHARACTERS:
         return 0
-    near = stop - PIECE_CHARACTERS
-    for first, last in ((near, stop - PIECE_CHARACTERS // 2), (near - PIECE_CHARACTERS, near)):
+    target = stop - PIECE_CHARACTERS
+    for first, last in (
+        (target, stop - PIECE_CHARACTERS // 2),
+        (target - PIECE_CHARACTERS, target),
+    ):
         for found in _LETTER_BEFORE_SPACE.finditer(text, first, last):
             end = found.end()
             if (text[end - 1].encode()[-1:] + text[end].encode()) not in joined:

@@ -159,7 +159,7 @@ class PromptPreparer:
             if isinstance(request.prompt, str)
             else request.prompt
         )
-        with _telling_late_jobs():
+        with _reporting_late_jobs():
             if cost <= INLINE_COST_MAX and not self._threads.num_late:
                 return await self._threads.run(
                     tenant,
@@ -192,14 +192,14 @@ class PromptPreparer:
         if not words:
             return []
         cost = sum(map(len, words))
-        with _telling_late_jobs():
+        with _reporting_late_jobs():
             return await self._threads.run(request.tenant, cost, spell, self._tokenizer, words)
 
     async def decode(self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool) -> str:
         """Returns the text of token ids."""
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
         cost = _TOKEN_COST * max(1, len(token_ids))
-        with _telling_late_jobs():
+        with _reporting_late_jobs():
             return await self._threads.run(tenant, cost, decode, token_ids)
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
@@ -330,7 +330,7 @@ class PromptPreparer:
 
 
 @contextmanager
-def _telling_late_jobs() -> Iterator[None]:
+def _reporting_late_jobs() -> Iterator[None]:
     try:
         yield
     except LateJob:
