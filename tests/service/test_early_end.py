@@ -74,7 +74,7 @@ from tandem.worker import __main__ as command
 from tandem.worker.lifecycle import worker
 
 class Stuck:
-    def __init__(self, config): pass
+    def __init__(self, config, servicer): pass
     def stop(self, deadline_s): pass
     async def run(self):
         pathlib.Path(sys.argv[1]).touch()

@@ -104,7 +104,7 @@ async def test_one_of_several_routers_decides_for_the_demand_of_all(owned: Runni
     before = first._total
     await asyncio.sleep(0.3)
     for _ in range(5):
-        meter.asked(0.5)
+        meter.new_request(0.5)
     await second._turn()
     await eventually(lambda: first._total.since(before).num_requests >= 5)
 
