@@ -105,7 +105,7 @@ class KeptCluster:
             wanted, cluster_id=self.cluster_id, run_folder=run_folder, model=resolve(model).path
         )
         # On a machine that is slow to start workers nobody is told that there are none.
-        more = {"router": ("--hold-deadline", str(START_DEADLINE_S))}
+        more = dict.fromkeys(ROUTER_POOLS, ("--hold-deadline", str(START_DEADLINE_S)))
         of_workers = ("--numerics", "invariant", *options)
         pools = {
             name: msgspec.structs.replace(p, command=[*p.command, *more.get(name, of_workers)])
