@@ -54,7 +54,7 @@ from tandem.router.request.request import ClientRequest, Sampling
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
 
-# Share of the remaining time for the worker; the rest is for the token's way back to the router
+# Share of the remaining time for the worker; the rest is for steps that take longer than predicted
 WORKER_SHARE = 0.98
 FIRST_TOKEN_MIN_S = 1e-3  # must be positive, because 0 means no deadline for the first token
 

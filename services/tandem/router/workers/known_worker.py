@@ -93,7 +93,7 @@ class KnownWorker:
         waiting = len(client.unreported) if client else 0
         sent = summed(client.unreported if client else [prefill for _, prefill in self._sent])
         queued_s = load.queued_s
-        if queued_s is not None:
+        if queued_s is not None and (sent.num_tokens or self._done.num_tokens):
             rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_running)
             queued_s = max(0.0, queued_s - self._done.seconds(rates)) + sent.seconds(rates)
         return WorkerSnapshot(
