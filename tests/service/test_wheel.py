@@ -99,6 +99,27 @@ def test_only_the_wheel_is_imported(python: Path) -> None:
     assert harness.run([str(python.parent / "tandem"), "--version"]).startswith("tandem ")
 
 
+def test_the_wheel_has_each_module_that_is_started_by_its_name(python: Path) -> None:
+    """Launchers, the chart, its hooks, images and pages name modules in strings, which no import
+    checks when a module moves.
+    """
+    places = ("services/**/*.py", "helm/**/*.yaml", "helm/**/*.tpl", "deploy/**/*", "docs/*.md")
+    texts = [
+        path.read_text(errors="replace")
+        for place in (*places, "Makefile", "README.md")
+        for path in harness.ROOT.glob(place)
+        if path.is_file()
+    ]
+    started = re.compile(r"""-m[", ]+(tandem(?:_bench)?(?:\.[a-z_]+)*)""")
+    names = {name for text in texts for name in started.findall(text)}
+    assert {"tandem.router", "tandem.worker", "tandem.cluster.launch.pod_certificate"} < names
+    program = (
+        "import importlib.util, sys;"
+        "print(*(n for n in sys.argv[1:] if importlib.util.find_spec(n) is None))"
+    )
+    assert harness.run([str(python), "-c", program, *sorted(names)]).split() == []
+
+
 @pytest.mark.parametrize("first", ["tandem", pytest.param("kernels", marks=pytest.mark.slow)])
 def test_it_lies_beside_hugging_faces_kernels(
     first: str, wheel: Path, kernels_wheel: Path, python: Path, tmp_path: Path
