@@ -97,13 +97,14 @@ def errors_logged(cluster: AnyCluster) -> list[str]:
 
 
 def router_outcomes(cluster: AnyCluster) -> Counter[str]:
-    """Requests by the one outcome that the router counted for each."""
-    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=10).text
+    """Requests by the one outcome that the router or its gRPC replica counted for each."""
     found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "tandem_requests_total":
-                found[sample.labels["outcome"]] += int(sample.value)
+    for url in cluster.admin_urls:
+        text = httpx.get(f"{url}/metrics", timeout=10).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "tandem_requests_total":
+                    found[sample.labels["outcome"]] += int(sample.value)
     return found
 
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -184,38 +184,35 @@ class Load:
     async def run(self) -> None:
         target = f"127.0.0.1:{self._cluster.grpc_port}"
         async with open_client(self._cluster) as http, grpc.aio.insecure_channel(target) as channel:
-            stub = InferenceStub(channel)
-            ways: dict[str, Callable[[Outcome], Awaitable[None]]] = {
-                "http": lambda outcome: _over_http(http, outcome),
-                "grpc": lambda outcome: _over_grpc(stub, outcome),
+            apis: dict[str, _HttpApi | _GrpcApi] = {
+                "http": _HttpApi(http),
+                "grpc": _GrpcApi(InferenceStub(channel)),
             }
-            clients = (self._client(http, ways) for _ in range(self._num_clients))
+            clients = (self._client(apis) for _ in range(self._num_clients))
             await asyncio.gather(*clients)
 
-    async def _client(
-        self, http: httpx.AsyncClient, ways: dict[str, Callable[[Outcome], Awaitable[None]]]
-    ) -> None:
+    async def _client(self, apis: Mapping[str, _HttpApi | _GrpcApi]) -> None:
         left: Outcome | None = None  # without a token: the router is asked once the next has ended
         num_deaths = 0  # when it had left
         for request in self._wanted:
-            outcome = await self._outcome(ways[request.api], Outcome(request))
+            outcome = await self._outcome(apis[request.api], Outcome(request))
             if self._router is not None and outcome.cut_short == "router lost":
-                await self._outcome(ways[request.api], Outcome(request, is_retry=True))
+                await self._outcome(apis[request.api], Outcome(request, is_retry=True))
                 self._router.num_retries -= 1
             if left is not None:
-                await self._note_heard(http, left, num_deaths)
+                await self._note_heard(apis[left.request.api], left, num_deaths)
             left = outcome if outcome.cut_short == "left" and not outcome.token_ids else None
             num_deaths = self._num_deaths
         if left is not None:
-            await self._note_heard(http, left, num_deaths)
+            await self._note_heard(apis[left.request.api], left, num_deaths)
 
-    async def _note_heard(self, http: httpx.AsyncClient, left: Outcome, num_deaths: int) -> None:
+    async def _note_heard(self, api: _HttpApi | _GrpcApi, left: Outcome, num_deaths: int) -> None:
         """Notes whether the router heard of a request, if it lives since then."""
         if num_deaths != self._num_deaths:
             return
         try:
-            left.was_heard = await was_heard(http, left.name)
-        except httpx.TransportError:
+            left.was_heard = await api.was_heard(left.name)
+        except (httpx.TransportError, grpc.aio.AioRpcError):
             if self._router is None:
                 raise
 
@@ -223,15 +220,13 @@ class Load:
     def _num_deaths(self) -> int:
         return self._router.num_deaths if self._router is not None else 0
 
-    async def _outcome(
-        self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome
-    ) -> Outcome:
+    async def _outcome(self, api: _HttpApi | _GrpcApi, outcome: Outcome) -> Outcome:
         router = self._router or RouterLife()
         await router.is_up.wait()
         num_deaths = router.num_deaths
         self.num_running += 1
         try:
-            await self._ask(way, outcome)
+            await self._ask(api, outcome)
         finally:
             self.num_running -= 1
             self.outcomes.append(outcome)
@@ -241,12 +236,12 @@ class Load:
             router.num_retries += 1
         return outcome
 
-    async def _ask(self, way: Callable[[Outcome], Awaitable[None]], outcome: Outcome) -> None:
+    async def _ask(self, api: _HttpApi | _GrpcApi, outcome: Outcome) -> None:
         started = time.monotonic()
         leaves_after_s = outcome.request.leaves_after_s
         try:
             async with asyncio.timeout(self._bound_s if leaves_after_s is None else leaves_after_s):
-                await way(outcome)
+                await api.ask(outcome)
         except TimeoutError:
             outcome.cut_short = "hung" if leaves_after_s is None else "left"
         except (httpx.TransportError, grpc.aio.UsageError) as error:
@@ -254,29 +249,36 @@ class Load:
         outcome.seconds = time.monotonic() - started
 
 
-async def was_heard(http: httpx.AsyncClient, name: str) -> bool:
-    """Returns whether the router keeps a record of the request that its client called so."""
-    return (await http.get(f"/v1/requests/{name}")).status_code == 200
+class _HttpApi:
+    """`/v1/completions` of the router."""
 
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
 
-async def _over_http(client: httpx.AsyncClient, outcome: Outcome) -> None:
-    request = outcome.request
-    body = {
-        "prompt": request.prompt.token_ids,
-        "max_tokens": request.max_tokens,
-        **request.prompt.sampling,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    named = {REQUEST_ID_HEADER: outcome.name}
-    async with client.stream("POST", "/v1/completions", json=body, headers=named) as response:
-        if response.status_code != 200:
-            outcome.ends.append(json.loads(await response.aread())["error"]["code"])
-            return
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                _note_event(json.loads(line.removeprefix("data: ")), outcome)
+    async def ask(self, outcome: Outcome) -> None:
+        request = outcome.request
+        body = {
+            "prompt": request.prompt.token_ids,
+            "max_tokens": request.max_tokens,
+            **request.prompt.sampling,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        named = {REQUEST_ID_HEADER: outcome.name}
+        async with self._client.stream(
+            "POST", "/v1/completions", json=body, headers=named
+        ) as response:
+            if response.status_code != 200:
+                outcome.ends.append(json.loads(await response.aread())["error"]["code"])
+                return
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    _note_event(json.loads(line.removeprefix("data: ")), outcome)
+
+    async def was_heard(self, name: str) -> bool:
+        """Returns whether the router keeps a record of the request that its client called so."""
+        return (await self._client.get(f"/v1/requests/{name}")).status_code == 200
 
 
 def _note_event(event: dict, outcome: Outcome) -> None:
@@ -288,25 +290,42 @@ def _note_event(event: dict, outcome: Outcome) -> None:
             outcome.ends.append(choice["finish_reason"])
 
 
-async def _over_grpc(stub: InferenceStub, outcome: Outcome) -> None:
-    request = outcome.request
-    call = stub.Generate(
-        pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=request.prompt.token_ids),
-            sampling=pb.SamplingParams(**request.prompt.sampling),
-            max_tokens=request.max_tokens,
-            ignore_eos=True,
-        ),
-        metadata=((REQUEST_ID_HEADER, outcome.name),),
-        wait_for_ready=True,  # a router that was killed is there again, its channel a moment later
-    )
-    try:
-        async for message in call:
-            outcome.token_ids.extend(message.token_ids)
-            if message.finish_reason:
-                outcome.ends.append(message.finish_reason)
-    except grpc.aio.AioRpcError as error:
-        codes = dict(error.trailing_metadata() or ())
-        outcome.ends.append(str(codes.get("tandem-code", error.code().name)))
-    finally:
-        call.cancel()
+class _GrpcApi:
+    """`Generate` of the router's gRPC replica."""
+
+    def __init__(self, stub: InferenceStub) -> None:
+        self._stub = stub
+
+    async def ask(self, outcome: Outcome) -> None:
+        request = outcome.request
+        call = self._stub.Generate(
+            pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=request.prompt.token_ids),
+                sampling=pb.SamplingParams(**request.prompt.sampling),
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+            ),
+            metadata=((REQUEST_ID_HEADER, outcome.name),),
+            # The channel connects a moment after a killed replica has returned.
+            wait_for_ready=True,
+        )
+        try:
+            async for message in call:
+                outcome.token_ids.extend(message.token_ids)
+                if message.finish_reason:
+                    outcome.ends.append(message.finish_reason)
+        except grpc.aio.AioRpcError as error:
+            codes = dict(error.trailing_metadata() or ())
+            outcome.ends.append(str(codes.get("tandem-code", error.code().name)))
+        finally:
+            call.cancel()
+
+    async def was_heard(self, name: str) -> bool:
+        """Returns whether the replica keeps a record of the request that its client called so."""
+        try:
+            await self._stub.GetRequest(pb.GetRequestRequest(request_id=name))
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                return False
+            raise
+        return True

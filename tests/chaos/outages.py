@@ -2,7 +2,7 @@
 
 kill redis       and start it again at the same address, empty, after so long
 stop redis       SIGSTOP, later SIGCONT
-kill router      its agent starts it again; the streams that it had are lost
+kill router      it or its gRPC replica; its agent starts it again; the streams that it had are lost
 kill controller  Ray starts the pool controller again
 kill head        GCS and raylet; a fresh head after so long, with agents of its own
 """
@@ -22,7 +22,7 @@ from tests.chaos.load import RouterLife
 from tests.chaos.pool_faults import Striker
 from tests.harness.kept_cluster import KeptCluster
 
-_ROUTER = "tandem.router "  # in its command line
+_ROUTERS = {"router": "--router-id router-0 ", "grpc": "--router-id grpc-0 "}  # by their pools
 
 
 class Outages(Striker):
@@ -37,7 +37,7 @@ class Outages(Striker):
     ) -> None:
         super().__init__(cluster, rng, num_requests=num_requests, happened=happened)
         self._router = router
-        self._router_pids: list[int] = []
+        self._router_pids: dict[str, int] = {}  # by their pools
 
     async def _strike(self, fault: Fault) -> None:
         await self._until(self._is_answered)
@@ -70,9 +70,9 @@ class Outages(Striker):
 
     async def _kill_router(self) -> None:
         await self._until(lambda: not self._router.num_retries and self._is_answered())
-        (pid,) = self._router_pids
+        pool = self._rng.choice(sorted(self._router_pids))
         with self._router.death():
-            os.kill(pid, signal.SIGKILL)
+            os.kill(self._router_pids[pool], signal.SIGKILL)
             await self._until(self._is_ready)
 
     def _kill_controller(self) -> bool:
@@ -80,7 +80,7 @@ class Outages(Striker):
         return True
 
     def _is_ready(self) -> bool:
-        return httpx.get(f"{self._cluster.url}/ready", timeout=5).status_code == 200
+        return all(httpx.get(u, timeout=5).status_code == 200 for u in self._cluster.ready_urls)
 
     async def _kill_head(self, fault: Fault) -> None:
         self._cluster.kill_head()
@@ -90,9 +90,15 @@ class Outages(Striker):
             await asyncio.to_thread(self._cluster.start_head)
 
     def _is_answered(self) -> bool:
-        """Returns whether the router runs that its agent has started, and answers.
+        """Returns whether the routers that their agents have started run, and answer.
 
-        A controller that was killed may still tell of the one before.
+        A controller that was killed may still report the processes before.
         """
-        self._router_pids = list(self._cluster.pids("router").values())
-        return len(self._router_pids) == 1 and self._router_pids[0] == self._cluster.pid(_ROUTER)
+        found = {}
+        for pool, name in _ROUTERS.items():
+            pids = list(self._cluster.pids(pool).values())
+            if pids != [self._cluster.pid(name)]:
+                return False
+            found[pool] = pids[0]
+        self._router_pids = found
+        return self._is_ready()

@@ -99,11 +99,12 @@ async def test_a_router_that_lives_is_asked_what_it_heard(
         with router.death() if dies else contextlib.nullcontext():
             outcome.ends.append("length")
 
-    async def was_heard(_: object, name: str) -> bool:
+    async def was_heard(_: object, __: str) -> bool:
         return False
 
     monkeypatch.setattr(load, "_ask", ask)
-    monkeypatch.setattr(load_module, "was_heard", was_heard)
+    monkeypatch.setattr(load_module._HttpApi, "was_heard", was_heard)
+    monkeypatch.setattr(load_module._GrpcApi, "was_heard", was_heard)
     await load.run()
     assert [o.was_heard for o in load.outcomes] == [dies, True]
 

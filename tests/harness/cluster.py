@@ -184,6 +184,11 @@ class LocalCluster:
     def admin_url(self) -> str:
         return f"http://127.0.0.1:{self.admin_port}"
 
+    @property
+    def admin_urls(self) -> list[str]:
+        """The admin addresses of all processes that answer requests: here one router."""
+        return [self.admin_url]
+
     def start(self, *, prefill: int, decode: int) -> LocalCluster:
         """Starts workers and the router, and waits until all are ready."""
         self.start_router()

@@ -111,6 +111,11 @@ class KeptCluster:
             name: msgspec.structs.replace(p, command=[*p.command, *more.get(name, of_workers)])
             for name, p in spec.pools.items()
         }
+        # Of the gRPC replica the system would choose these ports, and no test would know them.
+        ports = {**pools["grpc"].ports, "http_port": free_port(), "admin_port": free_port()}
+        pools["grpc"] = msgspec.structs.replace(pools["grpc"], ports=ports)
+        self.ready_urls = [f"{self.url}/ready", f"http://127.0.0.1:{ports['http_port']}/ready"]
+        self.admin_urls = [self.admin_url, f"http://127.0.0.1:{ports['admin_port']}"]
         spec = msgspec.structs.replace(spec, pools=pools)
         if module:
             pools = {name: _running(module, pool) for name, pool in spec.pools.items()}

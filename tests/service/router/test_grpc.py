@@ -173,7 +173,8 @@ async def test_stages_come_in_a_trailer_and_are_kept(
     router.script(saying([1000, 1001]))
     stub = InferenceStub(channel)
     request = pb.GenerateRequest(text="x", max_tokens=2)
-    call = stub.Generate(request, timeout=20, metadata=(("x-tandem-timing", "1"),))
+    metadata = (("x-tandem-timing", "1"), ("x-request-id", "a-clients-own"))
+    call = stub.Generate(request, timeout=20, metadata=metadata)
     messages = await read(call)
     timing = dict(await call.trailing_metadata())["server-timing"]
     assert timing.startswith("tokenize;dur=")
@@ -183,6 +184,8 @@ async def test_stages_come_in_a_trailer_and_are_kept(
     assert kept.usage.completion_tokens == 2
     assert {"tokenize", "route", "queue"} <= set(kept.stages_ms)
     assert kept.HasField("ttft_ms")
+    named = await stub.GetRequest(pb.GetRequestRequest(request_id="a-clients-own"), timeout=20)
+    assert named.request_id == asked.request_id
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.GetRequest(pb.GetRequestRequest(request_id="nobody"), timeout=20)
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND

@@ -140,11 +140,14 @@ class RequestLog:
         return list(islice(reversed(self._records.values()), num_max))
 
     def find(self, name: str, tenant: str | None = None) -> RequestRecord:
-        """Returns a request by its id or its reply's id (`cmpl-...`). Raises RequestNotFound.
+        """Returns a request by its id, its reply's id (`cmpl-...`) or its client's own id.
 
-        A `tenant` finds only its own requests; None finds all.
+        Of several requests with the same client's id, the latest is returned. A `tenant` finds
+        only its own requests; None finds all. Raises RequestNotFound.
         """
         record = self._records.get(_request_id(name))
+        if record is None and (same := self.find_choices(name, tenant)):
+            record = same[-1]
         if record is None or tenant not in (None, record.tenant):
             raise RequestNotFound(
                 f"this router knows no request {name[:80]!r}: it keeps the last "
