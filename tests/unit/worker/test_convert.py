@@ -4,10 +4,11 @@ from msgspec.structs import replace
 
 from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.retention import NO_RETENTION, Retention
+from tandem.net.rpc.convert import retention_of
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.registry import WorkerLoad
 from tandem.router.workers.client import load_of
-from tandem.worker.convert import load_message, retention_of
+from tandem.worker.convert import load_message
 
 
 def test_a_router_reads_the_load_that_a_worker_tells() -> None:
