@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from tandem.engine.types import Mode, SequenceSpec
-from tandem.net.rpc.convert import sampling_of, to_struct
+from tandem.net.rpc.convert import to_struct
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def sequence_spec(
     return to_struct(
         SequenceSpec,
         message,
-        sampling=sampling_of(message),
         sequence_id=sequence_id,
         mode=mode,
         remote_prefill_min_tokens=remote_prefill_min_tokens,

@@ -30,25 +30,40 @@ _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }
-# Fields of messages that have another name in their struct.
-_NAMES = {"Sampling.bad_words": "bad_words_token_ids"}
-# What an older router leaves out, as 0, has this meaning.
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "Sampling.repetition_penalty": lambda penalty: penalty or 1.0,
-    "Retention.weight": lambda weight: max(1, weight),
+# Where a struct has the value of a message's field, if not under the same name.
+_PLACES = {
+    "Sampling.bad_words": "bad_words_token_ids",
+    "SequenceInput.max_tokens": "sampling.max_tokens",
+    "SequenceInput.stop_token_ids": "sampling.stop_token_ids",
+    "SequenceInput.prompt_logprobs": "sampling.prompt_logprobs",
 }
-# Fields of SamplingParams that SequenceInput has itself, beside its Sampling.
-_BESIDE_SAMPLING = ("max_tokens", "stop_token_ids", "prompt_logprobs")
+
+
+def _sampling_params(message: pb.SequenceInput) -> SamplingParams:
+    return to_struct(
+        SamplingParams,
+        message.sampling,
+        max_tokens=message.max_tokens,
+        stop_token_ids=list(message.stop_token_ids),
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        is_resolved=True,
+    )
+
+
+# What reads a field from its message, if that takes more than its own value. Older routers leave
+# some out, which are 0 then.
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "SequenceInput.sampling": _sampling_params,
+    "Sampling.repetition_penalty": lambda sampling: sampling.repetition_penalty or 1.0,
+    "Retention.weight": lambda retention: max(1, retention.weight),
+}
 
 
 def to_message(kind: type[_MessageT], source: object, **fields: Any) -> _MessageT:
     """Returns a message with `fields`; all its others have the values that `source` has under the
     same names."""
-    same = {
-        name: write(getattr(source, attribute)) if write else getattr(source, attribute)
-        for name, attribute, write in _writers(kind)  # type: ignore[arg-type]
-        if name not in fields
-    }
+    writers = _writers(kind)  # type: ignore[arg-type]
+    same = {name: write(source) for name, write in writers if name not in fields}
     return kind(**same, **fields)
 
 
@@ -63,25 +78,6 @@ def to_fields(kind: type[msgspec.Struct], message: Message) -> dict[str, Any]:
     readers = _readers(kind, type(message))  # type: ignore[arg-type]
     found = ((name, read(message)) for name, read in readers)
     return {name: value for name, value in found if value is not _ABSENT}
-
-
-def sequence_input(source: Any, **fields: Any) -> pb.SequenceInput:
-    """Returns the model input of a sequence: of a spec in an engine or of a router's request, with
-    `fields` in place of what it has."""
-    sampling = source.sampling
-    return to_message(
-        pb.SequenceInput,
-        source,
-        sampling=to_message(pb.Sampling, sampling),
-        **{name: getattr(sampling, name) for name in _BESIDE_SAMPLING},
-        **fields,
-    )
-
-
-def sampling_of(message: pb.SequenceInput) -> SamplingParams:
-    """Returns the sampling parameters, resolved, of a sequence."""
-    beside = to_fields(SamplingParams, message)
-    return to_struct(SamplingParams, message.sampling, **beside, is_resolved=True)
 
 
 def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
@@ -107,35 +103,39 @@ _ABSENT = object()
 
 
 @cache
-def _writers(kind: Any) -> list[tuple[str, str, Callable[[Any], Any] | None]]:
-    """Returns for each field of a message its name, the attribute that has its value, and what
-    converts the value; None: it is taken as it is."""
-    return [(field.name, _struct_name(field), _writer(field)) for field in kind.DESCRIPTOR.fields]
+def _writers(kind: Any) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Returns for each field of a message its name, and what reads its value from a struct."""
+    return [(field.name, _writer(field)) for field in kind.DESCRIPTOR.fields]
 
 
-def _writer(field: Any) -> Callable[[Any], Any] | None:
-    if (kind := _message_of(field)) is None:
-        return None
+def _writer(field: Any) -> Callable[[Any], Any]:
+    read = attrgetter(_place(field))
+    kind = _message_of(field)
+    if kind is None:
+        return read
     if kind is pb.TokenRun:
-        return lambda runs: [pb.TokenRun(ids=run) for run in runs]
+        return lambda source: [pb.TokenRun(ids=run) for run in read(source)]
     if field.is_repeated:
-        return lambda sources: [to_message(kind, source) for source in sources]
-    return lambda source: None if source is None else to_message(kind, source)
+        return lambda source: [to_message(kind, each) for each in read(source)]
+
+    def write(source: object) -> Message | None:
+        value = read(source)
+        return None if value is None else to_message(kind, value)
+
+    return write
 
 
 @cache
 def _readers(kind: type[msgspec.Struct], message: Any) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Returns for each field that a struct shares with a message its name and what reads it."""
+    """Returns for each field that a struct shares with a message its name, and what reads it."""
     fields = message.DESCRIPTOR.fields
-    shared = [field for field in fields if _struct_name(field) in kind.__struct_fields__]
-    return [(_struct_name(field), _reader(field)) for field in shared]
+    shared = [field for field in fields if _place(field) in kind.__struct_fields__]
+    return [(_place(field), _READERS.get(_name(field)) or _reader(field)) for field in shared]
 
 
 def _reader(field: Any) -> Callable[[Any], Any]:
     read = attrgetter(field.name)
     kind = _message_of(field)
-    if (meaning := _READ.get(_name(field))) is not None:
-        return lambda message: meaning(read(message))
     if kind is pb.TokenRun:
         return lambda message: [list(run.ids) for run in read(message)]
     if field.is_repeated:
@@ -161,6 +161,5 @@ def _name(field: Any) -> str:
     return f"{field.containing_type.name}.{field.name}"
 
 
-def _struct_name(field: Any) -> str:
-    """Returns the name that the field of a message has in a struct."""
-    return _NAMES.get(_name(field)) or str(field.name)
+def _place(field: Any) -> str:
+    return _PLACES.get(_name(field)) or str(field.name)

@@ -42,7 +42,7 @@ from tandem.common.retention import Retention
 from tandem.common.sampling_params import SamplingParams
 from tandem.common.states import transition
 from tandem.errors import AdapterUnavailable, NeverFits, Overloaded
-from tandem.net.rpc.convert import sequence_input, to_message, to_struct
+from tandem.net.rpc.convert import to_message, to_struct
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.admission.calibration import Promise
@@ -415,7 +415,7 @@ def submission(
 
 def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
     """Returns the request as an engine takes it, with the tokens that were made of its answer."""
-    return sequence_input(request, token_ids=[*request.token_ids, *output_token_ids])
+    return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
 
 
 def _may_return(job: Job) -> bool:

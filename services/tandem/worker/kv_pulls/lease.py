@@ -20,7 +20,7 @@ from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.config.worker import WorkerConfig
 from tandem.engine.types import SequenceSpec
 from tandem.errors import LeaseLost, Overloaded, WorkerLost
-from tandem.net.rpc.convert import cached_of, sequence_input, to_message
+from tandem.net.rpc.convert import cached_of, to_message
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.kv_pulls.lease_stream import LeaseStream, open_stream
 from tandem.worker.kv_pulls.puller import Puller
@@ -100,7 +100,7 @@ class ConsumerLease:
         start = pb.StartPrefill(
             lease_id=self._lease_id,
             request_id=request_id,
-            input=sequence_input(spec),
+            input=to_message(pb.SequenceInput, spec),
             first_missing_block=first_missing_block,
             consumer_worker_id=self._config.worker_id,
             transport=self.peer.transport,
