@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.message import Message
+from msgspec.structs import asdict
 
 from tandem.common.adapter import Adapter
 from tandem.common.cached_tokens import CachedTokens
@@ -22,6 +23,7 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
+_Read = Callable[[Any], Any]
 
 # The struct of a message that is a field of another one.
 _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
@@ -52,7 +54,7 @@ def _sampling_params(message: pb.SequenceInput) -> SamplingParams:
 
 # What reads a field from its message, if that takes more than its own value. Older routers leave
 # some out, which are 0 then.
-_READERS: Mapping[str, Callable[[Any], Any]] = {
+_READERS: Mapping[str, _Read] = {
     "SequenceInput.sampling": _sampling_params,
     "Sampling.repetition_penalty": lambda sampling: sampling.repetition_penalty or 1.0,
     "Retention.weight": lambda retention: max(1, retention.weight),
@@ -62,9 +64,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 def to_message(kind: type[_MessageT], source: object, **fields: Any) -> _MessageT:
     """Returns a message with `fields`; all its others have the values that `source` has under the
     same names."""
-    writers = _writers(kind)  # type: ignore[arg-type]
-    same = {name: write(source) for name, write in writers if name not in fields}
-    return kind(**same, **fields)
+    values_of = _writer(kind, type(source), tuple(fields))  # type: ignore[arg-type]
+    return kind(**values_of(source), **fields)
 
 
 def to_struct(kind: type[_StructT], message: Message, **fields: Any) -> _StructT:
@@ -75,9 +76,8 @@ def to_struct(kind: type[_StructT], message: Message, **fields: Any) -> _StructT
 
 def to_fields(kind: type[msgspec.Struct], message: Message) -> dict[str, Any]:
     """Returns the fields of a struct that a message has."""
-    readers = _readers(kind, type(message))  # type: ignore[arg-type]
-    found = ((name, read(message)) for name, read in readers)
-    return {name: value for name, value in found if value is not _ABSENT}
+    found: dict[str, Any] = _reader(kind, type(message))(message)  # type: ignore[arg-type]
+    return found
 
 
 def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
@@ -103,16 +103,19 @@ _ABSENT = object()
 
 
 @cache
-def _writers(kind: Any) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Returns for each field of a message its name, and what reads its value from a struct."""
-    return [(field.name, _writer(field)) for field in kind.DESCRIPTOR.fields]
+def _writer(kind: Any, source: type, given: tuple[str, ...]) -> _Read:
+    """Returns what reads the values of a message's fields, but for those given, from a struct."""
+    fields = [field for field in kind.DESCRIPTOR.fields if field.name not in given]
+    copied = {field.name: _place(field) for field in fields if _message_of(field) is None}
+    made = {field.name: _write(field) for field in fields if field.name not in copied}
+    if not made and {*copied.values()} == {*getattr(source, "__struct_fields__", ())}:
+        return asdict
+    return _values(copied, made)
 
 
-def _writer(field: Any) -> Callable[[Any], Any]:
+def _write(field: Any) -> _Read:
     read = attrgetter(_place(field))
     kind = _message_of(field)
-    if kind is None:
-        return read
     if kind is pb.TokenRun:
         return lambda source: [pb.TokenRun(ids=run) for run in read(source)]
     if field.is_repeated:
@@ -126,14 +129,24 @@ def _writer(field: Any) -> Callable[[Any], Any]:
 
 
 @cache
-def _readers(kind: type[msgspec.Struct], message: Any) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Returns for each field that a struct shares with a message its name, and what reads it."""
-    fields = message.DESCRIPTOR.fields
-    shared = [field for field in fields if _place(field) in kind.__struct_fields__]
-    return [(_place(field), _READERS.get(_name(field)) or _reader(field)) for field in shared]
+def _reader(kind: type[msgspec.Struct], message: Any) -> _Read:
+    """Returns what reads the fields that a struct shares with a message from the message."""
+    named = {_place(field): field for field in message.DESCRIPTOR.fields}
+    shared = {name: field for name, field in named.items() if name in kind.__struct_fields__}
+    copied = {
+        name: field.name
+        for name, field in shared.items()
+        if not (field.is_repeated or field.has_presence or _name(field) in _READERS)
+    }
+    made = {
+        name: _READERS.get(_name(field)) or _read(field)
+        for name, field in shared.items()
+        if name not in copied
+    }
+    return _values(copied, made)
 
 
-def _reader(field: Any) -> Callable[[Any], Any]:
+def _read(field: Any) -> _Read:
     read = attrgetter(field.name)
     kind = _message_of(field)
     if kind is pb.TokenRun:
@@ -141,14 +154,30 @@ def _reader(field: Any) -> Callable[[Any], Any]:
     if field.is_repeated:
         copy = list if field.message_type is None else dict  # a map's entries are messages
         return lambda message: copy(read(message))
-    if not field.has_presence:
-        return read
     if kind is not None:
         struct = _STRUCTS[kind]
         return lambda message: (
             to_struct(struct, read(message)) if message.HasField(field.name) else _ABSENT
         )
     return lambda message: read(message) if message.HasField(field.name) else _ABSENT
+
+
+def _values(copied: Mapping[str, str], made: Mapping[str, _Read]) -> _Read:
+    """Returns what reads values by name: those at the places that `copied` names, all at once, and
+    those that `made` makes."""
+    if len(copied) < 2:  # an attrgetter of one place returns no tuple
+        made = {**{name: attrgetter(place) for name, place in copied.items()}, **made}
+        copied = {}
+    read_all: _Read = attrgetter(*copied.values()) if copied else lambda source: ()
+
+    def values(source: object) -> dict[str, Any]:
+        found = dict(zip(copied, read_all(source), strict=True))
+        for name, read in made.items():
+            if (value := read(source)) is not _ABSENT:
+                found[name] = value
+        return found
+
+    return values
 
 
 def _message_of(field: Any) -> Any:
