@@ -1,13 +1,11 @@
 """How the completions of a request are drawn, in one type from the API to the sampler.
 
-    API body ---------> SamplingParams, as the client sent them, checked here
-    router, LLM ------> `resolved`: seed, limit, end tokens and bad words are known
-    worker.proto -----> the same, by field name (net/rpc/convert.py)
-    engine -----------> SequenceSpec.sampling: scheduler, logit edits, sampler
+    API body        ->  SamplingParams, as the client sent them, checked here
+    router, LLM     ->  `resolved`: with a seed, a limit, end tokens and the ids of bad words
+    worker.proto    ->  the same, by field name (net/rpc/convert.py)
+    engine          ->  SequenceSpec.sampling: check_spec, scheduler, logit_edits, sampler
 
-A new field on which the engine acts needs its text and bounds here, a line of the same name in
-the message `Sampling` of proto/tandem/v1/worker.proto (then the PROTOC line of the Makefile), a
-field in each API body that has it, and the code that acts on it.
+services/README.md has the steps to add a field.
 """
 
 import math
