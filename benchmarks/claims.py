@@ -35,9 +35,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.load import percentile, random_prompt
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
+from tandem.engine.types import Mode, SequenceSpec, StepReport
 from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "claims.json"
@@ -74,8 +75,7 @@ class Bench:
                 prompt,
                 len(prompt),
                 Mode.LOCAL,
-                SamplingParams(),
-                max_tokens,
+                SamplingParams(temperature=0, max_tokens=max_tokens),
                 cache_salt=salt,
             )
         )

@@ -22,13 +22,14 @@ import torch
 from msgspec.structs import replace
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.sampler import StepSampler, next_draw
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.schedule import Chunk
 from tandem.engine.sequence import Sequence
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
@@ -81,7 +82,9 @@ def unused_us(batch: int) -> float:
     that want no edits and no log probabilities."""
     sequences = [
         Sequence.from_spec(
-            SequenceSpec(str(place), [1, 2], 2, Mode.LOCAL, SamplingParams(), 9),
+            SequenceSpec(
+                str(place), [1, 2], 2, Mode.LOCAL, SamplingParams(temperature=0, max_tokens=9)
+            ),
             arrival=place,
             block_size=16,
             chain_root=bytes(16),
@@ -126,7 +129,7 @@ def main() -> None:
     numbers = count()
 
     def specs(name: str, sampling: SamplingParams) -> list[SequenceSpec]:
-        sampling = replace(sampling, temperature=asked.temperature)
+        sampling = replace(sampling, temperature=asked.temperature, max_tokens=1000)
         return [
             SequenceSpec(
                 sequence_id=str(next(numbers)),
@@ -134,7 +137,6 @@ def main() -> None:
                 num_prompt_tokens=32,
                 mode=Mode.LOCAL,
                 sampling=sampling,
-                max_tokens=1000,
                 grammar=texts.get(name, ""),
             )
             for place in range(asked.batch)

@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "equal_prompts.json"
@@ -48,7 +49,13 @@ def ask(engine: Engine, prompt: list[int], num_prompts: int) -> dict[str, Any]:
     tokens: dict[str, list[int]] = {}
     for number in range(num_prompts):
         engine.add(
-            SequenceSpec(str(number), prompt, len(prompt), Mode.LOCAL, SamplingParams(), ANSWER)
+            SequenceSpec(
+                str(number),
+                prompt,
+                len(prompt),
+                Mode.LOCAL,
+                SamplingParams(temperature=0, max_tokens=ANSWER),
+            )
         )
     while engine.has_work():
         report = engine.step()

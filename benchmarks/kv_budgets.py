@@ -19,9 +19,10 @@ from pathlib import Path
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
@@ -149,8 +150,7 @@ def _continue(engine: Engine, name: str, prompt: list[int], budget: KvBudget | N
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             mode=Mode.LOCAL,
-            sampling=SamplingParams(),
-            max_tokens=10,
+            sampling=SamplingParams(temperature=0, max_tokens=10),
             kv_budget=budget,
         )
     )

@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, NewTokens, SequenceSpec
 from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "partial_blocks.json"
@@ -48,7 +49,9 @@ def make_engine(kind: str, threads: int) -> Engine:
 
 def ask(engine: Engine, name: str, prompt: list[int]) -> tuple[float, int, NewTokens]:
     """Returns the TTFT in ms, the tokens computed for it, and the only token."""
-    spec = SequenceSpec(name, prompt, len(prompt), Mode.LOCAL, SamplingParams(), 1)
+    spec = SequenceSpec(
+        name, prompt, len(prompt), Mode.LOCAL, SamplingParams(temperature=0, max_tokens=1)
+    )
     start, num_computed = time.perf_counter(), 0
     engine.add(spec)
     while True:

@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.load import random_prompt
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "step_loop.json"
@@ -62,7 +63,15 @@ def measure(engine: Engine, decoder: NativeDecoder, batch: int, steps: int) -> d
     rng, names = Random(batch), [f"{batch}-{number}" for number in range(batch)]
     for name in names:
         prompt = random_prompt(rng, PROMPT)
-        engine.add(SequenceSpec(name, prompt, PROMPT, Mode.LOCAL, SamplingParams(), 10 * steps))
+        engine.add(
+            SequenceSpec(
+                name,
+                prompt,
+                PROMPT,
+                Mode.LOCAL,
+                SamplingParams(temperature=0, max_tokens=10 * steps),
+            )
+        )
     waiting = set(names)
     while waiting:
         waiting -= {each.sequence_id for each in engine.step().new_tokens}

@@ -12,9 +12,10 @@ import time
 from itertools import count
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
@@ -77,8 +78,7 @@ def main() -> None:
                         token_ids=[1, 100 + place, *range(200, 230)],
                         num_prompt_tokens=32,
                         mode=Mode.LOCAL,
-                        sampling=SamplingParams(),
-                        max_tokens=asked.tokens,
+                        sampling=SamplingParams(temperature=0, max_tokens=asked.tokens),
                         grammar=text,
                     )
                     for place in range(batch)

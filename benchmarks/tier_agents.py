@@ -37,10 +37,11 @@ from benchmarks.tier_policies import CHUNK, DEVICE, PIN_S, POLICIES, Policy
 from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.soonest import Reach
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.slots.keep_policy import LeastRecentlyUsed
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.folder import ModelFolder
 from tests.tiny_models import make_tiny_model
 
@@ -111,8 +112,13 @@ class Player:
         prompt = [byte % VOCAB for block in request.blocks for byte in block]
         returns = self._policy.knows_sessions and request.in_session
         spec = SequenceSpec(
-            *(str(number), prompt, len(prompt), Mode.LOCAL, SamplingParams()),
-            max_tokens=1,
+            *(
+                str(number),
+                prompt,
+                len(prompt),
+                Mode.LOCAL,
+                SamplingParams(temperature=0, max_tokens=1),
+            ),
             retention=Retention(
                 returns=returns, priority=PRIORITY_MAX if returns else PRIORITY_DEFAULT
             ),

@@ -38,10 +38,11 @@ from benchmarks.peer_prices import DecodeBench, PeerBench, peer_bench
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.soonest import Choice, Prompt, Reach
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.storage import Bytes
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.source import resolve
 from tests.harness.object_store import BUCKET, ObjectStoreServer
 
@@ -104,7 +105,11 @@ class TierBench:
             start = time.perf_counter()
             self._num_asked += 1
             spec = SequenceSpec(
-                str(self._num_asked), prompt, len(prompt), Mode.LOCAL, SamplingParams(), 1
+                str(self._num_asked),
+                prompt,
+                len(prompt),
+                Mode.LOCAL,
+                SamplingParams(temperature=0, max_tokens=1),
             )
             self._engine.add(spec)
             told: list[int] = []

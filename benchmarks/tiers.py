@@ -41,9 +41,10 @@ from benchmarks.peers.machine import conditions
 from benchmarks.tier_time import TierTime, percentiles
 from tandem.common.config.engine import EngineConfig
 from tandem.common.retention import Retention
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.source import resolve
 
 RESULTS = Path(__file__).parent / "results" / "tiers.json"
@@ -155,7 +156,8 @@ class Client:
         self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.load().tiers)
 
     def _add(self, name: str, prompt: list[int], max_tokens: int, *, returns: bool = False) -> None:
-        about = name, list(prompt), len(prompt), Mode.LOCAL, SamplingParams(), max_tokens
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+        about = name, list(prompt), len(prompt), Mode.LOCAL, sampling
         self._engine.add(SequenceSpec(*about, retention=Retention(returns=returns)))
 
     def _step(self) -> list[Any]:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block_pool import BlockPool
@@ -16,8 +18,10 @@ from tandem.engine.engine import Engine
 from tandem.engine.tiers.device.blocks import BlocksInPlace
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.tiers import Tiers
-from tandem.engine.types import Mode, NewTokens, SamplingParams, SequenceSpec, StepReport
+from tandem.engine.types import Mode, NewTokens, SequenceSpec, StepReport
 from tests.toy_runner import ToyRunner
+
+GREEDY = SamplingParams(temperature=0)
 
 
 def make_engine(
@@ -45,13 +49,24 @@ def make_spec(
     token_ids: list[int],
     *,
     mode: Mode = Mode.LOCAL,
+    sampling: SamplingParams = GREEDY,
     max_tokens: int = 5,
+    stop_token_ids: list[int] | None = None,
+    prompt_logprobs: int | None = None,
     **fields: Any,
 ) -> SequenceSpec:
+    """Returns the spec of a sequence, greedy by default. The named fields of `sampling` are those
+    given here."""
     fields.setdefault("num_prompt_tokens", len(token_ids))
-    fields.setdefault("sampling", SamplingParams())
+    drawn = msgspec.structs.replace(
+        sampling,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        prompt_logprobs=prompt_logprobs,
+        is_resolved=True,
+    )
     return SequenceSpec(
-        sequence_id=sequence_id, token_ids=token_ids, mode=mode, max_tokens=max_tokens, **fields
+        sequence_id=sequence_id, token_ids=token_ids, mode=mode, sampling=drawn, **fields
     )
 
 

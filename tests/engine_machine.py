@@ -162,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert client.made == client.expected[: len(client.made)]
             if new.finish_reason:
                 assert client.made == client.expected
-                stopped = client.made[-1] in client.spec.stop_token_ids
+                stopped = client.made[-1] in client.spec.sampling.stop_token_ids
                 assert new.finish_reason == ("stop" if stopped else "length")
                 del self.clients[new.sequence_id]
         for stored in report.stored:
@@ -244,8 +244,8 @@ class EngineMachine(RuleBasedStateMachine):
             client.token_ids,
             num_prompt_tokens=client.spec.num_prompt_tokens,
             mode=data.draw(modes),
-            max_tokens=client.spec.max_tokens,
-            stop_token_ids=client.spec.stop_token_ids,
+            max_tokens=client.spec.sampling.max_tokens,
+            stop_token_ids=client.spec.sampling.stop_token_ids,
         )
         self.engine.restart(client.spec, unsafe)
 
@@ -331,7 +331,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(client.spec)
         except NeverFits:
             capacity = self.engine.layout.num_blocks * self.engine.layout.block_size
-            assert client.spec.num_prompt_tokens + client.spec.max_tokens > capacity
+            assert client.spec.num_prompt_tokens + client.spec.sampling.max_tokens > capacity
         else:
             self.clients[client.spec.sequence_id] = client
 

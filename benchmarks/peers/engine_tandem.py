@@ -22,10 +22,11 @@ def main(
     import torch
 
     from tandem.common.config.engine import EngineConfig
+    from tandem.common.sampling_params import SamplingParams
     from tandem.engine.cache.layout.pool_memory import populate
     from tandem.engine.engine import Engine
     from tandem.engine.executor.runner import ModelRunner
-    from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+    from tandem.engine.types import Mode, SequenceSpec
     from tandem.models.source import resolve
 
     torch.set_num_threads(int(threads))
@@ -50,7 +51,11 @@ def main(
         nonlocal count
         count += 1
         spec = SequenceSpec(
-            str(count), prompt, len(prompt), Mode.LOCAL, SamplingParams(), max_tokens
+            str(count),
+            prompt,
+            len(prompt),
+            Mode.LOCAL,
+            SamplingParams(temperature=0, max_tokens=max_tokens),
         )
         engine.add(spec)
 

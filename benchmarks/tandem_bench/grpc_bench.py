@@ -31,7 +31,8 @@ import psutil
 
 from tandem.cluster.launch.certificates import Authority
 from tandem.common.perf_model.rates import WorkerRates
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.common.sampling_params import SamplingParams
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import InternalError
 from tandem.net.rpc.auth import token_metadata
 from tandem.net.rpc.options import CHANNEL_OPTIONS
@@ -174,8 +175,7 @@ class GrpcBench:
             token_ids=[1] * (num_blocks * layout.block_size),
             num_prompt_tokens=num_blocks * layout.block_size,
             mode=Mode.WAITING_FOR_REMOTE_KV,
-            sampling=SamplingParams(),
-            max_tokens=1,
+            sampling=SamplingParams(temperature=0, max_tokens=1),
         )
         lease = ConsumerLease(peer, puller=self._puller, rates=self._rates, config=self._config)
         self._link.send(Add(spec))

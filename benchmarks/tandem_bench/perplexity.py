@@ -23,9 +23,10 @@ from cyclopts.validators import Number
 from tandem.common.config.engine import Dtype, EngineConfig
 from tandem.common.kv_budget import KvBudget
 from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import ConfigError, InternalError, TandemError
 from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
@@ -165,9 +166,7 @@ def _loss(engine: Engine, name: str, token_ids: list[int], budget: KvBudget | No
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             mode=Mode.LOCAL,
-            sampling=SamplingParams(),
-            max_tokens=1,
-            prompt_logprobs=0,
+            sampling=SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
             kv_budget=budget,
         )
     )

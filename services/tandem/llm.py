@@ -27,19 +27,23 @@ from threading import Lock, Thread, current_thread
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
+import msgspec
+
 from tandem.api.openai.requests import (
-    COMPLETION_MAX_TOKENS,
     ChatBody,
     CompletionBody,
     ConversationFields,
     validate,
 )
+from tandem.api.openai.structured import StructuredOutputs
 from tandem.api.openai.tools import call_body, joined
 from tandem.cluster.launch.checked_model import download_built_in
 from tandem.common.adapter import Adapter
 from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.engine import EngineConfig, EngineOptions
 from tandem.common.perf_model.kv_load import longest_sequence
+from tandem.common.sampling_params import SamplingParams as SamplingParams
+from tandem.common.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.io_thread import IoThread
@@ -54,13 +58,13 @@ from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.parsers.model_format import ModelFormat
 from tandem.router.request.allowed import name_prompt, refusal
-from tandem.router.request.choices.children import child_seed
+from tandem.router.request.choices.children import child_request
 from tandem.router.request.delta import normalized
-from tandem.router.request.job import PreparedRequest, prepare_request, sequence_input
+from tandem.router.request.job import PreparedRequest, model_input, prepare_request
 from tandem.router.request.prompt.formats import wanted_form, with_template_options
 from tandem.router.request.prompt.grammar_checker import checked_grammar
 from tandem.router.request.prompt.prompts import prepare_prompt, spell
-from tandem.router.request.request import ClientRequest, read_model_defaults
+from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, read_model_defaults
 from tandem.router.request.text import TextStream, text_stream
 from tandem.worker.convert import sequence_spec
 
@@ -84,59 +88,6 @@ _VLLM_OPTIONS = {
 }
 _ANSWER_OPTIONS = ("generation_config", "tool_parser", "reasoning_parser")
 _ENGINE_OPTIONS = {f.name for f in fields(EngineOptions)} - {"lora", "queue_max"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
-    """The form of a completion: exactly one of these is given."""
-
-    json: str | dict[str, Any] | None = None  # a JSON schema
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How completions are drawn: fields of the HTTP API, with its bounds. Raises BadRequest naming
-    the field at fault and what is allowed."""
-
-    n: int = 1
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16  # None: as many as the context and the KV pool leave
-    min_tokens: int = 0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    bad_words: list[str] | None = None
-    logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
-    prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _completion("any", self)
-
-    def body(self) -> dict[str, Any]:
-        """Returns the fields as a body of the HTTP API has them, but for `logprobs`."""
-        sent = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "logprobs"}
-        if self.logit_bias is not None:
-            sent["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
-        if (form := self.structured_outputs) is not None:
-            given = {f.name: getattr(form, f.name) for f in fields(form)}
-            sent["structured_outputs"] = {k: v for k, v in given.items() if v is not None}
-        return sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,9 +326,9 @@ class LLM:
         lora: Adapters,
     ) -> "list[_Request]":
         def make(prompt: Any, params: SamplingParams | None) -> ClientRequest:
-            made = _completion(prompt, params)
             kept = truncate_prompt_tokens
-            return replace(made, embed=True, max_tokens=0, truncate_prompt_tokens=kept)
+            params = SamplingParams(max_tokens=0, truncate_prompt_tokens=kept)
+            return ClientRequest(_single_prompt(prompt), sampling=params, embed=True)
 
         return self._requests(_prompts(prompts), None, lora, make)
 
@@ -409,7 +360,8 @@ class LLM:
         vocab_size, max_model_len = self._folder.config.vocab_size, self.max_model_len
         request = request.with_defaults(self._defaults)
         if request.sampling.seed is None:
-            seeded = replace(request.sampling, seed=self._rng.getrandbits(64))
+            seed = self._rng.getrandbits(64)
+            seeded = msgspec.structs.replace(request.sampling, seed=seed)
             request = replace(request, sampling=seeded)
         adapter = None if lora is None else self._adapter(lora)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
@@ -431,7 +383,7 @@ class LLM:
             limit=limit,
             vocab_size=vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
-            bad_words=spell(self._tokenizer, request.sampling.bad_words),
+            bad_words=spell(self._tokenizer, request.sampling.bad_words or ()),
             grammar="" if form is None else checked_grammar(self._compiler, form),
             adapter=adapter,
         )
@@ -585,14 +537,10 @@ class _Request:
         self._embedding: list[float] = []
         self._num_cached_tokens = 0
         self.completions = []
-        for index in range(prepared.client.n):
-            own = replace(
-                prepared,
-                seed=child_seed(prepared.seed, index),
-                prompt_logprobs=None if index else prepared.prompt_logprobs,
-            )
+        for index in range(prepared.sampling.n):
+            own = child_request(prepared, index)
             spec = sequence_spec(
-                sequence_input(own),
+                model_input(own),
                 sequence_id=f"{request_id}.{index}",
                 mode=Mode.LOCAL,
                 fork_of=f"{request_id}.0" if index else "",
@@ -604,7 +552,7 @@ class _Request:
         if completion is self.completions[0] and not completion.output.token_ids:
             self._num_cached_tokens = news.num_cached_tokens
             self._embedding = news.embedding
-            if self._prepared.prompt_logprobs is not None:
+            if self._prepared.sampling.prompt_logprobs is not None:
                 pairs = zip(self._prepared.token_ids[1:], news.prompt_logprobs, strict=True)
                 self._prompt_logprobs = [None, *(self._read(*pair) for pair in pairs)]
         completion.take(news, self._read)
@@ -832,8 +780,8 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
     return EngineConfig(**defaults | named, model=model, queue_max=_QUEUE_MAX)
 
 
-def _completion(prompt: Any, params: SamplingParams | None) -> ClientRequest:
-    """Returns the request to complete a prompt. Raises BadRequest."""
+def _single_prompt(prompt: Any) -> str | tuple[int, ...]:
+    """Returns the text or the token ids of a prompt. Raises BadRequest."""
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & prompt.keys():
             raise BadRequest(
@@ -842,11 +790,15 @@ def _completion(prompt: Any, params: SamplingParams | None) -> ClientRequest:
                 param="prompt",
             )
         (prompt,) = prompt.values()
-    body = validate(CompletionBody, {"prompt": prompt, **_sent(params)})
-    one, *others = body.prompts()
+    one, *others = validate(CompletionBody, {"prompt": prompt}).prompts()
     if others:
         raise refusal("prompt", why="a list in a list")
-    return _whole(body.to_request(one if isinstance(one, str) else tuple(one), ""), params)
+    return one if isinstance(one, str) else tuple(one)
+
+
+def _completion(prompt: Any, params: SamplingParams | None) -> ClientRequest:
+    """Returns the request to complete a prompt. Raises BadRequest."""
+    return ClientRequest(_single_prompt(prompt), **_sampling_fields(params))
 
 
 def _chat(
@@ -856,21 +808,18 @@ def _chat(
     if unknown := fields.keys() - set(ConversationFields.model_fields):
         allowed = ", ".join(sorted({*ConversationFields.model_fields} - {"messages"}))
         raise BadRequest(f"chat has no argument {min(unknown)}; it has {allowed}")
-    body = validate(ChatBody, {"messages": list(messages), **fields, **_sent(params)})
-    return _whole(body.to_request(body.to_conversation(), ""), params)
+    body = validate(ChatBody, {"messages": list(messages), **fields})
+    return ClientRequest(body.to_conversation(), **_sampling_fields(params))
 
 
-def _sent(params: SamplingParams | None) -> dict[str, Any]:
-    """Returns the fields of a body. Fields that are missing get the model's defaults."""
-    return {} if params is None else params.body()
-
-
-def _whole(request: ClientRequest, params: SamplingParams | None) -> ClientRequest:
-    """Returns the request with `logprobs` and `max_tokens` as `params` has them. In a body,
-    `logprobs` has other bounds, and a null `max_tokens` has a default."""
+def _sampling_fields(params: SamplingParams | None) -> dict[str, Any]:
+    """Returns the fields of a request that say how it is drawn. Without parameters the model's
+    defaults apply."""
     if params is None:
-        return replace(request, max_tokens=COMPLETION_MAX_TOKENS)
-    return replace(request, logprobs=params.logprobs, default_max_tokens=None)
+        return {"sampling": SamplingParams(), "omitted": MODEL_DEFAULTS}
+    form = params.structured_outputs
+    wanted = None if form is None else StructuredOutputs(**form.given).wanted()
+    return {"sampling": params, "structured_output": wanted}
 
 
 def _prompts(prompts: Any) -> Sequence[Any]:

@@ -20,9 +20,10 @@ import jsonschema
 import referencing.exceptions
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest
 from tandem.models.folder import ModelFolder
 from tandem.models.grammars.compiler import GrammarCompiler
@@ -104,9 +105,12 @@ class SchemaAnswers:
                     token_ids=[1, 2, 3],
                     num_prompt_tokens=3,
                     mode=Mode.LOCAL,
-                    sampling=SamplingParams(temperature=1.0, seed=seed, logit_bias=self._bias),
-                    max_tokens=self._max_tokens,
-                    stop_token_ids=self._end_token_ids,
+                    sampling=SamplingParams(
+                        seed=seed,
+                        max_tokens=self._max_tokens,
+                        stop_token_ids=self._end_token_ids,
+                        logit_bias=self._bias,
+                    ),
                     grammar=text,
                 )
 

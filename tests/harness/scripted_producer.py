@@ -23,8 +23,9 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.layout.block_spans import BlockSpans
-from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, Reserved, SequenceSpec
 from tandem.net.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
@@ -246,7 +247,9 @@ class PrefixConsumer:
             pb.PrefixHolder(worker_id=f"p{n}", epoch="e", address="x", num_blocks=num_blocks)
             for n in range(len(self.producers))
         ]
-        spec = SequenceSpec("s", PROMPT, len(PROMPT), Mode.PREFILL_ONLY, SamplingParams(), 1)
+        spec = SequenceSpec(
+            "s", PROMPT, len(PROMPT), Mode.PREFILL_ONLY, SamplingParams(temperature=0, max_tokens=1)
+        )
         return self.puller.plan(spec, holders)
 
     async def fill(self, *, num_cached: int = 0) -> int:

@@ -18,7 +18,8 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.perf_model.rates import WorkerRates
-from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.common.sampling_params import SamplingParams
+from tandem.engine.types import Mode, Reserved, SequenceSpec
 from tandem.net.rpc.options import CHANNEL_OPTIONS
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
@@ -158,8 +159,7 @@ class Consumer:
             tokens,
             len(tokens),
             Mode.WAITING_FOR_REMOTE_KV,
-            SamplingParams(),
-            max_tokens=1,
+            SamplingParams(temperature=0, max_tokens=1),
         )
         future = self._reserved[sequence_id] = asyncio.get_running_loop().create_future()
         self.link.send(Add(spec))

@@ -5,6 +5,7 @@ them: control characters (C0 and C1), U+2028 and U+2029, bidi overrides and othe
 characters, lone surrogates. They are escaped as by Python's `repr`, such as `\\x1b`.
 """
 
+import math
 from typing import Any
 
 
@@ -24,3 +25,11 @@ def printable_json(value: Any, *, keep: str = "") -> Any:
     if isinstance(value, dict):
         return {printable(name): printable_json(each, keep=keep) for name, each in value.items()}
     return value
+
+
+def shorten(value: object) -> str:
+    """Formats a value for a message: at most 80 characters, quoted if it is the client's text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = str(value) if isinstance(value, int | float) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

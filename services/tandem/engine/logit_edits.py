@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tandem.engine.types import SamplingParams, SequenceSpec
+from tandem.common.sampling_params import SamplingParams
+from tandem.engine.types import SequenceSpec
 from tandem.models.grammars.masks import GrammarMatcher, Mask
 from tandem_kernels.edits import Edit
 
@@ -21,7 +22,7 @@ def logit_edits(
     """Returns the edits of a sequence, None if it asks for none. `grammar` is where its completion
     is in its grammar."""
     sampling = spec.sampling
-    bans = sampling.min_tokens > 0 or bool(sampling.bad_words)
+    bans = sampling.min_tokens > 0 or bool(sampling.bad_words_token_ids)
     if not (grammar or bans or sampling.logit_bias or _has_penalties(sampling)):
         return None
     return LogitEdits(spec, vocab_size, grammar)
@@ -36,9 +37,9 @@ class LogitEdits:
         self.grammar = grammar
         self._sampling = spec.sampling
         self._has_penalties = _has_penalties(spec.sampling)
-        self._stops = tuple(t for t in spec.stop_token_ids if t < vocab_size)
-        self._bad_tokens = tuple(w[0] for w in spec.sampling.bad_words if len(w) == 1)
-        self._bad_runs = [w for w in spec.sampling.bad_words if len(w) > 1]
+        self._stops = tuple(t for t in spec.sampling.stop_token_ids or () if t < vocab_size)
+        self._bad_tokens = tuple(w[0] for w in spec.sampling.bad_words_token_ids if len(w) == 1)
+        self._bad_runs = [w for w in spec.sampling.bad_words_token_ids if len(w) > 1]
         self._output: list[int] = []
         self._places: dict[int, int] = {}  # of a token id in the arrays
         self._ids = np.zeros(_CAPACITY_MIN, np.int32)
@@ -46,7 +47,7 @@ class LogitEdits:
             np.full(_CAPACITY_MIN, value, np.float32) for value in (0.0, 1.0, 0.0)
         )
         self._counts: dict[int, int] = {}  # of the completion's tokens
-        for token_id, bias in spec.sampling.logit_bias.items():
+        for token_id, bias in (spec.sampling.logit_bias or {}).items():
             place = self._place(token_id)  # first: it may make larger arrays
             self._bias[place] = bias
         if spec.sampling.repetition_penalty != 1.0:

@@ -140,7 +140,9 @@ class Sequence:
         cls, spec: SequenceSpec, *, arrival: int, block_size: int, chain_root: bytes
     ) -> Sequence:
         num_reusable = 0 if spec.kv_budget else (len(spec.token_ids) - 1) // block_size
-        takes_none = spec.mode is Mode.WAITING_FOR_REMOTE_KV or spec.prompt_logprobs is not None
+        takes_none = spec.mode is Mode.WAITING_FOR_REMOTE_KV or (
+            spec.sampling.prompt_logprobs is not None
+        )
         return cls(
             sequence_id=spec.sequence_id,
             spec=spec,
@@ -241,7 +243,7 @@ class Sequence:
         """True while log probabilities of its prompt are to be computed: of all tokens but the
         first, once, before its first token."""
         return (
-            self.spec.prompt_logprobs is not None
+            self.spec.sampling.prompt_logprobs is not None
             and len(self.token_ids) == self.spec.num_prompt_tokens
             and len(self.prompt_logprobs) < self.spec.num_prompt_tokens - 1
         )
@@ -456,8 +458,10 @@ class Sequence:
 def finish_reason(spec: SequenceSpec, token_ids: list[int], max_model_len: int) -> str:
     """Returns "stop" or "length" if the last of its tokens ended the sequence, else ""."""
     num_output_tokens = len(token_ids) - spec.num_prompt_tokens
-    if num_output_tokens and token_ids[-1] in spec.stop_token_ids:
+    sampling = spec.sampling
+    if num_output_tokens and token_ids[-1] in (sampling.stop_token_ids or ()):
         return "stop"
-    if num_output_tokens >= spec.max_tokens or len(token_ids) >= max_model_len:
+    max_tokens = sampling.max_tokens or max_model_len
+    if num_output_tokens >= max_tokens or len(token_ids) >= max_model_len:
         return "length"
     return ""

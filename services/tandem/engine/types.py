@@ -27,30 +27,13 @@ from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.soonest import Offer, Producer
 from tandem.common.retention import NO_RETENTION, Retention
+from tandem.common.sampling_params import SamplingParams
 
 
 class Mode(Enum):
     LOCAL = "here"
     WAITING_FOR_REMOTE_KV = "await_kv"
     PREFILL_ONLY = "for_peer"
-
-
-class SamplingParams(msgspec.Struct, frozen=True):
-    """Temperature 0 is greedy. Off are top_k, min_p and the first two penalties at 0, top_p and the
-    repetition penalty at 1."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}  # by token id
-    min_tokens: int = 0  # completion tokens before one of the stop tokens may come
-    bad_words: list[list[int]] = []  # runs of tokens that no completion has
-    logprobs: int | None = None  # most likely tokens to report; None: no log probabilities at all
 
 
 class SequenceSpec(msgspec.Struct, frozen=True):
@@ -60,17 +43,15 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     token_ids: list[int]
     num_prompt_tokens: int
     mode: Mode
+    # Resolved. Its `max_tokens` counts completion tokens that token_ids has already. A token of its
+    # `stop_token_ids` ends the sequence and is its last token. Log probabilities of the prompt come
+    # with the first token, and are computed anew: cached blocks have no logits.
     sampling: SamplingParams
-    max_tokens: int  # completion tokens in all, those already in token_ids counted in
-    stop_token_ids: list[int] = []  # such a token ends the sequence and is its last token
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # that computes it; None: the base model alone
     # WAITING_FOR_REMOTE_KV: with fewer tokens missing, prefill here at once.
     remote_prefill_min_tokens: int = 0
     first_wanted_block: int = 0  # PREFILL_ONLY: blocks before it are not reported
-    # Most likely tokens to report at each token of the prompt; None: no log probabilities of it.
-    # They come with the first token, and are computed anew: cached blocks have no logits.
-    prompt_logprobs: int | None = None
     embed: bool = False  # report the hidden state of the prompt's last token, with the first token
     grammar: str = ""  # of the completion, as llguidance reads it; empty: any text
     # A sequence here that has the same first tokens: what of its half-filled block they share is

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from tandem.api.openai.requests import ChatBody, CompletionBody
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.common.sampling_params import SamplingParams
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.net.rpc.tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from tandem.net.security import keys
 from tandem.net.security.audit_trail import AuditEntry, Caller
@@ -174,7 +175,7 @@ WORKER_CALLS: dict[str, list[Any]] = {
     "SetRole": [worker_pb2.SetRoleRequest(role="decode")],
 }
 
-_SPEC = SequenceSpec("s", [1, 2, 3], 3, Mode.LOCAL, SamplingParams(), 4)
+_SPEC = SequenceSpec("s", [1, 2, 3], 3, Mode.LOCAL, SamplingParams(temperature=0, max_tokens=4))
 COMMANDS = [
     messages.Add(_SPEC),
     messages.StartLocalPrefill("s"),

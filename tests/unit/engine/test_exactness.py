@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import FinalBlocks, Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
 from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
-from tests.engine_driver import Outcome, drive, make_spec
+from tests.engine_driver import GREEDY, Outcome, drive, make_spec
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden_smollm2.json"
 NUM_TOKENS = 16
@@ -80,8 +81,8 @@ def requests(
     no KV."""
     specs = []
     for i, (prompt, _) in enumerate(golden()[:num_prompts]):
-        sampled = SamplingParams(0.9, 50, 0.95, 0.01, seed=100 + i)
-        for kind, sampling in (("greedy", SamplingParams()), ("sampled", sampled)):
+        sampled = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=100 + i)
+        for kind, sampling in (("greedy", GREEDY), ("sampled", sampled)):
             specs.append(
                 make_spec(
                     f"{kind}-{i}",

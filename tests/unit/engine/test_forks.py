@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tandem.common.config.engine import EngineConfig, Kernels, Numerics
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode, SamplingParams
+from tandem.engine.types import Mode
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
 from tests.tiny_models import make_tiny_model
 from tests.toy_runner import continuation

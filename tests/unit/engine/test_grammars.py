@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine import engine as engine_module
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.sampler import StepSampler
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec, StepReport
+from tandem.engine.types import Mode, SequenceSpec, StepReport
 from tandem.models.folder import ModelFolder
 from tandem.models.grammars import masks
 from tandem.models.grammars.compiler import GrammarCompiler
@@ -34,7 +35,9 @@ from tests.tiny_models import make_random_speaker, make_tiny_model
 EOS = 2
 FOLDER = resolve("smollm2").path
 TEXT = grammar_text(StructuredOutput("x", "regex", "[a-f]{8}(-[0-9]{4}){3}"))
-DRAWN = SamplingParams(temperature=1.5, seed=5, presence_penalty=0.7, min_tokens=500)
+DRAWN = SamplingParams(
+    temperature=1.5, seed=5, presence_penalty=0.7, min_tokens=500, is_resolved=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +169,9 @@ def test_forced_tokens_end_where_drawn_ones_would(speaker: ModelFolder) -> None:
     tokens = drive_compiled(speaking(speaker), forced_spec()).token_ids["a"]
     ends: list[dict[str, Any]] = [{"max_tokens": n} for n in range(1, len(tokens))]
     ends += [{"stop_token_ids": [EOS, tokens[n]]} for n in (1, 3, 8)]
-    ends.append({"sampling": replace(forced_spec().sampling, min_tokens=7, bad_words=[[28]])})
+    ends.append(
+        {"sampling": replace(forced_spec().sampling, min_tokens=7, bad_words_token_ids=[[28]])}
+    )
     specs = [forced_spec(str(n), **fields) for n, fields in enumerate(ends)]
     settings = {"num_blocks": 2000, "max_num_seqs": 64}
     one_by_one = drive_compiled(speaking(speaker, forced_max=0, **settings), *specs)

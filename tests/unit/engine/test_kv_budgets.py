@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.common.kv_budget import KvBudget, check_budget
-from tandem.engine.types import SamplingParams
+from tandem.common.sampling_params import SamplingParams
 from tandem.errors import BadRequest, NeverFits
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
 from tests.grouped_toy import continuation, make_grouped_engine
@@ -151,7 +151,7 @@ def test_log_probabilities_of_a_prompt_are_those_under_the_budget(tiny: Tiny) ->
         max_tokens=1,
         kv_budget=BUDGET,
         prompt_logprobs=1,
-        sampling=SamplingParams(logprobs=1),
+        sampling=SamplingParams(temperature=0, logprobs=1),
     )
     end = drive_all(load(tiny, step_tokens=64)[0], spec).ends["a"]
     follow = greedy(tiny[1], prompt, BUDGET)

@@ -152,7 +152,7 @@ class Pair(RuleBasedStateMachine):
             layout, budget = self.here.layout, spec.kv_budget
             capacity = (layout if budget is None else layout.under(budget)).tokens_max
             assert capacity is not None
-            assert len(spec.token_ids) + spec.max_tokens > capacity
+            assert len(spec.token_ids) + spec.sampling.max_tokens > capacity
         else:
             self.requests[request.sequence_id] = request
 
@@ -293,7 +293,7 @@ class Pair(RuleBasedStateMachine):
                 request.sequence_id,
                 request.spec.token_ids + request.made,
                 num_prompt_tokens=request.spec.num_prompt_tokens,
-                max_tokens=request.spec.max_tokens,
+                max_tokens=request.spec.sampling.max_tokens,
                 kv_budget=request.spec.kv_budget,
             )
             if unsafe or request.num_came:

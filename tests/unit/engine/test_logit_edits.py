@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.logit_edits import logit_edits
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
+from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.folder import ModelFolder
 from tests.engine_driver import Outcome, drive_all, make_engine, make_spec
 from tests.tiny_models import make_tiny_model
@@ -28,7 +29,7 @@ EVERYTHING = SamplingParams(
     repetition_penalty=1.3,
     logit_bias={40: 3.0, 41: -100.0},
     min_tokens=6,
-    bad_words=[[7], [50, 51]],
+    bad_words_token_ids=[[7], [50, 51]],
     logprobs=3,
 )
 STOPS = [60, 61]
@@ -165,7 +166,7 @@ def test_a_step_has_few_rows_of_prompt_logits() -> None:
 
 def test_a_prefilled_prompt_has_its_log_probabilities_for_the_consumer() -> None:
     engine, _ = make_engine()
-    sampling = SamplingParams(logprobs=0)
+    sampling = SamplingParams(temperature=0, logprobs=0)
     spec = make_spec("a", [3, 4, 5], mode=Mode.PREFILL_ONLY, sampling=sampling, prompt_logprobs=0)
     (told,) = [p for report in drive_all(engine, spec).reports for p in report.prefilled]
     assert told.logprobs is not None
@@ -198,13 +199,15 @@ class TestEdits:
         assert edit.penalties.tolist() == [0.0, 1.0, 0.75]
 
     def test_min_tokens_bans_what_stops_until_so_many_are_made(self) -> None:
-        edits = self.edits_of(SamplingParams(min_tokens=2), [4, 5], 1)
+        edits = self.edits_of(SamplingParams(temperature=0, min_tokens=2), [4, 5], 1)
         assert edits.edit().banned == [2]  # the model has no token 99
         edits.append(6)
         assert edits.edit() is None
 
     def test_the_last_token_of_a_bad_run_is_banned_after_the_others(self) -> None:
-        edits = self.edits_of(SamplingParams(bad_words=[[7], [8, 9, 10]]), [8, 9], 2)
+        edits = self.edits_of(
+            SamplingParams(temperature=0, bad_words_token_ids=[[7], [8, 9, 10]]), [8, 9], 2
+        )
         assert edits.edit().banned == [7]  # the prompt may have it
         for token_id, banned in ((8, [7]), (9, [7, 10]), (9, [7])):
             edits.append(token_id)

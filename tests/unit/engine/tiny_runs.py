@@ -65,7 +65,7 @@ def resumed(
             spec.sequence_id,
             [*spec.token_ids, *made[spec.sequence_id][:num_made]],
             num_prompt_tokens=spec.num_prompt_tokens,
-            max_tokens=spec.max_tokens,
+            max_tokens=spec.sampling.max_tokens,
             kv_budget=spec.kv_budget,
         )
         for spec in specs

@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.engine.types import NewTokens, SamplingParams
+from tandem.engine.types import NewTokens
 from tandem.models.folder import ModelFolder
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
@@ -61,7 +62,7 @@ class EngineRun:
             [*request.token_ids, *made],
             num_prompt_tokens=len(request.token_ids),
             max_tokens=request.max_tokens,
-            sampling=SamplingParams(logprobs=request.logprobs),
+            sampling=request.sampling,
         )
         self.engine.add(spec)
         await asyncio.sleep(0.001)  # the other beams come into the same step
@@ -74,8 +75,9 @@ class EngineRun:
 
 
 def job_of(width: int, max_tokens: int) -> Job:
-    client = ClientRequest(tuple(PROMPT), n=width, use_beam_search=True)
-    request = PreparedRequest(client, 0, PROMPT, max_tokens, [], logprobs=2 * width)
+    sampling = SamplingParams(n=width, temperature=0, max_tokens=max_tokens)
+    client = ClientRequest(tuple(PROMPT), sampling=sampling, use_beam_search=True)
+    request = PreparedRequest(client, sampling.resolved(logprobs=2 * width), PROMPT)
     return Job(request, Progress([], Timeline()))
 
 

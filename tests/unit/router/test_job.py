@@ -8,6 +8,7 @@ import pytest
 
 from tandem.common.block_hash import HASH_VERSION, hash_blocks
 from tandem.common.kv_budget import HEAVY_HITTERS, SINKS_WINDOW, KvBudget
+from tandem.common.sampling_params import SamplingParams
 from tandem.common.states import ForbiddenTransition
 from tandem.net.rpc.tandem.v1.worker_pb2 import SequenceUpdate
 from tandem.net.store.registry import KvCompatibility
@@ -18,10 +19,12 @@ from tandem.router.request.request import ClientRequest
 
 COMPATIBILITY = KvCompatibility("m", "float32", "invariant", 4, "float32", "l", HASH_VERSION)
 
+DRAWN = SamplingParams(seed=0, max_tokens=16)
+
 
 def job_of(state: JobState = JobState.PLACING) -> Job:
     client = ClientRequest("a prompt")
-    request = PreparedRequest(client, 0, [1, 2, 3, 4, 5], 16, [])
+    request = PreparedRequest(client, DRAWN, [1, 2, 3, 4, 5])
     hashes = hash_blocks(COMPATIBILITY.chain_root(b""), request.token_ids, 4)
     return Job(request, Progress(hashes, Timeline()), state=state)
 
@@ -48,7 +51,7 @@ def test_every_state_is_reached_and_only_ends_have_no_way_on() -> None:
 def test_a_job_with_a_kv_budget_has_no_hashes() -> None:
     """Nobody has its KV, so nobody is asked for it; its worker is told of the budget."""
     client = ClientRequest("a prompt", kv_budget=KvBudget(8, 2))
-    job = Job(PreparedRequest(client, 0, [1] * 9, 16, []), Progress([], Timeline()))
+    job = Job(PreparedRequest(client, DRAWN, [1] * 9), Progress([], Timeline()))
     job.progress.output_token_ids += [1] * 9
     assert job.hashes(COMPATIBILITY) == []
 
@@ -66,7 +69,7 @@ def test_heavy_hitters_are_restarted_where_tokens_of_another_submission_follow(
     budget: KvBudget | None, attempts: list[int], is_restarted: bool
 ) -> None:
     client = ClientRequest("a prompt", kv_budget=budget)
-    job = Job(PreparedRequest(client, 0, [1] * 9, 16, []), Progress([], Timeline()))
+    job = Job(PreparedRequest(client, DRAWN, [1] * 9), Progress([], Timeline()))
     for attempt in attempts:
         cached_tokens = 5 - attempt
         job.progress.take_source(SequenceUpdate(attempt=attempt, cached_tokens=cached_tokens))
@@ -77,7 +80,7 @@ def test_heavy_hitters_are_restarted_where_tokens_of_another_submission_follow(
 def test_a_hint_counts_for_the_first_submission_alone() -> None:
     """A worker that refused, or was lost, is not asked again; a fork goes to its parent."""
     hint = PlacementHint("r", 0.0, "decode-0", "prefill-1")
-    request = PreparedRequest(ClientRequest("a prompt", hint=hint), 0, [1] * 5, 16, [])
+    request = PreparedRequest(ClientRequest("a prompt", hint=hint), DRAWN, [1] * 5)
     job = Job(request, Progress([], Timeline()))
     assert job.required_workers == ("decode-0", "prefill-1")
     fork = Job(request, Progress([], Timeline()), parent=job)

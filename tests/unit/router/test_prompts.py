@@ -16,7 +16,8 @@ from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.prompt import prompts
 from tandem.router.request.prompt.pieces import CUT_TOKENS, PIECE_CHARACTERS
 from tandem.router.request.prompt.prompts import PromptPreparer
-from tandem.router.request.request import ClientRequest, Prompt, Sampling
+from tandem.router.request.request import ClientRequest, Prompt
+from tests.harness.client_requests import client_request
 
 FOLDER = resolve("smollm2").path
 MAX_LEN = 8192
@@ -132,7 +133,7 @@ async def test_a_truncated_prompt_keeps_its_last_tokens(
     preparer: PromptPreparer, tokenizer: Tokenizer, num_words: int
 ) -> None:
     text = " ".join(map(str, range(num_words)))
-    request = ClientRequest(text, truncate_prompt_tokens=9)
+    request = client_request(text, truncate_prompt_tokens=9)
     prepared = await preparer.prepare(request, None, max_model_len=64)
     assert prepared.token_ids == tokenizer.encode(text)[-9:]
 
@@ -145,7 +146,7 @@ async def test_a_long_text_keeps_the_last_tokens_of_the_whole(
 ) -> None:
     text = f"the beginning {word * (300_000 // len(word))}the end\n"
     prompt = chat("x", text) if as_chat else text
-    request = ClientRequest(prompt, truncate_prompt_tokens=kept)
+    request = client_request(prompt, truncate_prompt_tokens=kept)
     prepared = await preparer.prepare(request, None, max_model_len=32_768)
     num_kept = kept if kept > 0 else 32_767
     assert prepared.token_ids == ids_of(tokenizer, prompt)[-num_kept:]
@@ -154,12 +155,12 @@ async def test_a_long_text_keeps_the_last_tokens_of_the_whole(
 async def test_more_tokens_than_fit_are_refused_before_all_are_tokenized(
     preparer: PromptPreparer,
 ) -> None:
-    request = ClientRequest(" 1x" * 100_000, truncate_prompt_tokens=100_000)
+    request = client_request(" 1x" * 100_000, truncate_prompt_tokens=100_000)
     with pytest.raises(ContextTooLong, match=r"at least \d+"):
         await preparer.prepare(request, None, max_model_len=8192)
     with pytest.raises(BadRequest, match="surrogate at character 3"):
         await preparer.prepare(
-            ClientRequest("abc\ud800" + " 1x" * 100_000, truncate_prompt_tokens=9),
+            client_request("abc\ud800" + " 1x" * 100_000, truncate_prompt_tokens=9),
             None,
             max_model_len=8192,
         )
@@ -168,7 +169,7 @@ async def test_more_tokens_than_fit_are_refused_before_all_are_tokenized(
 async def test_bad_words_are_spelled_at_a_start_and_after_a_space(
     preparer: PromptPreparer, tokenizer: Tokenizer
 ) -> None:
-    request = ClientRequest("x", sampling=Sampling(bad_words=("Paris", ".")))
+    request = client_request("x", bad_words=["Paris", "."])
     spelled = [tokenizer.decode(run) for run in await preparer.bad_words(request)]
     assert spelled == ["Paris", " Paris", ".", " ."]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.common.kv_budget import KvBudget
+from tandem.common.sampling_params import SamplingParams
 from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.models.grammars.text import StructuredOutput
 from tandem.net.security.limits import Limits
@@ -15,10 +16,10 @@ from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import (
     MODEL_DEFAULTS,
     ClientRequest,
-    Sampling,
     check_model,
     read_model_defaults,
 )
+from tests.harness.client_requests import client_request
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 BAD_SAMPLING = [
@@ -46,16 +47,16 @@ BAD_SAMPLING = [
     ("logit_bias", {5: math.nan}),
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ("min_tokens", -1),
-    ("bad_words", ("",)),
-    ("bad_words", ("x" * 129,)),
-    ("bad_words", ("x",) * 129),
+    ("bad_words", [""]),
+    ("bad_words", ["x" * 129]),
+    ("bad_words", ["x"] * 129),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_SAMPLING)
 def test_sampling_out_of_range_names_the_field_and_the_range(name: str, value: float) -> None:
     with pytest.raises(BadRequest) as raised:
-        Sampling(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})
     assert raised.value.param == name
     assert ALLOWED[name] in raised.value.message
 
@@ -69,10 +70,10 @@ def test_sampling_out_of_range_names_the_field_and_the_range(name: str, value: f
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 2**31),
-        ("stop", ("a",) * 5),
-        ("stop", ("",)),
-        ("stop", ("x" * 1025,)),
-        ("stop_token_ids", (1,) * 129),
+        ("stop", ["a"] * 5),
+        ("stop", [""]),
+        ("stop", ["x" * 1025]),
+        ("stop_token_ids", [1] * 129),
         ("logprobs", 21),
         ("logprobs", -1),
         ("prompt_logprobs", 21),
@@ -84,7 +85,7 @@ def test_sampling_out_of_range_names_the_field_and_the_range(name: str, value: f
 def test_request_out_of_range(name: str, value: object) -> None:
     field = "prompt" if name == "messages" else name
     with pytest.raises(BadRequest) as raised:
-        ClientRequest(**{"prompt": "x", field: value})  # type: ignore[arg-type]
+        client_request(**{"prompt": "x", field: value})
     assert raised.value.param == name
     assert ALLOWED[name] in raised.value.message
 
@@ -105,7 +106,7 @@ def test_what_only_the_model_can_tell() -> None:
     with pytest.raises(BadRequest, match="0 to 99"):
         check(ClientRequest(prompt=(100,)))
     with pytest.raises(BadRequest, match="0 to 99"):
-        check(ClientRequest(prompt="x", stop_token_ids=(-1,)))
+        check(client_request(prompt="x", stop_token_ids=[-1]))
     with pytest.raises(ContextTooLong, match="at most 9"):
         check(ClientRequest(prompt=(1,) * 10))
     with pytest.raises(ContextTooLong, match="at most 640") as raised:
@@ -123,9 +124,9 @@ def test_another_model_is_named() -> None:
 def test_completion_limit() -> None:
     request = ClientRequest(prompt="x")
     assert request.completion_limit(4, 10) == 6
-    assert ClientRequest(prompt="x", default_max_tokens=3).completion_limit(4, 10) == 3
-    assert ClientRequest(prompt="x", default_max_tokens=16).completion_limit(4, 10) == 6
-    exact = ClientRequest(prompt="x", max_tokens=6)
+    assert client_request(prompt="x", default_max_tokens=3).completion_limit(4, 10) == 3
+    assert client_request(prompt="x", default_max_tokens=16).completion_limit(4, 10) == 6
+    exact = client_request(prompt="x", max_tokens=6)
     assert exact.completion_limit(4, 10) == 6
     with pytest.raises(ContextTooLong, match="must be at most 5") as raised:
         exact.completion_limit(5, 10)
@@ -144,20 +145,22 @@ def test_a_completion_without_a_limit_leaves_room_in_the_pool() -> None:
 
 
 def test_tiny_temperatures_are_raised_and_zero_stays_greedy() -> None:
-    assert Sampling(temperature=1e-30).effective_temperature == 0.01
-    assert Sampling(temperature=0).effective_temperature == 0
-    assert Sampling(temperature=0.7).effective_temperature == 0.7
+    assert SamplingParams(temperature=1e-30).resolved().temperature == 0.01
+    assert SamplingParams(temperature=0).resolved().temperature == 0
+    assert SamplingParams(temperature=0.7).resolved().temperature == 0.7
 
 
 def test_a_model_has_defaults_of_its_own() -> None:
     values = {"temperature": 0.6, "top_k": 20, "top_p": None, "eos_token_id": 2, "do_sample": False}
     defaults = read_model_defaults(values)
     assert defaults == {"temperature": 0.6, "top_k": 20}
-    sent = Sampling(top_k=5, min_p=0.1, left_out=MODEL_DEFAULTS - {"top_k", "min_p"})
-    assert sent.with_defaults(defaults) == Sampling(temperature=0.6, top_k=5, min_p=0.1)
-    assert Sampling(top_k=5).with_defaults(defaults) == Sampling(top_k=5)
-    request = ClientRequest("a", sampling=Sampling(left_out=MODEL_DEFAULTS), use_beam_search=True)
-    assert request.with_defaults({"repetition_penalty": 1.1}).sampling == Sampling()
+    omitted = MODEL_DEFAULTS - {"top_k", "min_p"}
+    sent = client_request("a", top_k=5, min_p=0.1, omitted=omitted).with_defaults(defaults)
+    assert sent.sampling == SamplingParams(temperature=0.6, top_k=5, min_p=0.1, max_tokens=None)
+    whole = client_request("a", top_k=5)
+    assert whole.with_defaults(defaults).sampling == whole.sampling
+    beams = client_request("a", omitted=MODEL_DEFAULTS, use_beam_search=True)
+    assert beams.with_defaults({"repetition_penalty": 1.1}) == beams
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_a_default_that_no_request_may_have_is_refused(name: str, value: object)
 
 def test_a_key_bounds_prompts_and_completions() -> None:
     limits = Limits(max_prompt_tokens=50, max_completion_tokens=20, tokens_per_minute=60)
-    named = partial(ClientRequest, prompt="x", limits=limits)
+    named = partial(client_request, prompt="x", limits=limits)
     assert named().completion_limit(10, 1000) == 20
     assert named().completion_limit(45, 1000) == 15
     assert named(default_max_tokens=16).completion_limit(10, 1000) == 16
@@ -193,7 +196,7 @@ def test_a_key_bounds_prompts_and_completions() -> None:
 
 
 def test_a_key_bounds_all_completions_together() -> None:
-    named = partial(ClientRequest, prompt="x", n=4)
+    named = partial(client_request, prompt="x", n=4)
     of_one = Limits(max_completion_tokens=20)
     of_all = Limits(tokens_per_minute=60)
     assert named(limits=of_one).completion_limit(10, 1000) == 5
@@ -210,25 +213,25 @@ def test_a_key_bounds_all_completions_together() -> None:
 
 def test_beams_are_refused_with_fields_that_they_do_not_follow() -> None:
     refused: dict[str, dict[str, Any]] = {
-        "presence_penalty": {"sampling": Sampling(presence_penalty=1.0)},
-        "frequency_penalty": {"sampling": Sampling(frequency_penalty=1.0)},
-        "repetition_penalty": {"sampling": Sampling(repetition_penalty=2.0)},
-        "logit_bias": {"sampling": Sampling(logit_bias={1: 1.0})},
-        "min_tokens": {"sampling": Sampling(min_tokens=1)},
-        "bad_words": {"sampling": Sampling(bad_words=("x",))},
+        "presence_penalty": {"presence_penalty": 1.0},
+        "frequency_penalty": {"frequency_penalty": 1.0},
+        "repetition_penalty": {"repetition_penalty": 2.0},
+        "logit_bias": {"logit_bias": {1: 1.0}},
+        "min_tokens": {"min_tokens": 1},
+        "bad_words": {"bad_words": ["x"]},
         "guided_regex": {"structured_output": StructuredOutput("guided_regex", "regex", "x")},
-        "stop": {"stop": ("x",)},
-        "stop_token_ids": {"stop_token_ids": (1,)},
+        "stop": {"stop": ["x"]},
+        "stop_token_ids": {"stop_token_ids": [1]},
         "logprobs": {"logprobs": 0},
         "prompt_logprobs": {"prompt_logprobs": 0},
         "echo": {"echo": True},
         "kv_budget": {"kv_budget": KvBudget(8)},
         "tools": {"prompt": Conversation((Message("user", "x"),), tools=(TOOL,))},
     }
-    ClientRequest("x", n=16, use_beam_search=True, length_penalty=-10.0)
+    client_request("x", n=16, use_beam_search=True, length_penalty=-10.0)
     for name, fields in refused.items():
         with pytest.raises(BadRequest, match=f"{name} cannot be used with use_beam_search") as got:
-            ClientRequest(**{"prompt": "x", "use_beam_search": True, **fields})
+            client_request(**{"prompt": "x", "use_beam_search": True, **fields})
         assert got.value.param == name
 
 
@@ -249,30 +252,29 @@ def test_beams_are_refused_with_fields_that_they_do_not_follow() -> None:
 )
 def test_numbers_of_completions_out_of_range_are_refused(fields: dict[str, Any], name: str) -> None:
     with pytest.raises(BadRequest) as raised:
-        ClientRequest(**{"prompt": "x", **fields})
+        client_request(**{"prompt": "x", **fields})
     assert raised.value.param == name
 
 
 def test_no_tokens_are_only_for_an_echo_which_no_chat_has() -> None:
-    assert ClientRequest("x", max_tokens=0, echo=True).completion_limit(3, 10) == 0
+    assert client_request("x", max_tokens=0, echo=True).completion_limit(3, 10) == 0
     with pytest.raises(BadRequest) as raised:
-        ClientRequest(Conversation((Message("user", "x"),)), max_tokens=0, echo=True)
+        client_request(Conversation((Message("user", "x"),)), max_tokens=0, echo=True)
     assert raised.value.param == "max_tokens"
 
 
 def test_min_tokens_are_at_most_max_tokens_or_its_default() -> None:
-    wanted = Sampling(min_tokens=5)
-    assert ClientRequest("x", sampling=wanted, max_tokens=5).completion_limit(3, 10) == 5
+    assert client_request("x", min_tokens=5, max_tokens=5).completion_limit(3, 10) == 5
     with pytest.raises(BadRequest) as raised:
-        ClientRequest("x", sampling=wanted, max_tokens=4)
+        client_request("x", min_tokens=5, max_tokens=4)
     assert raised.value.param == "min_tokens"
     with pytest.raises(BadRequest) as raised:
-        ClientRequest("x", sampling=wanted).completion_limit(6, 10)
+        client_request("x", min_tokens=5).completion_limit(6, 10)
     assert raised.value.param == "min_tokens"
 
 
 def test_biased_tokens_are_of_the_vocabulary() -> None:
-    request = ClientRequest("x", sampling=Sampling(logit_bias={50: 1.0}))
+    request = client_request("x", logit_bias={50: 1.0})
     with pytest.raises(BadRequest) as raised:
         request.check_against(vocab_size=50, max_model_len=10)
     assert raised.value.param == "logit_bias"
@@ -285,7 +287,7 @@ def test_biased_tokens_are_of_the_vocabulary() -> None:
 def test_a_truncated_prompt_leaves_room(
     asked: int | None, max_tokens: int | None, kept: int | None
 ) -> None:
-    request = ClientRequest((1,) * 30, truncate_prompt_tokens=asked, max_tokens=max_tokens)
+    request = client_request((1,) * 30, truncate_prompt_tokens=asked, max_tokens=max_tokens)
     assert request.prompt_tokens_max(20) == kept
     if kept is not None:
         request.check_against(vocab_size=5, max_model_len=20)

@@ -9,7 +9,8 @@ import pytest
 from tandem.errors import BadRequest
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.generator import BodyRequests
-from tandem.router.request.request import ClientRequest, Sampling
+from tandem.router.request.request import ClientRequest
+from tests.harness.client_requests import client_request
 
 CHAT = Conversation((Message("user", "x"),))
 
@@ -32,7 +33,7 @@ def limited(request: ClientRequest, prompt: int, limit: int, most: int = 1000) -
 def test_what_an_answer_holds_is_bounded(
     fields: dict[str, Any], prompt: int, limit: int, num: int
 ) -> None:
-    request = ClientRequest("x", **fields)
+    request = client_request("x", **fields)
     assert limited(request, prompt, limit, num) == limit
     with pytest.raises(BadRequest, match=f"would have {num} .* at most {num - 1} ") as raised:
         limited(request, prompt, limit, num - 1)
@@ -41,29 +42,29 @@ def test_what_an_answer_holds_is_bounded(
 
 def test_an_echo_is_refused_by_the_field_that_asks_for_it() -> None:
     with pytest.raises(BadRequest) as raised:
-        limited(ClientRequest("x", echo=True, logprobs=5, prompt_logprobs=5), 10, 1, 59)
+        limited(client_request("x", echo=True, logprobs=5, prompt_logprobs=5), 10, 1, 59)
     assert raised.value.param == "logprobs"
 
 
 def test_what_is_sent_as_it_is_made_has_no_bound() -> None:
     for fields in ({"logprobs": 20}, {"is_whole": True}):
-        assert limited(ClientRequest("x", max_tokens=2000, **fields), 2000, 2000) == 2000
+        assert limited(client_request("x", max_tokens=2000, **fields), 2000, 2000) == 2000
 
 
 def test_a_completion_without_a_limit_gets_what_fits() -> None:
-    chat = partial(ClientRequest, CHAT, is_whole=True, logprobs=4)
+    chat = partial(client_request, CHAT, is_whole=True, logprobs=4)
     assert limited(chat(), 10, 2000) == 200
     assert limited(chat(n=2), 10, 2000) == 100
     assert limited(chat(prompt_logprobs=4), 100, 2000) == 100
-    assert limited(chat(sampling=Sampling(min_tokens=200)), 10, 2000) == 200
-    for request in (chat(prompt_logprobs=4), chat(sampling=Sampling(min_tokens=201))):
+    assert limited(chat(min_tokens=200), 10, 2000) == 200
+    for request in (chat(prompt_logprobs=4), chat(min_tokens=201)):
         with pytest.raises(BadRequest, match="at most 1000 "):
             limited(request, 200, 2000)
 
 
 def test_prompts_of_one_body_share_the_bound() -> None:
     together = BodyRequests(3, logprobs_max=1000)
-    request = ClientRequest("x", prompt_logprobs=3)
+    request = client_request("x", prompt_logprobs=3)
     assert together.limit_logprobs(request, 125, 5) == 5
     assert together.limit_logprobs(request, 125, 5) == 5
     with pytest.raises(BadRequest, match="would have 1004 "):

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 from tandem.common.cached_tokens import CachedTokens
+from tandem.common.sampling_params import SamplingParams
 from tandem.common.states import ForbiddenTransition
-from tandem.engine.types import Mode, Reserved, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, Reserved, SequenceSpec
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import TRANSITIONS, DecodeSequence, SequenceState, Submission
 
@@ -16,7 +17,7 @@ from tandem.worker.decode.sequence import TRANSITIONS, DecodeSequence, SequenceS
 @pytest.mark.parametrize(("state", "to"), list(product(SequenceState, SequenceState)))
 def test_only_the_tables_transitions_are_allowed(state: SequenceState, to: SequenceState) -> None:
     spec = SequenceSpec(
-        "r#0", [1, 2, 3], 3, Mode.WAITING_FOR_REMOTE_KV, SamplingParams(), max_tokens=4
+        "r#0", [1, 2, 3], 3, Mode.WAITING_FOR_REMOTE_KV, SamplingParams(temperature=0, max_tokens=4)
     )
     sequence = DecodeSequence(Submission("r", 0), spec, RouterStream(), state=state)
     if to in TRANSITIONS[state]:
@@ -29,7 +30,9 @@ def test_only_the_tables_transitions_are_allowed(state: SequenceState, to: Seque
 
 
 def test_cached_tokens_here_are_counted_up_to_the_end_of_the_prompt() -> None:
-    spec = SequenceSpec("r#0", [1] * 40, 30, Mode.LOCAL, SamplingParams(), max_tokens=40)
+    spec = SequenceSpec(
+        "r#0", [1] * 40, 30, Mode.LOCAL, SamplingParams(temperature=0, max_tokens=40)
+    )
     sequence = DecodeSequence(Submission("r", 0), spec, RouterStream())
     sequence.note_cached(Reserved("r#0", 32, [], CachedTokens(device=16, host=16)))
     assert sequence.cached == CachedTokens(device=16, host=14)

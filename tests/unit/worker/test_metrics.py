@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.perf_model.kv_load import TierUse
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.types import (
     EngineLoad,
     Mode,
-    SamplingParams,
     SequenceSpec,
     StepReport,
     TierLoad,
@@ -42,7 +42,7 @@ class KeptSpan:
 
 def sequence() -> DecodeSequence:
     spec = SequenceSpec(
-        "r#0", [1, 2, 3], 3, Mode.WAITING_FOR_REMOTE_KV, SamplingParams(), max_tokens=4
+        "r#0", [1, 2, 3], 3, Mode.WAITING_FOR_REMOTE_KV, SamplingParams(temperature=0, max_tokens=4)
     )
     made = DecodeSequence(Submission("r", 0), spec, RouterStream(), span=KeptSpan())
     made.submitted_at = 10.0

@@ -17,9 +17,10 @@ from tandem.api.openai.fields import UnusedFields
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.requests import parse_chat, validate
 from tandem.api.openai.structured import Strict
+from tandem.common.printable import shorten
 from tandem.common.retention import PRIORITY_DEFAULT
 from tandem.errors import BadRequest, ThreadNotFound
-from tandem.router.request.allowed import ALLOWED, shorten
+from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.retention import TTLS_S
 

@@ -28,8 +28,10 @@ from tandem.api.openai.embeddings import NAMES, check_dimensions, embed
 from tandem.common.config.router import RouterConfig
 from tandem.common.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
 from tandem.common.retention import PRIORITY_DEFAULT
+from tandem.common.sampling_params import SamplingParams
 from tandem.errors import BadRequest, RequestNotFound, TandemError
 from tandem.models.grammars.text import StructuredOutput
+from tandem.net.rpc.convert import to_fields
 from tandem.net.rpc.failures import abort
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
@@ -44,7 +46,6 @@ from tandem.router.request.request import (
     REQUEST_ID_HEADER,
     ClientRequest,
     Prompt,
-    Sampling,
     read_client_id,
 )
 from tandem.router.request.retention import asked_retention, is_of_session
@@ -222,24 +223,11 @@ def parse_request(body: bytes) -> ClientRequest:
     return ClientRequest(
         prompt=_prompt(message),
         model=message.model,
-        sampling=_sampling(message.sampling),
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        sampling=_sampling_params(message),
+        omitted=frozenset(n for n in MODEL_DEFAULTS if not message.sampling.HasField(n)),
         echo=message.echo,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        skip_special_tokens=message.skip_special_tokens
-        if message.HasField("skip_special_tokens")
-        else True,
-        truncate_prompt_tokens=message.truncate_prompt_tokens
-        if message.HasField("truncate_prompt_tokens")
-        else None,
         add_special_tokens=not message.HasField("add_special_tokens") or message.add_special_tokens,
         structured_output=_structured_output(message),
-        n=message.n if message.HasField("n") else 1,
         best_of=message.best_of if message.HasField("best_of") else None,
         use_beam_search=message.use_beam_search,
         length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
@@ -279,12 +267,11 @@ def _structured_output(message: pb.GenerateRequest) -> StructuredOutput | None:
     raise refusal(field)
 
 
-def _sampling(message: pb.SamplingParams) -> Sampling:
-    # Only those that the client set, zeros too: each field has presence.
-    fields = {field.name: value for field, value in message.ListFields()}
-    fields["left_out"] = MODEL_DEFAULTS - fields.keys()
-    fields["logit_bias"] = dict(message.logit_bias)
-    return Sampling(**{**fields, "bad_words": tuple(message.bad_words)})
+def _sampling_params(message: pb.GenerateRequest) -> SamplingParams:
+    own = to_fields(SamplingParams, message)
+    return SamplingParams(
+        **{"max_tokens": None} | own | to_fields(SamplingParams, message.sampling)
+    )
 
 
 def _prompt(message: pb.GenerateRequest) -> Prompt:

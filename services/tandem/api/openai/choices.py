@@ -38,7 +38,7 @@ async def generate_choices(
         prompts = [named(index, deltas) for index, deltas in enumerate(prompts, num_before)]
     async with aclosing(interleave(prompts)) as deltas:
         async for prompt, delta in deltas:
-            yield ChoiceDelta(prompt * requests[0].n + delta.index, delta)
+            yield ChoiceDelta(prompt * requests[0].sampling.n + delta.index, delta)
 
 
 async def named(index: int, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:

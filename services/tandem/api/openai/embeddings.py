@@ -18,8 +18,9 @@ from tandem.api.openai.choices import generate_choices
 from tandem.api.openai.fields import UnusedFields
 from tandem.api.openai.requests import OnePrompt, TextPrompt, TokenIdsPrompt, prompt_kind
 from tandem.api.openai.structured import Strict
+from tandem.common.sampling_params import CHOICES_MAX, SamplingParams
 from tandem.errors import BadRequest
-from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, name_prompt
+from tandem.router.request.allowed import ALLOWED, name_prompt
 from tandem.router.request.delta import Delta, Usage, normalized
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
@@ -81,10 +82,9 @@ def to_requests(
             request = ClientRequest(
                 prompt,
                 model,
-                max_tokens=0,
+                SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens),
                 embed=True,
                 add_special_tokens=add_special_tokens,
-                truncate_prompt_tokens=truncate_prompt_tokens,
                 request_id=request_id if len(inputs) == 1 else f"{request_id}-{index}",
             )
         except BadRequest as error:

@@ -38,7 +38,7 @@ class ChoiceLogprobs:
         columns: dict[str, list[Any]] = {
             name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")
         }
-        num_top = self._request.logprobs or 0
+        num_top = self._request.sampling.logprobs or 0
         tokens: list[tuple[int, LogprobEntry | None]] = []
         if self._request.echoes_prompt and delta.prompt_token_ids:
             told = [None, *delta.prompt_logprobs]  # nothing comes before the first token
@@ -95,6 +95,6 @@ class ChoiceLogprobs:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _num_characters(self, token_id: int) -> int:
-        if self._request.skip_special_tokens and self._tokenizer.is_special(token_id):
+        if self._request.sampling.skip_special_tokens and self._tokenizer.is_special(token_id):
             return 0
         return len(self._text(token_id))

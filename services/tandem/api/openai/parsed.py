@@ -20,8 +20,8 @@ class ParsedRequest:
 
     @property
     def num_choices(self) -> int:
-        return len(self.requests) * self.requests[0].n
+        return len(self.requests) * self.requests[0].sampling.n
 
     def request_of(self, choice: int) -> ClientRequest:
         """Returns the request of a choice: those of a prompt follow each other."""
-        return self.requests[choice // self.requests[0].n]
+        return self.requests[choice // self.requests[0].sampling.n]

@@ -126,7 +126,7 @@ class Replies:
     def _tells_each_token(self) -> bool:
         """Returns whether a chunk without text tells something, too."""
         parsed = self.parsed
-        wants_logprobs = parsed.requests[0].logprobs is not None
+        wants_logprobs = parsed.requests[0].sampling.logprobs is not None
         shows_tokens = parsed.return_token_ids or wants_logprobs
         return not self.is_chat or shows_tokens or parsed.continuous_usage
 
@@ -161,7 +161,7 @@ class Replies:
         return body
 
     def _logprobs_body(self, index: int, *deltas: Delta) -> dict[str, Any] | None:
-        if self.parsed.requests[0].logprobs is None:
+        if self.parsed.requests[0].sampling.logprobs is None:
             return None
         of_choice = self._of_choice(index)
         parts = map(of_choice.chat if self.is_chat else of_choice.completion, deltas)

@@ -4,7 +4,6 @@ pydantic checks types here; ranges are checked in one place for HTTP and gRPC, i
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
@@ -25,16 +24,19 @@ from tandem.api.openai.structured import StreamOptions, Strict, StructuredFields
 from tandem.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
 from tandem.common.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
 from tandem.common.retention import PRIORITY_DEFAULT, Retention
+from tandem.common.sampling_params import CHOICES_MAX, LOGPROBS_MAX, SamplingParams
 from tandem.errors import BadRequest
 from tandem.models.grammars.text import StructuredOutput
-from tandem.router.request.allowed import ALLOWED, CHOICES_MAX, LOGPROBS_MAX, name_prompt, refusal
+from tandem.router.request.allowed import ALLOWED, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message
-from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt, Sampling
+from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt
 from tandem.router.request.retention import asked_retention
 
 # OpenAI's and vLLM's default for completions; chats run to the end of the context.
 COMPLETION_MAX_TOKENS = 16
-_SAMPLING = {field.name for field in fields(Sampling)} - {"left_out"}
+# Fields of bodies that only have their names in common with SamplingParams.
+_OTHERS = {"logprobs", "structured_outputs"}
+_SAMPLING = {*SamplingParams.__struct_fields__} - _OTHERS
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
 COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
@@ -192,27 +194,15 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
             raise _refusal("prompt_logprobs")
         if self.use_beam_search and self.stream:
             raise refusal("use_beam_search", why="true")
-        sampling = self.model_dump(include=_SAMPLING)
-        sampling["logit_bias"] = _by_token_id(self.logit_bias)
-        sampling["left_out"] = MODEL_DEFAULTS - self.model_fields_set
         return ClientRequest(
             prompt=prompt,
             model=self.model,
-            sampling=Sampling(**sampling),
-            max_tokens=self.max_tokens,
+            sampling=self.sampling_params(),
+            omitted=MODEL_DEFAULTS - self.model_fields_set,
             default_max_tokens=self.default_max_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            logprobs=self.num_logprobs(),
-            prompt_logprobs=self.num_prompt_logprobs(),
             echo=self.echo,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
             add_special_tokens=self.add_special_tokens,
             structured_output=self.structured_output(),
-            n=self.n,
             best_of=self.num_made(),
             use_beam_search=self.use_beam_search,
             length_penalty=self.length_penalty,
@@ -220,6 +210,13 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
             kv_budget=self.budget(),
             request_id=request_id,
         )
+
+    def sampling_params(self) -> SamplingParams:
+        """Returns the sampling parameters: fields with the same names, but for log probabilities.
+        Raises BadRequest."""
+        same = self.model_dump(include=_SAMPLING)
+        measured = {"logprobs": self.num_logprobs(), "prompt_logprobs": self.num_prompt_logprobs()}
+        return SamplingParams(**{**same, **measured, "logit_bias": _by_token_id(self.logit_bias)})
 
     def num_made(self) -> int | None:
         """Returns how many completions are made for the best of them; None: no more than `n`."""
@@ -372,7 +369,7 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
         requests.append(request)
     num_sequences = len(requests) * requests[0].num_sequences
     if num_sequences > CHOICES_MAX:
-        name = "n" if requests[0].num_sequences == requests[0].n else "best_of"
+        name = "n" if requests[0].num_sequences == parsed.n else "best_of"
         raise refusal(name, why=f"{requests[0].num_sequences} for each of {len(requests)} prompts")
     return _told(parsed, request_id, *requests)
 

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from tandem.api.openai.requests import ConversationFields, validate
 from tandem.api.openai.structured import Strict
-from tandem.router.request.allowed import ALLOWED, CHOICES_MAX
+from tandem.common.sampling_params import CHOICES_MAX
+from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.request import ClientRequest
 
 

@@ -55,7 +55,7 @@ class ResponseReplies:
         self._sequence_number = 0
         (request,) = parsed.chat.requests
         logprobs = None
-        if request.logprobs is not None:
+        if request.sampling.logprobs is not None:
             assert tokenizer is not None
             logprobs = ChoiceLogprobs(tokenizer, parsed.chat, request)
         self._items = OutputItems(request_id, logprobs)

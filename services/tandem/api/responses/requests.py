@@ -16,9 +16,11 @@ from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.requests import parse_chat
 from tandem.api.openai.structured import StreamOptions, Strict
 from tandem.api.responses.items import Items, Part, to_messages
+from tandem.common.printable import shorten
 from tandem.common.retention import PRIORITY_DEFAULT
+from tandem.common.sampling_params import LOGPROBS_MAX
 from tandem.errors import BadRequest
-from tandem.router.request.allowed import ALLOWED, LOGPROBS_MAX, shorten
+from tandem.router.request.allowed import ALLOWED
 
 # The fields of a chat that have another name here.
 NAMES = {

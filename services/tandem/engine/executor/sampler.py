@@ -46,7 +46,7 @@ def next_draw(sequence: Sequence) -> Draw:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        seed=sampling.seed,
+        seed=sampling.seed or 0,
         position=sequence.num_tokens,
         edit=None if sequence.edits is None else sequence.edits.edit(),
     )
@@ -121,7 +121,7 @@ class StepSampler:
 def _prompt_tokens(chunk: Chunk, first_row: int) -> Iterable[tuple[Sequence, _Wanted]]:
     """Yields the prompt tokens that the chunk's logits are about, less those measured before."""
     sequence = chunk.sequence
-    num_top = sequence.spec.prompt_logprobs
+    num_top = sequence.spec.sampling.prompt_logprobs
     assert num_top is not None
     start = sequence.num_computed_tokens
     for index in range(chunk.num_tokens):

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from tandem.common.adapter import Adapter
 from tandem.common.kv_budget import KvBudget, check_budget
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.heavy_hitters import least_tokens
 from tandem.engine.cache.layout.kv_groups import KvLayout
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 
 _EDIT_MAX = 1e6  # of a bias or penalty: far above any logit, and its sums stay finite in fp32
@@ -48,10 +49,9 @@ def check_spec(
             f"those from 0 to {vocab_size - 1}",
             param="prompt",
         )
-    if spec.max_tokens < 1:
-        raise BadRequest(
-            f"max_tokens is {spec.max_tokens}; it must be at least 1", param="max_tokens"
-        )
+    max_tokens = spec.sampling.max_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise BadRequest(f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens")
     if num_tokens > max_model_len - 1 and num_tokens == spec.num_prompt_tokens:
         raise ContextTooLong(
             f"the prompt has {num_tokens} tokens; the context is {max_model_len} tokens, so a "
@@ -76,7 +76,7 @@ def _check_numbers(sampling: SamplingParams) -> None:
     """Refuses values that make a logit NaN or infinite: then there is no distribution."""
     for name, (least, largest) in _RANGES.items():
         _check_number(name, getattr(sampling, name), least, largest)
-    for bias in sampling.logit_bias.values():
+    for bias in (sampling.logit_bias or {}).values():
         _check_number("logit_bias", bias, -_EDIT_MAX, _EDIT_MAX)
 
 
@@ -89,8 +89,8 @@ def _check_number(name: str, value: float, least: float, largest: float) -> None
 
 def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:
     sampling = spec.sampling
-    bad_words = [token_id for word in sampling.bad_words for token_id in word]
-    named = {"logit_bias": list(sampling.logit_bias), "bad_words": bad_words}
+    bad_words = [token_id for word in sampling.bad_words_token_ids for token_id in word]
+    named = {"logit_bias": list(sampling.logit_bias or {}), "bad_words": bad_words}
     for name, token_ids in named.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise BadRequest(
@@ -140,10 +140,11 @@ def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> Non
                 param="prompt",
             )
         return
-    num_tokens = min(spec.num_prompt_tokens + spec.max_tokens, max_model_len)
+    max_tokens = spec.sampling.max_tokens or max_model_len
+    num_tokens = min(spec.num_prompt_tokens + max_tokens, max_model_len)
     if num_tokens > capacity:
         raise NeverFits(
-            f"a prompt of {spec.num_prompt_tokens} tokens and max_tokens of {spec.max_tokens} "
+            f"a prompt of {spec.num_prompt_tokens} tokens and max_tokens of {max_tokens} "
             f"can take {num_tokens} tokens; the KV pool holds {pool}",
             param="max_tokens" if spec.num_prompt_tokens < capacity else "prompt",
         )

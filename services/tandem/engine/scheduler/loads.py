@@ -41,7 +41,7 @@ class Loads:
         self._tiers = tiers
         self._kv = kv
         self._step_time = step_time
-        self._max_tokens = max_tokens_per_step
+        self._max_tokens_per_step = max_tokens_per_step
 
     def plan(
         self, sequence: Sequence, admission: Admission, *, queued_tokens: int, num_delayed: int
@@ -98,8 +98,8 @@ class Loads:
             sequence.block_size,
             held,
             rate,
-            self._max_tokens,
-            rate.seconds(queued_tokens, 0, self._max_tokens),
+            self._max_tokens_per_step,
+            rate.seconds(queued_tokens, 0, self._max_tokens_per_step),
             num_delayed,
         )
         is_remote = sequence.mode is Mode.WAITING_FOR_REMOTE_KV
@@ -131,7 +131,7 @@ class Loads:
         num_missing = (len(hashes) - cached) * size
         compute_s = None
         if rate is not None:
-            compute_s = rate.seconds(num_missing, cached * size, self._max_tokens)
+            compute_s = rate.seconds(num_missing, cached * size, self._max_tokens_per_step)
         return self._tiers.lookups.awaits_answer(sequence.sequence_id, hashes, cached, compute_s)
 
     def start(self, sequence: Sequence) -> None:
@@ -185,7 +185,7 @@ class Loads:
         reach = self._tiers.reach_of(load)
 
         def compute_s(block: int) -> float:
-            return rate.seconds((block - at) * size, at * size, self._max_tokens)
+            return rate.seconds((block - at) * size, at * size, self._max_tokens_per_step)
 
         def load_s(block: int) -> float:
             return load_seconds(reach, block, load.blocks.start)
@@ -213,12 +213,12 @@ class Loads:
         start = sequence.num_stored_blocks
         size = sequence.block_size
         num_tokens = (sequence.loading.end - start) * size
-        return left_s > UNSURE * rate.seconds(num_tokens, start * size, self._max_tokens)
+        return left_s > UNSURE * rate.seconds(num_tokens, start * size, self._max_tokens_per_step)
 
     def has_work(self, loading: Iterable[Sequence]) -> bool:
         """Returns whether a LOADING sequence computes, or ends its load."""
         loading = list(loading)
-        computes = any(self.find_chunk(each, self._max_tokens) for each in loading)
+        computes = any(self.find_chunk(each, self._max_tokens_per_step) for each in loading)
         return computes or bool(self.find_slow(loading))
 
     def take_chunk(self, sequence: Sequence, num_tokens: int) -> int:

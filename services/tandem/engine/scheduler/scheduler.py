@@ -75,7 +75,7 @@ class Scheduler:
         self.loads = Loads(tiers, kv, step_time, max_tokens_per_step)
         self._step_time = step_time
         self._max_num_seqs = max_num_seqs
-        self._max_tokens = max_tokens_per_step
+        self._max_tokens_per_step = max_tokens_per_step
         self._itl_limit_s = itl_limit_s
         self._adapters = adapters
         self._unmeasured = kv.rates(max_tokens_per_step)
@@ -204,12 +204,12 @@ class Scheduler:
         """Plans the sequences that decode; returns whether one was preempted."""
         num_waiting = len(self.waiting)
         for sequence in [s for s in self.running if s.in_decode and not s.awaits_mask]:
-            if schedule.work.num_tokens >= self._max_tokens:
+            if schedule.work.num_tokens >= self._max_tokens_per_step:
                 break
             if len(schedule.chunks) >= self._max_num_seqs:
                 break
             if sequence.status is Status.RUNNING and self._grow(sequence):
-                tokens_left = self._max_tokens - schedule.work.num_tokens
+                tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
                 schedule.add(sequence, min(sequence.num_next_tokens, tokens_left))
         return len(self.waiting) > num_waiting
 
@@ -360,7 +360,7 @@ class Scheduler:
 
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
         """Returns the number of tokens that a chunk after `context` tokens may have in the step."""
-        tokens_left = self._max_tokens - schedule.work.num_tokens
+        tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
 
@@ -411,13 +411,15 @@ class Scheduler:
         rate = self._step_time.prefill_rate
         link = self._link(sequence)
         if link is None or rate is None:
-            return tail_chunk(num_missing, tokens_left=tokens_left, budget=self._max_tokens)
+            return tail_chunk(
+                num_missing, tokens_left=tokens_left, budget=self._max_tokens_per_step
+            )
         return next_chunk(
             num_missing,
             context=sequence.num_computed_tokens,
             lag_s=sequence.pull_lag_s,
             tokens_left=tokens_left,
-            budget=self._max_tokens,
+            budget=self._max_tokens_per_step,
             rate=rate,
             link=link,
         )

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from tandem.common.printable import shorten
 from tandem.errors import BadRequest
-from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal, shorten
+from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal
 
 # The template decides about a model's own roles, such as `control`. No role can spell a special
 # token.

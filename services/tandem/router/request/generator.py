@@ -387,9 +387,10 @@ def _deltas(
     if len(choices) == 1:
         return generation.follow(choices[0])
     deltas = items_of(interleave([generation.follow(choice) for choice in choices]))
-    if len(choices) == request.n:
+    if len(choices) == request.sampling.n:
         return deltas
-    return best_of(deltas, request.n, shows_logprobs=request.logprobs is not None)
+    sampling = request.sampling
+    return best_of(deltas, sampling.n, shows_logprobs=sampling.logprobs is not None)
 
 
 async def _beams(
@@ -399,7 +400,9 @@ async def _beams(
     model: LoadedModel,
 ) -> AsyncGenerator[Delta, None]:
     ends = model.tokenizer.eos_token_ids
-    options = BeamOptions(request.n, request.length_penalty, ends, request.ignore_eos)
+    options = BeamOptions(
+        request.sampling.n, request.length_penalty, ends, request.sampling.ignore_eos
+    )
     beams = await search(choices[0].job, options, generation.steps)
     for choice, beam in zip(choices, beams, strict=True):
         finish_reason = "stop" if beam.is_ended else "length"
@@ -452,13 +455,13 @@ class BodyRequests:
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens
         least = limit
-        if of_token and request.max_tokens is None:
+        if of_token and request.sampling.max_tokens is None:
             limit = min(limit, (self._logprobs_max - needed) // of_token)
             least = max(1, request.sampling.min_tokens)
         needed += of_token * max(limit, least)
         if needed > self._logprobs_max:
-            name = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
-            if request.echoes_prompt and request.logprobs is not None:
+            name = "prompt_logprobs" if request.sampling.prompt_logprobs is not None else "logprobs"
+            if request.echoes_prompt and request.sampling.logprobs is not None:
                 name = "logprobs"
             raise BadRequest(
                 f"{name} is too much for one answer: it would have {needed} log probabilities or "

@@ -27,29 +27,31 @@ import secrets
 import time
 from asyncio import Task
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec.structs import asdict
 
 from tandem.common.adapter import Adapter, digest_of
 from tandem.common.block_hash import block_hash
 from tandem.common.cached_tokens import CachedTokens
+from tandem.common.kv_budget import KvBudget
 from tandem.common.perf_model.predict import Prefill
 from tandem.common.retention import Retention
+from tandem.common.sampling_params import SamplingParams
 from tandem.common.states import transition
 from tandem.errors import AdapterUnavailable, NeverFits, Overloaded
+from tandem.net.rpc.convert import to_message, to_struct
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry, TokenRun
+from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
 from tandem.router.request.migration_budget import LOSSES_MAX
-from tandem.router.request.request import ClientRequest, Sampling
+from tandem.router.request.request import ClientRequest
 
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
@@ -91,19 +93,31 @@ class PreparedRequest:
     """A client's request with its prompt as token ids. It does not change."""
 
     client: ClientRequest
-    seed: int
+    sampling: SamplingParams  # resolved: the client's, with what engines need
     token_ids: list[int]
-    max_tokens: int
-    stop_token_ids: list[int]
-    bad_words: list[list[int]] = field(default_factory=list)  # token runs that spell the bad words
     grammar: str = ""  # grammar of the completion; "" allows any text
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # None: the base model
-    # number of most likely tokens per token; None: no log probabilities
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     block_size: int = 0  # the workers' block size; 0: unknown
     pinned_tokens: int = 0  # number of the prompt's first tokens to pin; 0: all, and the answer
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of completion tokens."""
+        assert self.sampling.max_tokens is not None
+        return self.sampling.max_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def embed(self) -> bool:
+        return self.client.embed
+
+    @property
+    def kv_budget(self) -> KvBudget | None:
+        return self.client.kv_budget
 
     @property
     def storable_tokens(self) -> int:
@@ -138,25 +152,28 @@ def prepare_request(
 ) -> PreparedRequest:
     """Returns a checked request whose prompt has `token_ids` and whose answer has at most `limit`
     tokens. `placed` has the fields that depend on where the request runs."""
-    seed, logprobs = client.sampling.seed, client.logprobs
-    if logprobs is None and client.num_sequences > client.n:
+    sampling = client.sampling
+    seed, logprobs = sampling.seed, sampling.logprobs
+    if logprobs is None and client.num_sequences > sampling.n:
         logprobs = 0
     if client.use_beam_search:
-        client = replace(client, sampling=Sampling(temperature=0.0))
-        logprobs = 2 * client.n
-    stop_token_ids = set(client.stop_token_ids)
-    if grammar or not client.ignore_eos:  # only an end token can end what has a form
+        sampling = SamplingParams(temperature=0.0)
+        logprobs = 2 * client.sampling.n
+    stop_token_ids = set(client.sampling.stop_token_ids or ())
+    if grammar or not client.sampling.ignore_eos:  # only an end token can end what has a form
         stop_token_ids.update(eos_token_ids)
     return PreparedRequest(
-        client=client,
-        seed=secrets.randbits(64) if seed is None else seed % 2**64,
-        token_ids=token_ids,
-        max_tokens=max(1, limit),
-        stop_token_ids=sorted(stop_token_ids),
-        bad_words=[run for run in bad_words if max(run) < vocab_size],
+        client,
+        sampling.resolved(
+            seed=secrets.randbits(64) if seed is None else seed % 2**64,
+            max_tokens=max(1, limit),
+            stop_token_ids=sorted(stop_token_ids),
+            bad_words_token_ids=[run for run in bad_words if max(run) < vocab_size],
+            logprobs=logprobs,
+            prompt_logprobs=client.sampling.prompt_logprobs,
+        ),
+        token_ids,
         grammar=grammar,
-        logprobs=logprobs,
-        prompt_logprobs=client.prompt_logprobs,
         **placed,
     )
 
@@ -189,14 +206,7 @@ class Progress:
     def _take_cached(self, update: pb.SequenceUpdate) -> None:
         self.cached_tokens = update.cached_tokens
         if update.HasField("cached_by_tier"):
-            reported = update.cached_by_tier
-            self.cached_by_tier = CachedTokens(
-                device=reported.device,
-                host=reported.host,
-                disk=reported.disk,
-                store=reported.store,
-                peer=reported.peer,
-            )
+            self.cached_by_tier = to_struct(CachedTokens, update.cached_by_tier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,13 +398,11 @@ def submission(
     return pb.SubmitSequence(
         request_id=job.request_id,
         attempt=job.routing.num_submissions,
-        input=sequence_input(request, progress.output_token_ids),
+        input=model_input(request, progress.output_token_ids),
         prefill_candidates=[_candidate(work, w, matches) for w in placement.prefill_candidates],
         prefix_holders=[
-            pb.PrefixHolder(
-                worker_id=w.worker_id, epoch=w.epoch, address=w.address, num_blocks=num_blocks
-            )
-            for w, num_blocks in holders
+            to_message(pb.PrefixHolder, worker, num_blocks=num_blocks)
+            for worker, num_blocks in holders
         ],
         trace=pb.TraceContext(**trace) if trace else None,
         losses_max=max(1, LOSSES_MAX - progress.num_lost),
@@ -405,25 +413,9 @@ def submission(
     )
 
 
-def sequence_input(
-    request: PreparedRequest, output_token_ids: Sequence[int] = ()
-) -> pb.SequenceInput:
+def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
     """Returns the request as an engine takes it, with the tokens that were made of its answer."""
-    budget = request.client.kv_budget
-    return pb.SequenceInput(
-        token_ids=[*request.token_ids, *output_token_ids],
-        num_prompt_tokens=len(request.token_ids),
-        sampling=_sampling(request),
-        max_tokens=request.max_tokens,
-        stop_token_ids=request.stop_token_ids,
-        cache_salt=request.cache_salt,
-        prompt_logprobs=request.prompt_logprobs,
-        grammar=request.grammar,
-        embed=request.client.embed,
-        adapter=None if request.adapter is None else pb.Adapter(**asdict(request.adapter)),
-        retention=pb.Retention(**asdict(request.retention)),
-        kv_budget=None if budget is None else pb.SequenceKvBudget(**asdict(budget)),
-    )
+    return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
 
 
 def _may_return(job: Job) -> bool:
@@ -442,10 +434,9 @@ def _candidate(
 ) -> pb.PrefillCandidate:
     cached_blocks = matches.get(worker.worker_id, 0)
     reused = reuse(work, worker, matches)
-    return pb.PrefillCandidate(
-        worker_id=worker.worker_id,
-        epoch=worker.epoch,
-        address=worker.address,
+    return to_message(
+        pb.PrefillCandidate,
+        worker,
         cached_blocks=cached_blocks,
         loaded_blocks=max(0, reused.num_tokens // work.block_size - cached_blocks),
         load_s=reused.load_s,
@@ -457,21 +448,3 @@ def _fork_of(job: Job, placement: Placement) -> str:
     if parent is None or (worker := parent.worker) is None:
         return ""
     return parent.request_id if worker.epoch == placement.decode.epoch else ""
-
-
-def _sampling(request: PreparedRequest) -> pb.Sampling:
-    sampling = request.client.sampling
-    return pb.Sampling(
-        temperature=sampling.effective_temperature,
-        top_k=max(0, sampling.top_k),
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=request.seed,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        min_tokens=sampling.min_tokens,
-        bad_words=[TokenRun(ids=run) for run in request.bad_words],
-        logprobs=request.logprobs,
-    )

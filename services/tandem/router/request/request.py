@@ -12,38 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+import msgspec
+
 from tandem.common.kv_budget import KvBudget, check_budget
+from tandem.common.printable import shorten
 from tandem.common.retention import NO_RETENTION, PRIORITY_MAX, Retention
+from tandem.common.sampling_params import BEAMS_MAX, CHOICES_MAX, SamplingParams
 from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.models.grammars.text import StructuredOutput
 from tandem.net.security.limits import NO_LIMITS, Limits
 from tandem.router.placement.hint import PlacementHint
-from tandem.router.request.allowed import (
-    BAD_WORD_CHARACTERS_MAX,
-    BAD_WORDS_MAX,
-    BEAMS_MAX,
-    BIAS_MAX,
-    BIASES_MAX,
-    CHOICES_MAX,
-    LENGTH_PENALTY_MAX,
-    LOGPROBS_MAX,
-    PENALTY_MAX,
-    REPETITION_PENALTY_MAX,
-    STOP_CHARACTERS_MAX,
-    STOP_STRINGS_MAX,
-    STOP_TOKEN_IDS_MAX,
-    refusal,
-    shorten,
-)
+from tandem.router.request.allowed import LENGTH_PENALTY_MAX, refusal
 from tandem.router.request.conversation import Conversation
 
 MESSAGES_MAX = 4096
-MAX_TOKENS_MAX = 2**31 - 1
-TOP_K_MAX = 2**31 - 1
 # A text with more characters per token than this cannot fit, so it is refused without tokenizing.
 CHARACTERS_PER_TOKEN_MAX = 64
-# Below it, dividing logits by the temperature overflows float32; vLLM uses the same bound.
-TEMPERATURE_MIN = 0.01
 
 REQUEST_ID_HEADER = "x-request-id"
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -52,98 +36,25 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 Prompt = str | tuple[int, ...] | Conversation
 # Sampling fields for which a model may have its own defaults, as in vLLM. Also as in vLLM,
 # `do_sample` has no effect.
+_UNLIMITED = SamplingParams(max_tokens=None)
 MODEL_DEFAULTS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The requested sampling. Temperature 0 is greedy.
-
-    Neutral values: 0 for top_k, min_p, presence_penalty and frequency_penalty; 1 for top_p and
-    repetition_penalty.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0  # for tokens in the completion
-    frequency_penalty: float = 0.0  # for each occurrence in the completion
-    repetition_penalty: float = 1.0  # for tokens in the prompt or the completion
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # keyed by token id
-    min_tokens: int = 0
-    bad_words: Sequence[str] = ()
-    # Fields of MODEL_DEFAULTS that the client did not send.
-    left_out: frozenset[str] = field(default=frozenset(), compare=False)
-
-    def __post_init__(self) -> None:
-        # These comparisons are false for NaN.
-        if not 0.0 <= self.temperature <= 2.0:
-            raise refusal("temperature", self.temperature)
-        if not 0.0 < self.top_p <= 1.0:
-            raise refusal("top_p", self.top_p)
-        if not 0.0 <= self.min_p <= 1.0:
-            raise refusal("min_p", self.min_p)
-        if not -1 <= self.top_k <= TOP_K_MAX:
-            raise refusal("top_k", self.top_k)
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise refusal("seed", self.seed)
-        self._check_edits()
-
-    def _check_edits(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -PENALTY_MAX <= getattr(self, name) <= PENALTY_MAX:
-                raise refusal(name, getattr(self, name))
-        most = REPETITION_PENALTY_MAX
-        if not 1 / most <= self.repetition_penalty <= most:
-            raise refusal("repetition_penalty", self.repetition_penalty)
-        if len(self.logit_bias) > BIASES_MAX:
-            raise refusal("logit_bias", why=f"an object of {len(self.logit_bias)}")
-        for bias in self.logit_bias.values():
-            if not -BIAS_MAX <= bias <= BIAS_MAX:
-                raise refusal("logit_bias", bias)
-        if self.min_tokens < 0:
-            raise refusal("min_tokens", self.min_tokens)
-        if len(self.bad_words) > BAD_WORDS_MAX:
-            raise refusal("bad_words", why=f"a list of {len(self.bad_words)}")
-        if any(not 0 < len(word) <= BAD_WORD_CHARACTERS_MAX for word in self.bad_words):
-            raise refusal("bad_words", why="one with an empty or too long string")
-
-    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
-        """Returns the sampling with a model's defaults for omitted fields."""
-        used = {name: value for name, value in defaults.items() if name in self.left_out}
-        return replace(self, **used, left_out=frozenset())  # type: ignore[arg-type]
-
-    @property
-    def effective_temperature(self) -> float:
-        return 0.0 if self.temperature == 0.0 else max(self.temperature, TEMPERATURE_MIN)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
     prompt: Prompt
     model: str = ""  # "": the served model
-    sampling: Sampling = Sampling()
-    max_tokens: int | None = None  # None: `default_max_tokens`, or the rest of the context
+    sampling: SamplingParams = _UNLIMITED
+    # sampling fields of MODEL_DEFAULTS that the client did not send
+    omitted: frozenset[str] = frozenset()
+    # largest number of completion tokens if `sampling` sets none; None: the rest of the context
     default_max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    # number of most likely tokens per token; None: no log probabilities
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     # constraint on the completion; None: any text
     structured_output: StructuredOutput | None = None
     echo: bool = False  # the text begins with the prompt, or with a chat's final assistant message
     embed: bool = False  # return the prompt's last hidden state and no text
     is_whole: bool = False  # the answer is sent only when it is complete
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    # number of last prompt tokens to keep; -1: as many as fit
-    truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True  # for a text prompt
-    n: int = 1  # number of completions
     # number of completions from which the `n` best are chosen; None: `n`
     best_of: int | None = None
     use_beam_search: bool = False  # with `n` beams
@@ -170,33 +81,19 @@ class ClientRequest:
                 )
         elif not self.prompt:
             raise refusal("prompt", why="empty")
-        if self.max_tokens is not None:
-            least = 0 if self.echoes_prompt or self.embed else 1
-            if not least <= self.max_tokens <= MAX_TOKENS_MAX:
-                raise refusal("max_tokens", self.max_tokens)
-            if self.sampling.min_tokens > self.max_tokens:
-                raise refusal("min_tokens", self.sampling.min_tokens)
-        if len(self.stop) > STOP_STRINGS_MAX:
-            raise refusal("stop", why=f"a list of {len(self.stop)}")
-        if any(not 0 < len(s) <= STOP_CHARACTERS_MAX for s in self.stop):
-            raise refusal("stop", why="one with an empty or too long string")
-        if len(self.stop_token_ids) > STOP_TOKEN_IDS_MAX:
-            raise refusal("stop_token_ids", why=f"a list of {len(self.stop_token_ids)}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if not 0 <= (getattr(self, name) or 0) <= LOGPROBS_MAX:
-                raise refusal(name, getattr(self, name))
-        kept = self.truncate_prompt_tokens
-        if kept is not None and kept != -1 and kept < 1:
-            raise refusal("truncate_prompt_tokens", kept)
+        needs_token = not (self.echoes_prompt or self.embed)
+        if needs_token and self.sampling.max_tokens == 0:
+            raise refusal("max_tokens", 0)
         if self.kv_budget is not None:
             check_budget(self.kv_budget)
         self._check_many()
 
     def _check_many(self) -> None:
-        if not 1 <= self.n <= (BEAMS_MAX if self.use_beam_search else CHOICES_MAX):
-            raise refusal("n", self.n)
-        best_of_max = self.n if self.use_beam_search or self.kind == "chat" else CHOICES_MAX
-        if self.best_of is not None and not self.n <= self.best_of <= best_of_max:
+        n = self.sampling.n
+        if self.use_beam_search and n > BEAMS_MAX:
+            raise refusal("n", n)
+        best_of_max = n if self.use_beam_search or self.kind == "chat" else CHOICES_MAX
+        if self.best_of is not None and not n <= self.best_of <= best_of_max:
             raise refusal("best_of", self.best_of)
         if not -LENGTH_PENALTY_MAX <= self.length_penalty <= LENGTH_PENALTY_MAX:
             raise refusal("length_penalty", self.length_penalty)
@@ -223,10 +120,10 @@ class ClientRequest:
             "logit_bias": bool(sampling.logit_bias),
             "min_tokens": sampling.min_tokens > 0,
             "bad_words": bool(sampling.bad_words),
-            "stop": bool(self.stop),
-            "stop_token_ids": bool(self.stop_token_ids),
-            "logprobs": self.logprobs is not None,
-            "prompt_logprobs": self.prompt_logprobs is not None,
+            "stop": bool(sampling.stop),
+            "stop_token_ids": bool(sampling.stop_token_ids),
+            "logprobs": sampling.logprobs is not None,
+            "prompt_logprobs": sampling.prompt_logprobs is not None,
             "echo": self.echo,
             "kv_budget": self.kv_budget is not None,
         }
@@ -239,30 +136,31 @@ class ClientRequest:
         """
         if self.use_beam_search or self.embed:
             return self
-        return replace(self, sampling=self.sampling.with_defaults(defaults))
+        used = {name: value for name, value in defaults.items() if name in self.omitted}
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, **used))
 
     @property
     def num_sequences(self) -> int:
         """Number of completions that are generated, including those that `best_of` discards."""
-        return max(self.n, self.best_of or 1)
+        return max(self.sampling.n, self.best_of or 1)
 
     @property
     def num_prompt_logprobs(self) -> int:
         """Number of log probabilities in the answer for each prompt token."""
-        return 0 if self.prompt_logprobs is None else self.n * (1 + self.prompt_logprobs)
+        number = self.sampling.prompt_logprobs
+        return 0 if number is None else self.sampling.n * (1 + number)
 
     @property
     def num_logprobs_kept(self) -> int:
         """Number of log probabilities per completion token that the router keeps until the end."""
-        is_kept = self.is_whole or self.num_sequences > self.n
-        return (
-            0 if self.logprobs is None or not is_kept else self.num_sequences * (1 + self.logprobs)
-        )
+        number = self.sampling.logprobs
+        is_kept = self.is_whole or self.num_sequences > self.sampling.n
+        return 0 if number is None or not is_kept else self.num_sequences * (1 + number)
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
         """Checks the fields that need no tokenized prompt. Raises BadRequest."""
-        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        check_token_ids("logit_bias", self.sampling.logit_bias, vocab_size)
+        check_token_ids("stop_token_ids", self.sampling.stop_token_ids or (), vocab_size)
+        check_token_ids("logit_bias", self.sampling.logit_bias or (), vocab_size)
         if isinstance(self.prompt, tuple):
             check_token_ids("prompt", self.prompt, vocab_size)
             kept = self.prompt_tokens_max(max_model_len) or len(self.prompt)
@@ -278,9 +176,9 @@ class ClientRequest:
 
     def prompt_tokens_max(self, max_model_len: int) -> int | None:
         """Returns the number of the prompt's last tokens to keep; None means all."""
-        if self.truncate_prompt_tokens != -1:
-            return self.truncate_prompt_tokens
-        return max(1, max_model_len - max(1, self.max_tokens or 1))
+        if self.sampling.truncate_prompt_tokens != -1:
+            return self.sampling.truncate_prompt_tokens
+        return max(1, max_model_len - max(1, self.sampling.max_tokens or 1))
 
     def completion_limit(
         self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
@@ -297,7 +195,8 @@ class ClientRequest:
         if left < 1:
             raise self.too_long(f"{num_prompt_tokens}", max_model_len)
         allowed = self._allowed_by_key(num_prompt_tokens)
-        if self.max_tokens is None:
+        max_tokens = self.sampling.max_tokens
+        if max_tokens is None:
             pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
             limit = min(left, pool_left, allowed or left, self.default_max_tokens or left)
             if self.sampling.min_tokens > limit:
@@ -307,19 +206,19 @@ class ClientRequest:
                     param="min_tokens",
                 )
             return limit
-        if self.max_tokens > left:
+        if max_tokens > left:
             raise ContextTooLong(
                 f"{_context(max_model_len)}; the prompt has {num_prompt_tokens} tokens, so "
-                f"max_tokens must be at most {left}; it is {self.max_tokens}",
+                f"max_tokens must be at most {left}; it is {max_tokens}",
                 param="max_tokens",
             )
-        if allowed is not None and self.max_tokens > allowed:
+        if allowed is not None and max_tokens > allowed:
             raise OverKeyLimit(
-                f"max_tokens is {self.max_tokens}; it must be at most {allowed}: "
+                f"max_tokens is {max_tokens}; it must be at most {allowed}: "
                 f"{self._key_limits(num_prompt_tokens)}",
                 param="max_tokens",
             )
-        return self.max_tokens
+        return max_tokens
 
     def check_prompt_limit(self, num_prompt_tokens: int) -> None:
         """Raises OverKeyLimit if the API key does not allow a prompt of this length."""
@@ -342,7 +241,7 @@ class ClientRequest:
         if limits.tokens_per_minute:
             allowed = min(allowed, limits.tokens_per_minute - num_prompt_tokens)
         if allowed < self.num_sequences:
-            name = "n" if self.n == self.num_sequences else "best_of"
+            name = "n" if self.sampling.n == self.num_sequences else "best_of"
             raise OverKeyLimit(
                 f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, each with a "
                 f"token: {self._key_limits(num_prompt_tokens)}",
@@ -415,7 +314,7 @@ def read_model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float
             kinds = int if name == "top_k" else int | float
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise refusal(name, value)
-        Sampling(**defaults)
+        SamplingParams(**defaults)
     except BadRequest as error:
         raise ConfigError(
             f"{error.message}; or start with --generation-config none, which ignores it"

@@ -144,27 +144,28 @@ class TextStream:
 def text_stream(tokenizer: Tokenizer, answers: ModelFormat, request: PreparedRequest) -> TextStream:
     """Returns the text of one completion of a request."""
     client = request.client
+    sampling = client.sampling
     return TextStream(
         tokenizer,
-        client.stop,
+        sampling.stop_strings,
         answer_parser(answers, client, request.token_ids),
-        stop_token_ids=client.stop_token_ids,
-        shows_stop=client.include_stop_str_in_output,
-        skip_special_tokens=client.skip_special_tokens,
-        min_tokens=client.sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids or (),
+        shows_stop=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+        min_tokens=sampling.min_tokens,
         prompt_text=_echoed(tokenizer, request) if client.echo else "",
     )
 
 
 def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
     """Returns the text before the completion's: a text as it was sent, whatever it has."""
-    prompt, is_cut = request.client.prompt, request.client.truncate_prompt_tokens is not None
+    prompt, sampling = request.client.prompt, request.client.sampling
     if isinstance(prompt, Conversation):
         final = prompt.messages[-1]
         return final.content or "" if final.role == "assistant" else ""
-    if isinstance(prompt, str) and not is_cut:
+    if isinstance(prompt, str) and sampling.truncate_prompt_tokens is None:
         return prompt
-    skips = request.client.skip_special_tokens and isinstance(prompt, str)
+    skips = sampling.skip_special_tokens and isinstance(prompt, str)
     return tokenizer.decode(request.token_ids, skip_special_tokens=skips)
 
 

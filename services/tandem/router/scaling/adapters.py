@@ -13,11 +13,10 @@ import re
 import time
 from dataclasses import dataclass
 
-from msgspec.structs import asdict
-
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import ADAPTER_NAME
 from tandem.errors import BadRequest, ModelNotFound, NotNow, NoWorkers, TandemError
+from tandem.net.rpc.convert import to_message
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.net.store.registry import WorkerRecord
@@ -66,7 +65,7 @@ class AdapterControl:
                 )
             adapter, records, refused = await self._describe(name, path)
             change.after = f"{adapter.digest} of {path}"
-            request = pb.AddAdapterRequest(adapter=pb.Adapter(**asdict(adapter)))
+            request = pb.AddAdapterRequest(adapter=to_message(pb.Adapter, adapter))
             calls = [self._control.call(record, "AddAdapter", request) for record in records]
             _raise_all_failed(await asyncio.gather(*calls, return_exceptions=True))
         await self._see(name, adapter)

@@ -16,8 +16,8 @@ from tandem.engine.sequence import finish_reason
 from tandem.engine.types import NewTokens
 from tandem.errors import WorkerLost
 from tandem.net.observability.logs import about
+from tandem.net.rpc.convert import to_message
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.convert import cached_message, logprobs_message
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, SequenceState
 from tandem.worker.engine_process.messages import Remove
@@ -90,8 +90,8 @@ class DecodeSequences:
         update = _update(
             sequence,
             token_ids=new.token_ids,
-            logprobs=map(logprobs_message, new.logprobs),
-            prompt_logprobs=map(logprobs_message, new.prompt_logprobs),
+            logprobs=(to_message(pb.LogprobEntry, one) for one in new.logprobs),
+            prompt_logprobs=(to_message(pb.LogprobEntry, one) for one in new.prompt_logprobs),
             embedding=new.embedding,
             is_committed=sequence.num_sent < 2,
         )
@@ -108,7 +108,7 @@ class DecodeSequences:
             sequence.note_first_token(time.monotonic())
             update.cached_tokens = sequence.cached.total
             if self._has_tiers or update.HasField("cached_by_tier"):
-                update.cached_by_tier.CopyFrom(cached_message(sequence.cached))
+                update.cached_by_tier.CopyFrom(to_message(pb.CachedTokens, sequence.cached))
             self._metrics.requests.on_first_token(sequence)
         elif sequence.num_sent == 1:
             sequence.note_second_token(time.monotonic())

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Iterable
 from tandem.engine.types import Mode, NewTokens, Reserved
 from tandem.net.observability.logs import about
 from tandem.net.observability.traces import NO_SPAN, Attributes
+from tandem.net.rpc.convert import trace_headers
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.convert import sequence_spec, trace_headers
+from tandem.worker.convert import sequence_spec
 from tandem.worker.decode.live_sequences import DecodeSequences
 from tandem.worker.decode.prefill_planner import PrefillPlanner
 from tandem.worker.decode.prompt_prefill import Producers, PromptPrefill

@@ -20,8 +20,8 @@ from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.config.worker import WorkerConfig
 from tandem.engine.types import SequenceSpec
 from tandem.errors import LeaseLost, Overloaded, WorkerLost
+from tandem.net.rpc.convert import cached_of, to_message
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.convert import cached_of, rate_message, sequence_input
 from tandem.worker.kv_pulls.lease_stream import LeaseStream, open_stream
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
@@ -100,7 +100,7 @@ class ConsumerLease:
         start = pb.StartPrefill(
             lease_id=self._lease_id,
             request_id=request_id,
-            input=sequence_input(spec),
+            input=to_message(pb.SequenceInput, spec),
             first_missing_block=first_missing_block,
             consumer_worker_id=self._config.worker_id,
             transport=self.peer.transport,
@@ -112,7 +112,7 @@ class ConsumerLease:
             start.sent_at_s = time.monotonic()
             start.first_token_s = max(_FIRST_TOKEN_MIN_S, spec.first_token_by - time.monotonic())
         if (rate := self._rates.pair(self.peer.worker_id, self.peer.transport)) is not None:
-            start.rate.CopyFrom(rate_message(rate))
+            start.rate.CopyFrom(to_message(pb.PairRate, rate))
         self._end_block = first_missing_block + len(targets)
         first_token_id = -1
 

@@ -11,18 +11,18 @@ from typing import Any, get_args
 
 import grpc
 import msgspec
-from msgspec.structs import asdict
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.cluster import Role
 from tandem.errors import ConfigError
 from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, LogPosition, read_piece
+from tandem.net.rpc.convert import retention_of, to_message, to_struct
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.transfer.nixl.reach import host_identity
-from tandem.worker.convert import load_message, plain_of, rate_message, retention_of
+from tandem.worker.convert import load_message
 from tandem.worker.lifecycle.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Servicer(WorkerServicer):
         hashes = list(request.block_hashes)
         retention = retention_of(request)
         kept = await self._worker.link.keep_chain(request.cache_salt, retention, hashes)
-        return pb.KeepResponse(**asdict(kept))
+        return to_message(pb.KeepResponse, kept)
 
     async def DescribeAdapter(
         self, request: pb.DescribeAdapterRequest, context: Any
@@ -115,7 +115,7 @@ class Servicer(WorkerServicer):
     async def AddAdapter(
         self, request: pb.AddAdapterRequest, context: Any
     ) -> pb.AddAdapterResponse:
-        self._worker.adapters.add(plain_of(Adapter, request.adapter))
+        self._worker.adapters.add(to_struct(Adapter, request.adapter))
         await self._worker.tell_record()
         return pb.AddAdapterResponse()
 
@@ -128,7 +128,7 @@ class Servicer(WorkerServicer):
 
     async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:
         compatibility = self._worker.compatibility
-        theirs = plain_of(KvCompatibility, request.compatibility)
+        theirs = to_struct(KvCompatibility, request.compatibility)
         if differences := compatibility.differences(theirs):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -139,9 +139,9 @@ class Servicer(WorkerServicer):
         response = pb.ConnectResponse(
             worker_id=self._worker.config.worker_id,
             epoch=self._worker.epoch,
-            compatibility=pb.KvCompatibility(**asdict(compatibility)),
+            compatibility=to_message(pb.KvCompatibility, compatibility),
             transports=["grpc"],
-            host=pb.HostIdentity(**asdict(host_identity(transfer.nixl_tcp))),
+            host=to_message(pb.HostIdentity, host_identity(transfer.nixl_tcp)),
         )
         if "nixl" in request.transports and transfer.transport != "grpc":
             producer = await self._worker.link.describe_producer()
@@ -184,5 +184,5 @@ class Servicer(WorkerServicer):
             integrity_ok=not message,
             integrity_message=message,
             transports={peer: rate.transport for peer, rate in pairs.items()},
-            rates={peer: rate_message(rate) for peer, rate in pairs.items()},
+            rates={peer: to_message(pb.PairRate, rate) for peer, rate in pairs.items()},
         )

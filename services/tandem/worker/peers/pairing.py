@@ -10,10 +10,10 @@ a warning, because the reason is the same for all pairs.
 import logging
 
 import grpc.aio
-from msgspec.structs import asdict
 
 from tandem.common.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
+from tandem.net.rpc.convert import to_message, to_struct
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
@@ -22,7 +22,6 @@ from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, reach
 from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport
-from tandem.worker.convert import plain_of
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
@@ -87,7 +86,7 @@ class Pairing:
             wanted = "nixl"
         how = None
         if response.HasField("host"):
-            how = reach(self._host, plain_of(HostIdentity, response.host))
+            how = reach(self._host, to_struct(HostIdentity, response.host))
         by_grpc = await self._measure(peer, "grpc", response) if wanted != "nixl" else Way()
         by_nixl = Way()
         if "nixl" not in offered:
@@ -140,9 +139,9 @@ class Pairing:
         request = pb.ConnectRequest(
             worker_id=self._config.worker_id,
             epoch=self._epoch,
-            compatibility=pb.KvCompatibility(**asdict(self._compatibility)),
+            compatibility=to_message(pb.KvCompatibility, self._compatibility),
             transports=["nixl", "grpc"] if wanted == "auto" else [wanted],
-            host=pb.HostIdentity(**asdict(self._host)),
+            host=to_message(pb.HostIdentity, self._host),
         )
         try:
             response: pb.ConnectResponse = await peer.stub.Connect(
@@ -157,7 +156,7 @@ class Pairing:
             raise WorkerLost(f"{error.code().name}: {error.details()}") from None
         if response.epoch != peer.epoch:
             raise WorkerLost(f"it is another process now (epoch {response.epoch})")
-        theirs = plain_of(KvCompatibility, response.compatibility)
+        theirs = to_struct(KvCompatibility, response.compatibility)
         if differences := self._compatibility.differences(theirs):
             raise Incompatible("; ".join(differences))
         return response

@@ -68,7 +68,7 @@ class PrefixPuller:
         It does not help if computing is predicted to be as fast, or if the request wants log
         probabilities of the prompt, which require computing all of it.
         """
-        if spec.prompt_logprobs is not None:
+        if spec.sampling.prompt_logprobs is not None:
             return None
         num_reusable = (len(spec.token_ids) - 1) // self._block_size
         connected = [

@@ -24,9 +24,10 @@ from tandem.engine.types import Failed, FinalBlocks, Held, Mode, Prefilled, Rese
 from tandem.errors import BadRequest, InternalError, NoWorkers, QueueFull
 from tandem.net.observability.logs import about
 from tandem.net.observability.traces import NO_SPAN
+from tandem.net.rpc.convert import to_message, trace_headers
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.producer import BlockServer
-from tandem.worker.convert import cached_message, logprobs_message, sequence_spec, trace_headers
+from tandem.worker.convert import sequence_spec
 from tandem.worker.engine_process import messages
 from tandem.worker.kv_pulls.checksums import checksums
 from tandem.worker.parts import WorkerParts
@@ -249,14 +250,16 @@ class PrefillService:
                         cached_tokens=event.num_cached_tokens,
                         queue_ms=lease.queue_s * 1000,
                         shared_wait_ms=lease.shared_wait_s * 1000,
-                        prompt_logprobs=map(logprobs_message, event.prompt_logprobs),
+                        prompt_logprobs=(
+                            to_message(pb.LogprobEntry, one) for one in event.prompt_logprobs
+                        ),
                         embedding=event.embedding,
                         block_sums=event.block_sums,
                     )
                     if self._config.engine.has_tiers:
-                        prefilled.cached_by_tier.CopyFrom(cached_message(event.cached))
+                        prefilled.cached_by_tier.CopyFrom(to_message(pb.CachedTokens, event.cached))
                     if event.logprobs is not None:
-                        prefilled.logprobs.CopyFrom(logprobs_message(event.logprobs))
+                        prefilled.logprobs.CopyFrom(to_message(pb.LogprobEntry, event.logprobs))
                     yield pb.PrefillEvent(prefilled=prefilled)
                     is_answered = True
                 case Held(_, num_blocks):

@@ -55,19 +55,19 @@ def test_everything_supported_arrives() -> None:
     )
     request = parsed.requests[0]
     sampling = parsed.requests[0].sampling
-    assert (request.model, request.prompt, request.max_tokens) == ("m", "x", 9)
+    assert (request.model, request.prompt, sampling.max_tokens) == ("m", "x", 9)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 3)
     assert (sampling.min_p, sampling.seed) == (0.1, 7)
-    assert (request.stop, request.stop_token_ids, request.ignore_eos) == (("a", "b"), (4,), True)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (["a", "b"], [4], True)
     assert (parsed.stream, parsed.include_usage, parsed.return_token_ids) == (True, True, True)
 
 
 def test_defaults() -> None:
     request = completion().requests[0]
-    assert (request.max_tokens, request.default_max_tokens) == (None, 16)
+    assert (request.sampling.max_tokens, request.default_max_tokens) == (None, 16)
     assert request.sampling.temperature == 1
     assert chat().requests[0].default_max_tokens is None
-    assert completion(stop="one").requests[0].stop == ("one",)
+    assert completion(stop="one").requests[0].sampling.stop_strings == ["one"]
     assert completion(prompt=[1, 2]).requests[0].prompt == (1, 2)
 
 
@@ -88,8 +88,8 @@ def test_chat_messages() -> None:
         Message("assistant", "c"),
     )
     assert chat(messages=messages).requests[0].prompt == Conversation(wanted)
-    assert chat(max_completion_tokens=5).requests[0].max_tokens == 5
-    assert chat(max_tokens=5).requests[0].max_tokens == 5
+    assert chat(max_completion_tokens=5).requests[0].sampling.max_tokens == 5
+    assert chat(max_tokens=5).requests[0].sampling.max_tokens == 5
 
 
 BAD_COMPLETIONS: list[tuple[str, Any]] = [
@@ -302,7 +302,7 @@ def test_each_prompt_of_a_list_is_a_request_of_its_own(sent: Any, prompts: Any) 
     ids = ["r"] if len(prompts) == 1 else [f"r-{i}" for i in range(len(prompts))]
     assert [r.request_id for r in parsed.requests] == ids
     assert parsed.request_id == "r"
-    assert {(r.sampling.seed, r.max_tokens) for r in parsed.requests} == {(3, 7)}
+    assert {(r.sampling.seed, r.sampling.max_tokens) for r in parsed.requests} == {(3, 7)}
 
 
 @pytest.mark.parametrize(
@@ -328,21 +328,21 @@ def test_what_is_no_prompt_of_several_names_none() -> None:
 
 
 def test_log_probabilities_are_asked_for_as_each_endpoint_does() -> None:
-    assert completion().requests[0].logprobs is None
-    assert completion(logprobs=False).requests[0].logprobs is None
-    assert completion(logprobs=0).requests[0].logprobs == 0
-    assert completion(logprobs=5).requests[0].logprobs == 5
-    assert chat().requests[0].logprobs is None
-    assert chat(logprobs=True).requests[0].logprobs == 0
-    assert chat(logprobs=True, top_logprobs=20).requests[0].logprobs == 20
+    assert completion().requests[0].sampling.logprobs is None
+    assert completion(logprobs=False).requests[0].sampling.logprobs is None
+    assert completion(logprobs=0).requests[0].sampling.logprobs == 0
+    assert completion(logprobs=5).requests[0].sampling.logprobs == 5
+    assert chat().requests[0].sampling.logprobs is None
+    assert chat(logprobs=True).requests[0].sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).requests[0].sampling.logprobs == 20
     echoed = completion(logprobs=2, prompt_logprobs=1, echo=True)
-    assert (echoed.requests[0].prompt_logprobs, echoed.prompt_logprobs) == (2, 1)
-    assert completion(echo=True).requests[0].prompt_logprobs is None
+    assert (echoed.requests[0].sampling.prompt_logprobs, echoed.prompt_logprobs) == (2, 1)
+    assert completion(echo=True).requests[0].sampling.prompt_logprobs is None
     assert refused({"prompt": "x", "logprobs": 6}).param == "logprobs"
     for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
         assert refused({"messages": HELLO, **wrong}, chats=True).param == "top_logprobs"
     assert refused({"prompt": "x", "prompt_logprobs": 0, "stream": True}).param == "prompt_logprobs"
-    assert chat(echo=True, logprobs=True).requests[0].prompt_logprobs is None
+    assert chat(echo=True, logprobs=True).requests[0].sampling.prompt_logprobs is None
 
 
 def test_edits_and_forms_of_text_arrive() -> None:
@@ -361,6 +361,6 @@ def test_edits_and_forms_of_text_arrive() -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -2)
     assert (sampling.repetition_penalty, sampling.min_tokens) == (1.5, 2)
     assert (dict(sampling.logit_bias), list(sampling.bad_words)) == ({7: 3.0}, ["no"])
-    assert request.include_stop_str_in_output
-    assert not request.skip_special_tokens
-    assert request.truncate_prompt_tokens == -1
+    assert sampling.include_stop_str_in_output
+    assert not sampling.skip_special_tokens
+    assert sampling.truncate_prompt_tokens == -1

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.heavy_hitters import HeavyHitters, border_tokens, least_tokens
-from tandem.engine.types import SamplingParams
 from tandem.errors import BadRequest, InternalError, NeverFits
 from tests.engine_driver import drive_all, make_spec
 from tests.grouped_toy import make_grouped_engine
@@ -188,7 +188,7 @@ def test_log_probabilities_of_a_prompt_are_those_under_the_budget(tiny: Tiny) ->
         max_tokens=1,
         kv_budget=BUDGET,
         prompt_logprobs=1,
-        sampling=SamplingParams(logprobs=1),
+        sampling=SamplingParams(temperature=0, logprobs=1),
     )
     end = drive_all(load(tiny)[0], spec).ends["a"]
     follow = Reference(tiny[1]).greedy(prompt)

@@ -18,19 +18,20 @@ import torch
 from msgspec import structs
 
 from tandem.common.config.engine import EngineConfig, Kernels, KvDtype
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.decoder_weights import Linear
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.engine.types import Mode, SamplingParams, SequenceSpec
+from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_fp8 import FixedScales
-from tests.engine_driver import drive, drive_all, make_spec
+from tests.engine_driver import GREEDY, drive, drive_all, make_spec
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.executor.native import native_shapes
 from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
@@ -65,7 +66,11 @@ class Bench:
 
     def spec(self, name: str, prompt: list[int], seed: int, **fields: object) -> SequenceSpec:
         """Odd seeds sample, even ones are greedy."""
-        sampling = SamplingParams(0.9, 50, 0.95, 0.01, seed=seed) if seed % 2 else SamplingParams()
+        sampling = (
+            SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=seed)
+            if seed % 2
+            else GREEDY
+        )
         return make_spec(name, prompt, sampling=sampling, max_tokens=NUM_TOKENS, **fields)  # type: ignore[arg-type]
 
     def prefilled(self, token_ids: list[int], budget: int) -> tuple[torch.Tensor, int]:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.executor.sampler import next_draw
 from tandem.engine.sequence import Sequence
-from tandem.engine.types import SamplingParams
 from tandem_kernels.sampling import sample
 from tests.engine_driver import make_spec
 
@@ -16,7 +16,7 @@ def sequence_of(num_tokens: int, *, num_output_tokens: int = 0, **sampling: floa
         "a",
         list(range(num_tokens)),
         num_prompt_tokens=num_tokens - num_output_tokens,
-        sampling=SamplingParams(**sampling),
+        sampling=SamplingParams(**{"temperature": 0, **sampling}, is_resolved=True),
     )
     return Sequence.from_spec(spec, arrival=0, block_size=4, chain_root=b"root of 16 bytes")
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.scheduler.check_spec import check_spec
-from tandem.engine.types import Mode, SamplingParams
+from tandem.engine.types import Mode
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 from tests.engine_driver import make_spec
 from tests.toy_runner import ToyRunner
@@ -87,16 +88,16 @@ def test_nonsense(token_ids: list[int], fields: dict[str, int]) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e38])
 def test_a_number_that_no_draw_can_compute_is_refused(name: str, value: float) -> None:
     with pytest.raises(BadRequest, match=f"{name} is .*; it must be from ") as caught:
-        check([1], sampling=SamplingParams(**{name: value}))
+        check([1], sampling=SamplingParams(**{name: value}, is_resolved=True))
     assert caught.value.param == name
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e38, 1e38])
 def test_an_edit_that_makes_a_logit_infinite_is_refused(value: float) -> None:
     sampling = [
-        SamplingParams(presence_penalty=value),
-        SamplingParams(frequency_penalty=value),
-        SamplingParams(logit_bias={5: 1.0, 6: value}),
+        SamplingParams(presence_penalty=value, is_resolved=True),
+        SamplingParams(frequency_penalty=value, is_resolved=True),
+        SamplingParams(logit_bias={5: 1.0, 6: value}, is_resolved=True),
     ]
     for one in sampling:
         with pytest.raises(BadRequest, match="it must be from -1e\\+06 to 1e\\+06"):

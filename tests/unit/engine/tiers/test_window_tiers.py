@@ -14,12 +14,13 @@ import pytest
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.step_time import StepTimeModel
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers import make_tiers
 from tandem.engine.tiers.disk.manifest import HEADER_BYTES
 from tandem.engine.tiers.tier import LoadRate
-from tandem.engine.types import NewTokens, SamplingParams
+from tandem.engine.types import NewTokens
 from tandem.errors import ConfigError
 from tests.engine_driver import Outcome, make_spec
 from tests.grouped_toy import Windows, continuation, make_grouped_engine
@@ -281,7 +282,7 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
 
     def answer(engine: Engine, prompt: list[int]) -> tuple[list[int], list[float], CachedTokens]:
         outcome = Outcome()
-        params = SamplingParams(logprobs=1)
+        params = SamplingParams(temperature=0, logprobs=1)
         engine.add(make_spec("asked", prompt, sampling=params, max_tokens=8))
         settle(engine, outcome)
         news = [new for report in outcome.reports for new in report.new_tokens]

@@ -21,10 +21,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import count
 
+import msgspec
+
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.choices.interleave import interleave
-from tandem.router.request.job import Job, JobStep, Progress
+from tandem.router.request.job import Job, JobStep, PreparedRequest, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ async def search(
     so its timings are those of the request.
     """
     num_steps = job.request.max_tokens
-    job.request = replace(job.request, max_tokens=1)
+    job.request = _with_max_tokens(job.request, 1)
     running = [Beam()]
     completed = list[Beam]()
     jobs = [job]
@@ -113,7 +115,7 @@ async def _next_tokens(
 
 def _job(beam: Beam, source: Job, index: int) -> Job:
     """Returns the job for the next token of a beam. `source` is the job of its last token."""
-    request = replace(source.request, max_tokens=len(beam.token_ids) + 1)
+    request = _with_max_tokens(source.request, len(beam.token_ids) + 1)
     progress = Progress(
         list(source.progress.block_hashes),
         Timeline(),
@@ -122,3 +124,8 @@ def _job(beam: Beam, source: Job, index: int) -> Job:
         num_lost=source.progress.num_lost,
     )
     return Job(request, progress, index=index, parent=source)
+
+
+def _with_max_tokens(request: PreparedRequest, max_tokens: int) -> PreparedRequest:
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
+    return replace(request, sampling=sampling)

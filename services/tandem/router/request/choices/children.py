@@ -10,8 +10,10 @@ for any request.
 
 from dataclasses import replace
 
+import msgspec
+
 from tandem.router.metrics.timeline import Timeline
-from tandem.router.request.job import Job, Progress
+from tandem.router.request.job import Job, PreparedRequest, Progress
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -31,17 +33,25 @@ def child_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+def child_request(request: PreparedRequest, index: int) -> PreparedRequest:
+    """Returns the request of a child."""
+    if not index:
+        return request
+    sampling = msgspec.structs.replace(
+        request.sampling,
+        seed=child_seed(request.sampling.seed or 0, index),
+        prompt_logprobs=None,  # child 0's apply to all of them
+    )
+    return replace(request, sampling=sampling)
+
+
 def children(job: Job, count: int) -> list[Job]:
     """Returns the jobs of a request: `job` and `count` - 1 forks of it."""
     return [job, *(_child(job, index) for index in range(1, count))]
 
 
 def _child(parent: Job, index: int) -> Job:
-    request = replace(
-        parent.request,
-        seed=child_seed(parent.request.seed, index),
-        prompt_logprobs=None,  # the parent's apply to all of them
-    )
+    request = child_request(parent.request, index)
     timeline = Timeline(parent.progress.timeline.span)
     return Job(
         request,

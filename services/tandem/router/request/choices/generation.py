@@ -77,7 +77,7 @@ class Generation:
         async with aclosing(self.steps(choice.job)) as steps:
             async for step in steps:
                 # a worker generates at least one token
-                if choice.job.request.client.max_tokens == 0:
+                if choice.job.request.client.sampling.max_tokens == 0:
                     piece = choice.text.push([], "length")
                 else:
                     piece = choice.text.push(step.token_ids, step.finish_reason)

@@ -1,0 +1,194 @@
+"""Converts between structs and the messages of proto/tandem/v1/worker.proto, by field name.
+
+A field of a message has the value of the struct's field of the same name, and a struct in a field
+becomes the message of that field. On the way back, a field that a message lacks gets the struct's
+default. The tables below have the few fields for which this is not all.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.message import Message
+from msgspec.structs import asdict
+
+from tandem.common.adapter import Adapter
+from tandem.common.cached_tokens import CachedTokens
+from tandem.common.kv_budget import KvBudget
+from tandem.common.retention import Retention
+from tandem.common.sampling_params import SamplingParams
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+
+_MessageT = TypeVar("_MessageT", bound=Message)
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+_Read = Callable[[Any], Any]
+
+# The struct of a message that is a field of another one.
+_STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
+    pb.Adapter: Adapter,
+    pb.CachedTokens: CachedTokens,
+    pb.Retention: Retention,
+    pb.SequenceKvBudget: KvBudget,
+}
+# Where a struct has the value of a message's field, if not under the same name.
+_PLACES = {
+    "Sampling.bad_words": "bad_words_token_ids",
+    "SequenceInput.max_tokens": "sampling.max_tokens",
+    "SequenceInput.stop_token_ids": "sampling.stop_token_ids",
+    "SequenceInput.prompt_logprobs": "sampling.prompt_logprobs",
+}
+
+
+def _sampling_params(message: pb.SequenceInput) -> SamplingParams:
+    return to_struct(
+        SamplingParams,
+        message.sampling,
+        max_tokens=message.max_tokens,
+        stop_token_ids=list(message.stop_token_ids),
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        is_resolved=True,
+    )
+
+
+# What reads a field from its message, if that takes more than its own value. Older routers leave
+# some out, which are 0 then.
+_READERS: Mapping[str, _Read] = {
+    "SequenceInput.sampling": _sampling_params,
+    "Sampling.repetition_penalty": lambda sampling: sampling.repetition_penalty or 1.0,
+    "Retention.weight": lambda retention: max(1, retention.weight),
+}
+
+
+def to_message(kind: type[_MessageT], source: object, **fields: Any) -> _MessageT:
+    """Returns a message with `fields`; all its others have the values that `source` has under the
+    same names."""
+    values_of = _writer(kind, type(source), tuple(fields))  # type: ignore[arg-type]
+    return kind(**values_of(source), **fields)
+
+
+def to_struct(kind: type[_StructT], message: Message, **fields: Any) -> _StructT:
+    """Returns a struct with `fields`; the others have the values of the message under the same
+    names, and their defaults where the message has none."""
+    return kind(**{**to_fields(kind, message), **fields})
+
+
+def to_fields(kind: type[msgspec.Struct], message: Message) -> dict[str, Any]:
+    """Returns the fields of a struct that a message has."""
+    found: dict[str, Any] = _reader(kind, type(message))(message)  # type: ignore[arg-type]
+    return found
+
+
+def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
+    """Returns the retention of a request's KV; older routers send none."""
+    return to_struct(Retention, message.retention) if message.HasField("retention") else Retention()
+
+
+def cached_of(message: pb.Prefilled) -> CachedTokens:
+    """Returns the cached tokens of a prompt on its prefill worker, by tier.
+
+    Without tiers, or from an older worker, all of them count as cached in its pool.
+    """
+    if message.HasField("cached_by_tier"):
+        return to_struct(CachedTokens, message.cached_by_tier)
+    return CachedTokens(device=message.cached_tokens)
+
+
+def trace_headers(message: pb.TraceContext) -> dict[str, str]:
+    return {"traceparent": message.traceparent, "tracestate": message.tracestate}
+
+
+_ABSENT = object()
+
+
+@cache
+def _writer(kind: Any, source: type, given: tuple[str, ...]) -> _Read:
+    """Returns what reads the values of a message's fields, but for those given, from a struct."""
+    fields = [field for field in kind.DESCRIPTOR.fields if field.name not in given]
+    copied = {field.name: _place(field) for field in fields if _message_of(field) is None}
+    made = {field.name: _write(field) for field in fields if field.name not in copied}
+    if not made and {*copied.values()} == {*getattr(source, "__struct_fields__", ())}:
+        return asdict
+    return _values(copied, made)
+
+
+def _write(field: Any) -> _Read:
+    read = attrgetter(_place(field))
+    kind = _message_of(field)
+    if kind is pb.TokenRun:
+        return lambda source: [pb.TokenRun(ids=run) for run in read(source)]
+    if field.is_repeated:
+        return lambda source: [to_message(kind, each) for each in read(source)]
+
+    def write(source: object) -> Message | None:
+        value = read(source)
+        return None if value is None else to_message(kind, value)
+
+    return write
+
+
+@cache
+def _reader(kind: type[msgspec.Struct], message: Any) -> _Read:
+    """Returns what reads the fields that a struct shares with a message from the message."""
+    named = {_place(field): field for field in message.DESCRIPTOR.fields}
+    shared = {name: field for name, field in named.items() if name in kind.__struct_fields__}
+    copied = {
+        name: field.name
+        for name, field in shared.items()
+        if not (field.is_repeated or field.has_presence or _name(field) in _READERS)
+    }
+    made = {
+        name: _READERS.get(_name(field)) or _read(field)
+        for name, field in shared.items()
+        if name not in copied
+    }
+    return _values(copied, made)
+
+
+def _read(field: Any) -> _Read:
+    read = attrgetter(field.name)
+    kind = _message_of(field)
+    if kind is pb.TokenRun:
+        return lambda message: [list(run.ids) for run in read(message)]
+    if field.is_repeated:
+        copy = list if field.message_type is None else dict  # a map's entries are messages
+        return lambda message: copy(read(message))
+    if kind is not None:
+        struct = _STRUCTS[kind]
+        return lambda message: (
+            to_struct(struct, read(message)) if message.HasField(field.name) else _ABSENT
+        )
+    return lambda message: read(message) if message.HasField(field.name) else _ABSENT
+
+
+def _values(copied: Mapping[str, str], made: Mapping[str, _Read]) -> _Read:
+    """Returns what reads values by name: those at the places that `copied` names, all at once, and
+    those that `made` makes."""
+    if len(copied) < 2:  # an attrgetter of one place returns no tuple
+        made = {**{name: attrgetter(place) for name, place in copied.items()}, **made}
+        copied = {}
+    read_all: _Read = attrgetter(*copied.values()) if copied else lambda source: ()
+
+    def values(source: object) -> dict[str, Any]:
+        found = dict(zip(copied, read_all(source), strict=True))
+        for name, read in made.items():
+            if (value := read(source)) is not _ABSENT:
+                found[name] = value
+        return found
+
+    return values
+
+
+def _message_of(field: Any) -> Any:
+    """Returns the class of the messages in a field; None for numbers, texts and maps."""
+    kind = field.message_type
+    return None if kind is None or kind.GetOptions().map_entry else getattr(pb, kind.name)
+
+
+def _name(field: Any) -> str:
+    return f"{field.containing_type.name}.{field.name}"
+
+
+def _place(field: Any) -> str:
+    return _PLACES.get(_name(field)) or str(field.name)
