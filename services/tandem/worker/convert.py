@@ -1,7 +1,7 @@
 """Converts between the messages of proto/tandem/v1/worker.proto and plain data types."""
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import asdict
@@ -14,9 +14,6 @@ from tandem.common.retention import NO_RETENTION, PRIORITY_DEFAULT, Retention
 from tandem.engine.types import Mode, SamplingParams, SequenceSpec, TokenLogprobs
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
-if TYPE_CHECKING:
-    from tandem.net.store.registry import WorkerLoad
-
 _Plain = TypeVar("_Plain", bound=msgspec.Struct)
 
 
@@ -24,11 +21,6 @@ def plain_of(kind: type[_Plain], source: object, **fields: Any) -> _Plain:
     """Builds a `kind` from `fields`; every other field is copied from `source` by name."""
     same = (name for name in kind.__struct_fields__ if name not in fields)
     return kind(**{name: getattr(source, name) for name in same}, **fields)
-
-
-def load_message(load: "WorkerLoad") -> pb.WorkerLoad:
-    groups = [pb.KvGroupLoad(**asdict(group)) for group in load.groups]
-    return pb.WorkerLoad(**{**asdict(load), "groups": groups})
 
 
 def sequence_spec(

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from tandem.cluster.operate import show_status
 from tandem.common.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.net.store.registry import WorkerLoad
 from tests.harness.scripted_worker import Say, refusal, refusing, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 

@@ -32,7 +32,7 @@ from tandem.engine.tiers.object_store.lookups import Lookups
 from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.tier import Tier, is_held
 from tandem.engine.tiers.writes import PoolGroup, Writes
-from tandem.engine.types import TierBlocks, TierLoad
+from tandem.engine.types import TierBlocks, TierStats
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
@@ -257,8 +257,8 @@ class Tiers:
         tier = next((tier for tier in self.tiers if tier.storage.name == name), None)
         return [] if tier is None else tier.block_hashes(first, end)
 
-    def loads(self) -> list[TierLoad]:
-        return [tier.load() for tier in self.tiers]
+    def stats(self) -> list[TierStats]:
+        return [tier.stats() for tier in self.tiers]
 
     def close(self) -> None:
         """Writes what has no copy yet, for `_CLOSE_S` at most, and ends the threads."""

@@ -132,8 +132,8 @@ def choose(
     reason = (
         f"decode={chosen.worker_id} cost={costs[chosen.worker_id] * 1000:.0f}ms"
         f" cached={cached.num_tokens}/{work.num_tokens}{loaded}"
-        f" running={chosen.num_running} waiting={chosen.num_waiting}"
-        f" kv={chosen.kv_use:.2f} of={len(usable)}; prefill={names}"
+        f" running={chosen.load.num_running} waiting={chosen.load.num_waiting}"
+        f" kv={chosen.load.kv_use:.2f} of={len(usable)}; prefill={names}"
     )
     by_id = roster.by_id
     return Placement(
@@ -218,7 +218,7 @@ def _hold_most(
     most = max(held)
     if min(held) == most:
         return workers
-    loads = [w.num_requests for w in workers]
+    loads = [w.load.num_requests for w in workers]
     limit = (1 + LOAD_EXCESS) * (sum(loads) + 1) / len(workers)
     fit = [(h, w) for h, load, w in zip(held, loads, workers, strict=True) if load <= limit]
     most = max(fit, key=itemgetter(0))[0]

@@ -19,10 +19,11 @@ from tandem.errors import ConfigError
 from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, LogPosition, read_piece
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
+from tandem.net.rpc.worker_load import load_message
 from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.transfer.nixl.reach import host_identity
-from tandem.worker.convert import load_message, plain_of, rate_message, retention_of
+from tandem.worker.convert import plain_of, rate_message, retention_of
 from tandem.worker.lifecycle.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,7 @@ class Servicer(WorkerServicer):
     async def Decode(
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        load = load_message(self._worker.load())
-        async for update in self._worker.decode.serve(request_iterator, load):
+        async for update in self._worker.decode.serve(request_iterator, self._worker.load()):
             yield update
 
     async def Prefill(

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from tandem.common.perf_model.predict import OWN_SPARE, RATES_OFF, prefill_seconds, queued_seconds
 from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.worker_load import WorkerLoad
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.scenario import Scenario
 from tandem.ops.simulator.workers.engine import SimulatedEngine
