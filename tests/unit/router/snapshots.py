@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from tandem.common.worker_load import WorkerLoad
-from tandem.router.placement.costs import WorkerSnapshot
+from tandem.router.placement.costs import (
+    Candidate,
+    Reuse,
+    Work,
+    WorkerSnapshot,
+    price_decode,
+    price_prefill,
+)
 
 
 def snapshot(worker_id: str, role: str = "decode", **fields: Any) -> WorkerSnapshot:
@@ -23,3 +31,24 @@ def snapshot(worker_id: str, role: str = "decode", **fields: Any) -> WorkerSnaps
 def with_load(worker: WorkerSnapshot, **changes: Any) -> WorkerSnapshot:
     """Returns the worker with these fields of its load."""
     return replace(worker, load=msgspec.structs.replace(worker.load, **changes))
+
+
+def decode_cost(
+    work: Work,
+    worker: WorkerSnapshot,
+    matches: Mapping[str, int],
+    *,
+    producers: Sequence[WorkerSnapshot],
+) -> float:
+    candidates = [Candidate(producer, Reuse(0), 0.0) for producer in producers]
+    return price_decode(work, worker, matches, producers=candidates).cost_s
+
+
+def prefill_cost(
+    work: Work,
+    worker: WorkerSnapshot,
+    matches: Mapping[str, int],
+    *,
+    held: Mapping[str, int] | None = None,
+) -> float:
+    return price_prefill(work, worker, matches, held=held).cost_s

@@ -9,8 +9,8 @@ import pytest
 
 from tandem.common.adapter import Adapter
 from tandem.net.store.registry import AdapterState, KvCompatibility
-from tandem.router.placement.choose import Work, WorkerSnapshot, choose, prefill_cost
-from tests.unit.router.snapshots import snapshot, with_load
+from tandem.router.placement.choose import Work, WorkerSnapshot, choose
+from tests.unit.router.snapshots import prefill_cost, snapshot, with_load
 
 ADAPTER = Adapter("sql", "digest", "/adapters/sql", 16)
 COMPATIBILITY = KvCompatibility("model", "float32", "fast", 16, "float32", "layout", 1)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
-from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose, decode_cost
+from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose
 from tandem.router.placement.moves import find_moves
-from tests.unit.router.snapshots import snapshot, with_load
+from tests.unit.router.snapshots import decode_cost, snapshot, with_load
 
 RATES = WorkerRates(PrefillRate(1e-3, 1e-5, 0.0), DecodeRate(1e-2, 1e-3), measured=True)
 

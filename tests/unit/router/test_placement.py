@@ -22,13 +22,11 @@ from tandem.router.placement.choose import (
     Work,
     WorkerSnapshot,
     choose,
-    decode_cost,
     near_best,
-    prefill_cost,
 )
-from tandem.router.placement.costs import cached_tokens, with_likely_rates
+from tandem.router.placement.costs import Candidate, Reuse, cached_tokens, with_likely_rates
+from tests.unit.router.snapshots import decode_cost, prefill_cost, with_load
 from tests.unit.router.snapshots import snapshot as worker
-from tests.unit.router.snapshots import with_load
 
 FAST = PairRate("nixl", 1e-3, 2e9)
 SLOW = PairRate("grpc", 40e-3, 2e6)
@@ -147,11 +145,18 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
     if not workers:
         return
     costs = {w.worker_id: decode_cost(work, w, matches, producers=workers) for w in workers}
-    before = near_best(workers, costs)
+
+    def chosen() -> list[WorkerSnapshot]:
+        return [
+            c.worker
+            for c in near_best([Candidate(w, Reuse(0), costs[w.worker_id]) for w in workers])
+        ]
+
+    before = chosen()
     lucky = data.draw(st.sampled_from(before))
     deeper = {**matches, lucky.worker_id: matches.get(lucky.worker_id, 0) + deeper_by}
     costs[lucky.worker_id] = decode_cost(work, lucky, deeper, producers=workers)
-    after = near_best(workers, costs)
+    after = chosen()
     assert lucky in after
     assert len(after) <= len(before)
 

@@ -20,6 +20,8 @@ rates, and only the ratios of these prices matter.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from tandem.common.adapter import Adapter
 from tandem.common.perf_model.predict import (
     Holder,
@@ -104,16 +106,34 @@ class Work:
         return num_tokens if self.budget_tokens is None else min(num_tokens, self.budget_tokens)
 
 
-def decode_cost(
+class Reuse(msgspec.Struct, frozen=True):
+    """The first tokens of a prompt that need no computing, and the time until they are in the pool.
+
+    The worker may compute some of them while it loads the others.
+    """
+
+    num_tokens: int
+    load_s: float = 0.0
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A worker with the price of one request on it, in seconds."""
+
+    worker: WorkerSnapshot
+    reused: Reuse
+    cost_s: float
+
+
+def price_decode(
     work: Work,
     worker: WorkerSnapshot,
     matches: Mapping[str, int],
     *,
-    producers: Sequence[WorkerSnapshot],
-) -> float:
-    """Returns the cost in seconds.
+    producers: Sequence[Candidate],
+) -> Candidate:
+    """Prices a request that decodes on the worker.
 
-    It never falls with more load and never rises with more cached blocks. `producers` are the
+    The cost never falls with more load and never rises with more cached blocks. `producers` are the
     prefill workers; without any, the worker computes the missing tokens itself.
     """
     reused = reuse(work, worker, matches)
@@ -135,7 +155,7 @@ def decode_cost(
     shortfall = work.block_size * load.lacking_blocks(work.num_kept(missing) / work.block_size)
     if shortfall > 0:
         cost_s += SHORTFALL_PRICE * token_seconds(rates) * shortfall
-    return cost_s
+    return Candidate(worker, reused, cost_s)
 
 
 def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
@@ -159,17 +179,17 @@ def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) ->
     return num_to_end * completion_tokens * decode.rates.decode.seconds(num_ending) / num_ending
 
 
-def prefill_cost(
+def price_prefill(
     work: Work,
     worker: WorkerSnapshot,
     matches: Mapping[str, int],
     *,
     held: Mapping[str, int] | None = None,
-) -> float:
-    """Returns the cost in seconds.
+) -> Candidate:
+    """Prices a request whose prompt the worker computes.
 
-    It never falls with more load and never rises with more cached blocks or holders. `held` is the
-    number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
+    The cost never falls with more load and never rises with more cached blocks or holders. `held`
+    is the number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
     """
     reused = reuse(work, worker, matches)
     rates = worker.rates
@@ -192,23 +212,12 @@ def prefill_cost(
         cost_s += _adapter_s(work.adapter, worker)
     if num_leases := worker.load.num_leases:
         cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
-    return cost_s
+    return Candidate(worker, reused, cost_s)
 
 
 def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
     """Returns the seconds until the request's adapter is in the worker's memory."""
     return 0.0 if adapter.digest in worker.adapters else ADAPTER_READ_S
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """The first tokens of a prompt that need no computing, and the time until they are in the pool.
-
-    The worker may compute some of them while it loads the others.
-    """
-
-    num_tokens: int
-    load_s: float = 0.0
 
 
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
@@ -219,6 +228,8 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     """
     held = cached_tokens(work, worker, matches)
     rates = worker.rates
+    if not rates.tiers:
+        return Reuse(held)
     in_pool = matches.get(worker.worker_id, 0)
     tiers = []
     for tier in rates.tiers:
@@ -279,7 +290,7 @@ def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]
 
 
 def _missing_s(
-    work: Work, worker: WorkerSnapshot, cached: int, producers: Sequence[WorkerSnapshot]
+    work: Work, worker: WorkerSnapshot, cached: int, producers: Sequence[Candidate]
 ) -> float:
     """Returns the seconds to obtain the missing blocks: pulled from a producer, or computed.
 
@@ -293,5 +304,5 @@ def _missing_s(
         return computed_s
     num_bytes = rates.moved_bytes(work.num_kept(missing) / work.block_size)
     ways = worker.pairs
-    pulled_s = [way.seconds(num_bytes) for s in producers if (way := ways.get(s.worker_id))]
+    pulled_s = [way.seconds(num_bytes) for p in producers if (way := ways.get(p.worker.worker_id))]
     return min(computed_s, min(pulled_s)) if pulled_s else PULL_PRICE * computed_s
