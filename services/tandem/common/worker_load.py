@@ -74,7 +74,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
         all running slots or are as large (engine/cache/layout/kv_groups.py), so this pool is full
         first.
         """
-        pool = max(self.groups, key=lambda g: g.sequence_blocks_max or math.inf, default=self)
+        pool: WorkerLoad | GroupLoad = self
+        if self.groups:
+            pool = max(self.groups, key=lambda group: group.sequence_blocks_max or math.inf)
         return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
 
     def lacking_blocks(self, num_blocks: float, num_sequences: int = 1) -> float:

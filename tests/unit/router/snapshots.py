@@ -10,8 +10,6 @@ import msgspec
 
 from tandem.common.worker_load import WorkerLoad
 from tandem.router.placement.costs import (
-    Candidate,
-    Reuse,
     Work,
     WorkerSnapshot,
     price_decode,
@@ -40,8 +38,8 @@ def decode_cost(
     *,
     producers: Sequence[WorkerSnapshot],
 ) -> float:
-    candidates = [Candidate(producer, Reuse(0), 0.0) for producer in producers]
-    return price_decode(work, worker, matches, producers=candidates).cost_s
+    names = [producer.worker_id for producer in producers]
+    return price_decode(work, worker, matches, producers=names).cost_s
 
 
 def prefill_cost(

@@ -24,7 +24,7 @@ from tandem.router.placement.choose import (
     choose,
     near_best,
 )
-from tandem.router.placement.costs import Candidate, Reuse, cached_tokens, with_likely_rates
+from tandem.router.placement.costs import PricedWorker, Reuse, cached_tokens, with_likely_rates
 from tests.unit.router.snapshots import decode_cost, prefill_cost, with_load
 from tests.unit.router.snapshots import snapshot as worker
 
@@ -149,7 +149,7 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
     def chosen() -> list[WorkerSnapshot]:
         return [
             c.worker
-            for c in near_best([Candidate(w, Reuse(0), costs[w.worker_id]) for w in workers])
+            for c in near_best([PricedWorker(w, Reuse(0), costs[w.worker_id]) for w in workers])
         ]
 
     before = chosen()

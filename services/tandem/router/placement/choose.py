@@ -10,14 +10,15 @@ a choice among a thousand takes little longer than one among thirty.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import nlargest
 from operator import itemgetter
 from random import Random
 
+import msgspec
+
 from tandem.prefix_index.holders import MARK, worker_of
 from tandem.router.placement.costs import (
-    Candidate,
+    PricedWorker,
     Work,
     WorkerSnapshot,
     cached_tokens,
@@ -50,8 +51,9 @@ LOAD_EXCESS = 0.25
 SHARE_EXCESS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
+    """The workers of a request."""
+
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
     # Workers that have more of the prompt than the first candidate, deepest first.
@@ -106,13 +108,14 @@ def choose(
     likely = with_likely_rates(usable + peers)
     decode = likely[: len(usable)]
     prefill = likely[len(usable) :]
-    candidates: list[Candidate] = []
+    candidates: list[PricedWorker] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
         candidates = _order_prefill(
             work, prefill, matches, producers, roster, rng, required_prefill
         )
-    priced = [price_decode(work, w, matches, producers=candidates) for w in decode]
+    names = [c.worker.worker_id for c in candidates]
+    priced = [price_decode(work, w, matches, producers=names) for w in decode]
     if not candidates:
         priced = _within_share(work, priced, roster)
     chosen = _pick(_hold_most(near_best(priced), matches, roster), rng)
@@ -129,7 +132,6 @@ def choose(
     ]
     load = chosen.worker.load
     loaded = f" load={cached.load_s * 1000:.0f}ms" if cached.load_s else ""
-    names = [c.worker.worker_id for c in candidates]
     reason = (
         f"decode={worker_id} cost={chosen.cost_s * 1000:.0f}ms"
         f" cached={cached.num_tokens}/{work.num_tokens}{loaded}"
@@ -193,15 +195,15 @@ def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
     return sum(w.usable and w.epoch not in refused and w.can_run(work) for w in workers)
 
 
-def near_best(candidates: Sequence[Candidate]) -> list[Candidate]:
+def near_best(candidates: Sequence[PricedWorker]) -> list[PricedWorker]:
     """Returns the candidates whose cost is indistinguishable from the lowest with stale loads."""
     limit = min([c.cost_s for c in candidates]) + NEAR_BEST_S
     return [c for c in candidates if c.cost_s <= limit]
 
 
 def _hold_most(
-    candidates: list[Candidate], matches: Mapping[str, int], roster: Roster
-) -> list[Candidate]:
+    candidates: list[PricedWorker], matches: Mapping[str, int], roster: Roster
+) -> list[PricedWorker]:
     """Returns the near-best candidates that hold the most of the prompt.
 
     Workers with many more requests than the mean are left out. Several routers may choose the same
@@ -224,11 +226,11 @@ def _hold_most(
     return [c for h, c in fit if h == most]
 
 
-def _pick(candidates: list[Candidate], rng: Random) -> Candidate:
+def _pick(candidates: list[PricedWorker], rng: Random) -> PricedWorker:
     return candidates[int(rng.random() * len(candidates))]
 
 
-def _within_share(work: Work, candidates: list[Candidate], roster: Roster) -> list[Candidate]:
+def _within_share(work: Work, candidates: list[PricedWorker], roster: Roster) -> list[PricedWorker]:
     """Returns the candidates that may get more prefill; if none may, the one furthest below the
     mean.
 
@@ -246,7 +248,7 @@ def _within_share(work: Work, candidates: list[Candidate], roster: Roster) -> li
     return fit or [min(candidates, key=lambda c: c.worker.prefill_share)]
 
 
-def _saved_s(work: Work, candidate: Candidate) -> float:
+def _saved_s(work: Work, candidate: PricedWorker) -> float:
     """Returns the seconds of prefill that the worker's cached blocks save."""
     reused = candidate.reused
     if not reused.num_tokens:
@@ -264,7 +266,7 @@ def _order_prefill(
     roster: Roster,
     rng: Random,
     required: str,
-) -> list[Candidate]:
+) -> list[PricedWorker]:
     """Returns the prefill candidates in order.
 
     The first one is the required worker, or a random near-best one within its share. The others
@@ -357,5 +359,5 @@ def _usable_of_deepest(
     else:
         names.sort(key=matches.__getitem__, reverse=True)
     by_id = roster.by_id
-    found = [w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None]
-    return [w for w in found if w.usable][:few]
+    found = [by_id.get(name) for name in names if matches[name] > 0]
+    return [w for w in found if w is not None and w.state == "ready" and w.reachable][:few]

@@ -116,8 +116,8 @@ class Reuse(msgspec.Struct, frozen=True):
     load_s: float = 0.0
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    """A worker with the price of one request on it, in seconds."""
+class PricedWorker(msgspec.Struct, frozen=True):
+    """A worker, and the seconds that one request loses on it."""
 
     worker: WorkerSnapshot
     reused: Reuse
@@ -129,22 +129,22 @@ def price_decode(
     worker: WorkerSnapshot,
     matches: Mapping[str, int],
     *,
-    producers: Sequence[Candidate],
-) -> Candidate:
+    producers: Sequence[str],
+) -> PricedWorker:
     """Prices a request that decodes on the worker.
 
     The cost never falls with more load and never rises with more cached blocks. `producers` are the
-    prefill workers; without any, the worker computes the missing tokens itself.
+    ids of the prefill workers; without any, the worker computes the missing tokens itself.
     """
     reused = reuse(work, worker, matches)
-    missing = work.num_tokens - reused.num_tokens
+    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # blocks
     rates = worker.rates
     load = worker.load
     cost_s = (
         load.queue_s(rates)
         + TOKENS_PER_RUNNING * rates.decode.sequence_s * load.num_running
         + reused.load_s
-        + _missing_s(work, worker, reused.num_tokens, producers)
+        + _missing_s(work, worker, reused.num_tokens, num_missing, producers)
     )
     if work.adapter is not None:
         cost_s += _adapter_s(work.adapter, worker)
@@ -152,10 +152,10 @@ def price_decode(
         cost_s += slot_wait_s(work, worker, work.completion_tokens)
     if load.num_waiting:
         cost_s += TOKENS_PER_WAITING * token_seconds(rates) * load.num_waiting
-    shortfall = work.block_size * load.lacking_blocks(work.num_kept(missing) / work.block_size)
+    shortfall = work.block_size * load.lacking_blocks(num_missing)
     if shortfall > 0:
         cost_s += SHORTFALL_PRICE * token_seconds(rates) * shortfall
-    return Candidate(worker, reused, cost_s)
+    return PricedWorker(worker, reused, cost_s)
 
 
 def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
@@ -185,25 +185,26 @@ def price_prefill(
     matches: Mapping[str, int],
     *,
     held: Mapping[str, int] | None = None,
-) -> Candidate:
+) -> PricedWorker:
     """Prices a request whose prompt the worker computes.
 
     The cost never falls with more load and never rises with more cached blocks or holders. `held`
     is the number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
     """
     reused = reuse(work, worker, matches)
+    cached = reused.num_tokens
     rates = worker.rates
     pairs = worker.pairs
     holders = held and [
-        Holder(tokens, pairs[name])
+        Holder(tokens, pair)
         for name, tokens in held.items()
-        if tokens > reused.num_tokens and name in pairs
+        if tokens > cached and (pair := pairs.get(name)) is not None
     ]
     expected = expect(
         rates,
         work.num_tokens,
-        reused.num_tokens,
-        queue_s=worker.queue_s,
+        cached,
+        queue_s=worker.load.queue_s(rates),
         holders=holders or (),
         block_size=work.block_size,
     )
@@ -212,7 +213,7 @@ def price_prefill(
         cost_s += _adapter_s(work.adapter, worker)
     if num_leases := worker.load.num_leases:
         cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
-    return Candidate(worker, reused, cost_s)
+    return PricedWorker(worker, reused, cost_s)
 
 
 def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
@@ -290,19 +291,22 @@ def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]
 
 
 def _missing_s(
-    work: Work, worker: WorkerSnapshot, cached: int, producers: Sequence[Candidate]
+    work: Work,
+    worker: WorkerSnapshot,
+    cached: int,
+    num_missing: float,
+    producers: Sequence[str],
 ) -> float:
-    """Returns the seconds to obtain the missing blocks: pulled from a producer, or computed.
+    """Returns the seconds to obtain `num_missing` blocks: pulled from a producer, or computed.
 
     The eviction of other blocks has no price. In Mooncake's trace, twice the memory saves only 1.5%
     of the computing, so an evicted token costs little compared with a computed one.
     """
     rates = worker.rates
-    missing = work.num_tokens - cached
     computed_s = (1 + worker.load.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
     if not producers:
         return computed_s
-    num_bytes = rates.moved_bytes(work.num_kept(missing) / work.block_size)
+    num_bytes = rates.moved_bytes(num_missing)
     ways = worker.pairs
-    pulled_s = [way.seconds(num_bytes) for p in producers if (way := ways.get(p.worker.worker_id))]
+    pulled_s = [way.seconds(num_bytes) for name in producers if (way := ways.get(name))]
     return min(computed_s, min(pulled_s)) if pulled_s else PULL_PRICE * computed_s
