@@ -136,8 +136,8 @@ async def test_a_request_that_a_load_cannot_show_yet_still_counts(router: Runnin
     await eventually(lambda: len(router.submitted) == 2)
 
     def counted() -> tuple[int, int]:
-        snapshot = view.roster().by_id[worker.worker_id]
-        return snapshot.num_waiting, snapshot.queued_tokens
+        load = view.roster().by_id[worker.worker_id].load
+        return load.num_waiting, load.queued_tokens
 
     for seen, step in ((0, 1), (1, 2), (2, 3)):
         worker.load = WorkerLoad(queue_max=8, blocks_total=1000, step=step)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 from tandem.common.perf_model.rates import PrefillRate
-from tandem.common.perf_model.soonest import Reach, load_seconds
+from tandem.common.perf_model.soonest import TierReach, load_seconds
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block import Copy
@@ -142,7 +142,7 @@ class Tiers:
         if self.tiers:
             self._uses.append((block_hashes, keep, priority))
 
-    def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[Reach]:
+    def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[TierReach]:
         """Returns how many first blocks of a chain come from each tier, or from those before it,
         and the measured price of one after `held`; 0 before a load was measured."""
         return self._sources.reach(block_hashes, held, self._readable)
@@ -187,10 +187,10 @@ class Tiers:
         self._starts_load = True
         self._readers[load.tier].submit(load)
 
-    def reach_of(self, load: Load) -> list[Reach]:
+    def reach_of(self, load: Load) -> list[TierReach]:
         """Returns where the blocks of a load come from."""
         return [
-            Reach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
+            TierReach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
             for number, end in load.ends.items()
         ]
 

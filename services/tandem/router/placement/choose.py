@@ -90,7 +90,7 @@ def choose(
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
-        return _choose_one_generation(
+        return _choose_in_one_group(
             work, roster, matches, rng, refused, required_decode, required_prefill
         )
     pools, reach = _by_worker(matches) if roster.num_with_tiers else (matches, matches)
@@ -148,7 +148,7 @@ def choose(
     )
 
 
-def _choose_one_generation(
+def _choose_in_one_group(
     work: Work,
     roster: Roster,
     matches: Mapping[str, int],
@@ -157,9 +157,10 @@ def _choose_one_generation(
     required_decode: str,
     required_prefill: str,
 ) -> Placement | None:
-    """Places on workers of one KV compatibility during an upgrade, where KV cannot be exchanged.
+    """Places on workers of one KV compatibility during an upgrade, when there are several.
 
-    A group is drawn with the number of its usable decode workers as weight.
+    Workers of different groups cannot exchange KV. A group is drawn with the number of its usable
+    decode workers as weight.
     """
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
@@ -276,8 +277,8 @@ def _order_prefill(
     priced = [price_prefill(work, w, matches, held=held) for w in workers]
     first = next((c for c in priced if c.worker.worker_id == required), None)
     if first is None:
-        near = near_best(_within_share(work, priced, roster))
-        first = _pick(_hold_most(near, matches, roster), rng)
+        cheap = near_best(_within_share(work, priced, roster))
+        first = _pick(_hold_most(cheap, matches, roster), rng)
     others = [c for c in priced if c is not first]
     others.sort(key=lambda c: (c.cost_s, c.worker.worker_id))
     return [first, *others[: PREFILL_CANDIDATES_MAX - 1]]

@@ -32,7 +32,7 @@ from tandem.common.perf_model.predict import (
     token_seconds,
 )
 from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates
-from tandem.common.perf_model.soonest import Prompt, Reach, choose_soonest
+from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
 from tandem.common.worker_load import NO_LOAD, WorkerLoad
 from tandem.prefix_index.holders import source_of
 
@@ -238,7 +238,9 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
         # the last token is always computed
         depth = min(depth, (work.num_tokens - 1) // work.block_size)
         if depth > in_pool:
-            tiers.append(Reach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool)))
+            tiers.append(
+                TierReach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool))
+            )
     if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
         return Reuse(held)
     choice = choose_soonest(
@@ -307,6 +309,6 @@ def _missing_s(
     if not producers:
         return computed_s
     num_bytes = rates.moved_bytes(num_missing)
-    ways = worker.pairs
-    pulled_s = [way.seconds(num_bytes) for name in producers if (way := ways.get(name))]
+    pairs = worker.pairs
+    pulled_s = [pair.seconds(num_bytes) for name in producers if (pair := pairs.get(name))]
     return min(computed_s, min(pulled_s)) if pulled_s else PULL_PRICE * computed_s

@@ -377,7 +377,7 @@ def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
     socket = context.socket(zmq.PUSH)
     socket.connect(address)
     try:
-        yield lambda *loaded: socket.send(msgspec.msgpack.encode(messages.Loading(*loaded)))
+        yield lambda *loaded: socket.send(msgspec.msgpack.encode(messages.WeightsProgress(*loaded)))
     finally:
         socket.close(linger=0)
 
