@@ -121,7 +121,7 @@ class KnownWorker:
             return load
         sent = summed(unreported if self.client is not None else [p for _, p in self._sent])
         queued_s = load.queued_s
-        if queued_s is not None:
+        if queued_s is not None and (sent.num_tokens or done.num_tokens):
             rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_running)
             queued_s = max(0.0, queued_s - done.seconds(rates)) + sent.seconds(rates)
         return msgspec.structs.replace(
