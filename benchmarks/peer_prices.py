@@ -26,6 +26,7 @@ from tandem.common.config.cluster import ClusterConfig, Role
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.lifecycle.servicer import Servicer
@@ -111,7 +112,7 @@ class Running:
             while True:
                 yield await self._commands.get()
 
-        async for message in self.worker.decode.serve(read(), pb.WorkerLoad()):
+        async for message in self.worker.decode.serve(read(), WorkerLoad()):
             for update in message.sequences:
                 name, made = update.request_id, self._made[update.request_id]
                 self._token_ids[name] += update.token_ids

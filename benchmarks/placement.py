@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from random import Random
 
+from tandem.common.worker_load import WorkerLoad
 from tandem.ops.simulator.scenario import DEFAULT_PAIR, DEFAULT_RATES
 from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose
 
@@ -32,10 +33,12 @@ def make_workers(num_prefill: int, num_decode: int, rng: Random) -> list[WorkerS
             address="127.0.0.1:1",
             role=role,
             state="ready",
-            num_running=rng.randrange(40),
-            queued_tokens=rng.randrange(30_000),
-            blocks_total=6000,
-            blocks_used=rng.randrange(3000),
+            load=WorkerLoad(
+                num_running=rng.randrange(40),
+                queued_tokens=rng.randrange(30_000),
+                blocks_total=6000,
+                blocks_used=rng.randrange(3000),
+            ),
             rates=DEFAULT_RATES,
             pairs=pairs,
         )

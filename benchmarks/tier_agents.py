@@ -35,7 +35,7 @@ from benchmarks.agents_trace import BLOCK, Request, Trace
 from benchmarks.peers.machine import conditions
 from benchmarks.tier_policies import CHUNK, DEVICE, PIN_S, POLICIES, Policy
 from tandem.common.config.engine import EngineConfig
-from tandem.common.perf_model.soonest import Reach
+from tandem.common.perf_model.soonest import TierReach
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, Retention
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
@@ -61,9 +61,9 @@ class WholeChunks(LeastRecentlyUsed):
         return block_hash in self.known
 
 
-def in_chunks(found: list[Reach]) -> list[Reach]:
+def in_chunks(found: list[TierReach]) -> list[TierReach]:
     """Returns what tiers have in whole chunks."""
-    return [Reach(each.num_blocks // CHUNK * CHUNK, each.block_s) for each in found]
+    return [TierReach(each.num_blocks // CHUNK * CHUNK, each.block_s) for each in found]
 
 
 @dataclass

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.peer_prices import DecodeBench, PeerBench, peer_bench
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
-from tandem.common.perf_model.soonest import Choice, Prompt, Reach
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.perf_model.soonest import LoadChoice, Prompt, TierReach
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.storage import Bytes
@@ -155,9 +155,9 @@ def _forced(engine: Engine, way: str) -> Iterator[None]:
             yield
 
 
-def _load_all(prompt: Prompt, tiers: Sequence[Reach], **_: Any) -> Choice:
+def _load_all(prompt: Prompt, tiers: Sequence[TierReach], **_: Any) -> LoadChoice:
     end = max(tier.num_blocks for tier in tiers)
-    return Choice(prompt.num_held, end, False, 0.0, 0.0, 0.0)
+    return LoadChoice(prompt.num_held, end, False, 0.0, 0.0, 0.0)
 
 
 def measure(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:

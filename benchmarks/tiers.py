@@ -153,7 +153,7 @@ class Client:
                         question = _random(Random(num_tokens), QUESTION)
                         self._add(f"o{num_tokens}", next(others) + question, 1, returns=True)
         self.measured.tokens += told.values()
-        self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.load().tiers)
+        self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.stats().tiers)
 
     def _add(self, name: str, prompt: list[int], max_tokens: int, *, returns: bool = False) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -173,7 +173,7 @@ class Client:
 
     def end(self) -> None:
         """Adds what was measured by the engine itself."""
-        self.measured.num_dropped += self._engine.load().blocks_dropped
+        self.measured.num_dropped += self._engine.stats().blocks_dropped
         if self._tier_time is not None:
             cpu_ms, wall_ms = self._tier_time.take()
             self.measured.tier_cpu_ms += cpu_ms

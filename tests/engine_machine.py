@@ -277,8 +277,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.scribble(sorted(self.quarantined))
         load = self.engine.load()
         assert load.blocks_quarantined == len(self.quarantined)
-        total = load.blocks_free + load.blocks_used + load.blocks_cached + len(self.quarantined)
-        assert total + load.blocks_leaving == load.blocks_total
+        stats = self.engine.stats()
+        total = stats.blocks_free + load.blocks_used + load.blocks_cached + len(self.quarantined)
+        assert total + stats.blocks_leaving == load.blocks_total
 
     @invariant()
     def lent_blocks_keep_their_content(self) -> None:
@@ -319,7 +320,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.clients, "somebody never ends"
         load = self.engine.load()
         assert load.blocks_cached == len(self.tree)
-        assert load.blocks_free + load.blocks_cached == load.blocks_total
+        assert self.engine.stats().blocks_free + load.blocks_cached == load.blocks_total
         assert (load.num_running, load.num_waiting, load.tokens_wasted) == (0, 0, 0)
 
     def run_threads(self) -> bool:

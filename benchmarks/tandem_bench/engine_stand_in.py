@@ -13,11 +13,11 @@ from typing import cast
 import torch
 
 from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import (
-    EngineLoad,
     FinalBlocks,
     Mode,
     Prefilled,
@@ -87,8 +87,8 @@ class StandInEngine:
         self._has_work = False
         return report
 
-    def load(self) -> EngineLoad:
-        return EngineLoad(num_awaiting_kv=len(self._tables), blocks_total=self.layout.num_blocks)
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(num_pulls=len(self._tables), blocks_total=self.layout.num_blocks)
 
     def unquarantine(self, block_ids: list[int]) -> None:
         pass

@@ -41,7 +41,6 @@ from tandem.cluster.launch.checked_model import download_built_in
 from tandem.common.adapter import Adapter
 from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.engine import EngineConfig, EngineOptions
-from tandem.common.perf_model.kv_load import longest_sequence
 from tandem.common.sampling_params import SamplingParams as SamplingParams
 from tandem.common.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 from tandem.engine.engine import Engine
@@ -708,7 +707,7 @@ class _EngineThread:
             )  # which wakes this thread
             runner = ModelRunner(folder, config)
             engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
-            pool_tokens = longest_sequence(engine.load()) * config.block_size
+            pool_tokens = engine.load().longest_sequence * config.block_size
         except BaseException as error:
             started.set_exception(error)
             return

@@ -21,7 +21,7 @@ from tandem.api.http.server import HttpServer, bind
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
-from tandem.common.perf_model.kv_load import TierUse
+from tandem.common.worker_load import TierUse
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.net.security.key_ring import KeyRing

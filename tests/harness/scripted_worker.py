@@ -17,13 +17,14 @@ from redis.asyncio import Redis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import PairRate, WorkerRates
 from tandem.common.process.cancellation import cancel
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.observability.log_file import NO_FILE, LogPosition, read_piece
 from tandem.net.rpc.auth import TokenInterceptor
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.net.store.client import UNREACHABLE
-from tandem.net.store.registry import KvCompatibility, Registry, State, WorkerLoad, WorkerRecord
+from tandem.net.store.registry import KvCompatibility, Registry, State, WorkerRecord
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 
 RECORD_INTERVAL_S = 0.3

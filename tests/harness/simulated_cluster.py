@@ -24,6 +24,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.registry import KvCompatibility
@@ -183,7 +184,7 @@ class Node:
         match event:
             case messages.Report():
                 self.prefill.on_report(event)
-                self.decode.on_report(event, pb.WorkerLoad())
+                self.decode.on_report(event, WorkerLoad())
             case messages.BlocksFinal(final_blocks):
                 self.prefill.on_final_blocks(final_blocks)
 

@@ -10,7 +10,8 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
-from tandem.engine.types import EngineLoad, NewTokens, TierLoad
+from tandem.common.worker_load import WorkerLoad
+from tandem.engine.types import EngineStats, NewTokens, TierStats
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Add, Event, Report
 from tests.engine_driver import make_spec
@@ -51,8 +52,9 @@ class Process:
         )
         self._ends: dict[str, asyncio.Future[NewTokens]] = {}
         self._token_ids: dict[str, list[int]] = {}
-        self._loads: asyncio.Queue[EngineLoad] = asyncio.Queue()
-        self.load = EngineLoad()
+        self._reports: asyncio.Queue[EngineStats] = asyncio.Queue()
+        self.load = WorkerLoad()
+        self.stats = EngineStats()
 
     async def start(self) -> None:
         self._link = EngineLink(
@@ -66,8 +68,8 @@ class Process:
         self.sizes = [size for _, size in ready.spans.pools]  # of a block of each KV group
 
     @property
-    def tier(self) -> TierLoad:
-        return self.load.tiers[0]
+    def tier(self) -> TierStats:
+        return self.stats.tiers[0]
 
     async def answer(self, name: str, prompt: list[int]) -> tuple[list[int], int]:
         """Returns the tokens that follow, and how many tokens of the prompt were cached. Raises
@@ -79,16 +81,16 @@ class Process:
         return self._token_ids[name], num_cached
 
     async def wait_for_writes(self, num_blocks: int) -> None:
-        while (await self._loads.get()).tiers[0].blocks_written < num_blocks:
+        while (await self._reports.get()).tiers[0].blocks_written < num_blocks:
             pass
 
     async def check_idle(self) -> None:
         """All pools are whole, and nothing is held by anyone."""
         assert await self._link.check_integrity() == ""
-        while self.load.blocks_leaving:
+        while self.stats.blocks_leaving:
             assert await self._link.check_integrity() == ""
         load = self.load
-        held = load.num_running, load.num_waiting, load.num_awaiting_kv, load.num_prefill_only
+        held = load.num_running, load.num_waiting, load.num_pulls, load.num_leases
         assert held == (0, 0, 0, 0)
         assert (load.blocks_used, load.blocks_quarantined) == (0, 0)
 
@@ -112,7 +114,8 @@ class Process:
         if not isinstance(event, Report):
             return
         self.load = event.report.load
-        self._loads.put_nowait(self.load)
+        self.stats = event.report.stats
+        self._reports.put_nowait(self.stats)
         assert not event.report.failed
         for new in event.report.new_tokens:
             self._token_ids[new.sequence_id] += new.token_ids

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.prefill.prefix_choice import ConnectedHolder
 from tests.grouped_toy import GroupedToyRunner, Windows
@@ -150,7 +151,7 @@ class TransferCluster(TransferChecks):
         for node in self.nodes.values():
             load = node.engine.load()
             assert load.blocks_quarantined == 0, f"{node.worker_id} keeps blocks in quarantine"
-            assert load.blocks_free + load.blocks_cached == load.blocks_total
+            assert node.engine.stats().blocks_free + load.blocks_cached == load.blocks_total
             assert not node.engine._sequences
             assert not len(node.engine._peer_blocks)
             assert not node.prefill.num_leases, f"{node.worker_id} keeps a lease"
@@ -207,7 +208,7 @@ class TransferCluster(TransferChecks):
             while True:
                 yield await commands.get()
 
-        async for message in node.decode.serve(read(), pb.WorkerLoad()):
+        async for message in node.decode.serve(read(), WorkerLoad()):
             for update in message.sequences:
                 request = self.requests[update.request_id]
                 assert not request.is_over, f"{update} came after the end"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
-from tandem.engine.types import TierLoad
+from tandem.engine.types import TierStats
 from tests.harness.tiered_process import DEADLINE_S, ENGINE, PROMPTS, Process
 from tests.tiny_models import make_tiny_model
 
@@ -84,7 +84,7 @@ class Counts:
     bad: int = 0
     failed_writes: int = 0
 
-    def take(self, tier: TierLoad) -> None:
+    def take(self, tier: TierStats) -> None:
         self.loaded += tier.blocks_loaded
         self.bad += tier.blocks_bad
         self.failed_writes += tier.write_failures
@@ -218,7 +218,7 @@ class Struggle:
         self.server.kill()
 
     def take_counters(self, process: Process) -> None:
-        for tier in process.load.tiers:
+        for tier in process.stats.tiers:
             self.counts[tier.name].take(tier)
 
     async def stop(self) -> None:

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import PairRate, default_pair
+from tandem.common.worker_load import WorkerLoad
 from tandem.errors import Incompatible
 from tandem.net.store.client import connect, connect_blocking
 from tandem.net.store.pair_rates import read_pair_bandwidths
@@ -23,7 +24,6 @@ from tandem.net.store.registry import (
     LOAN_TTL_S,
     KvCompatibility,
     Registry,
-    WorkerLoad,
     WorkerRecord,
 )
 

@@ -11,10 +11,11 @@ from typing import cast
 import numpy as np
 import torch
 
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.cache.layout.pool_memory import size_shared
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import EngineLoad, Reserved, SequenceSpec
+from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import QueueFull
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import main
@@ -53,10 +54,8 @@ class PoolEngine(StandInEngine):
         assert self._quarantine.issuperset(block_ids)
         self._quarantine.difference_update(block_ids)
 
-    def load(self) -> EngineLoad:
-        return EngineLoad(
-            num_awaiting_kv=len(self._tables), blocks_quarantined=len(self._quarantine)
-        )
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(num_pulls=len(self._tables), blocks_quarantined=len(self._quarantine))
 
     def check_integrity(self) -> None:
         assert not self._tables, f"{list(self._tables)} are here"

@@ -14,13 +14,14 @@ import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import divide_pool
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.kept_chains import KeptChains
-from tandem.engine.load import measure_load
+from tandem.engine.load import measure_load, measure_stats
 from tandem.engine.new_sequences import NewSequences
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
@@ -31,7 +32,7 @@ from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.make_tiers import make_tiers
-from tandem.engine.types import EngineLoad, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
+from tandem.engine.types import EngineStats, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
 from tandem.errors import BadRequest, InternalError, QueueFull, Returned, TandemError
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
@@ -274,16 +275,13 @@ class Engine:
         """Returns True while threads make a grammar or an adapter."""
         return self._scheduler.awaits_threads()
 
-    def load(self) -> EngineLoad:
-        return measure_load(
-            self._sequences.values(),
-            self._scheduler,
-            self._peer_blocks,
-            self._kv,
-            self._adapters,
-            self._tiers,
-            self.kept,
-        )
+    def load(self) -> WorkerLoad:
+        sequences = self._sequences.values()
+        return measure_load(sequences, self._scheduler, self._peer_blocks, self._kv, self._tiers)
+
+    def stats(self) -> EngineStats:
+        sequences = self._sequences.values()
+        return measure_stats(sequences, self._kv, self._adapters, self._tiers, self.kept)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is wrong with the blocks or the queues."""
@@ -446,6 +444,7 @@ class Engine:
         report = self._pending.take(work, seconds)
         report.step = next(self._steps)
         report.load = self.load()
+        report.stats = self.stats()
         report.stored, report.removed = self._kv.take_events()
         report.chains = self._kv.take_chain_changes()
         report.tiers = self._tiers.take_events()

@@ -15,7 +15,7 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.cache.pool.pins import Fate
 from tandem.engine.tiers.tiers import Tiers
-from tandem.engine.types import PinLoad
+from tandem.engine.types import PinStats
 
 
 class KeptChains:
@@ -69,12 +69,12 @@ class KeptChains:
         for pool in self._all_pools:
             pool.expire_pins(now)
 
-    def loads(self) -> list[PinLoad]:
+    def stats(self) -> list[PinStats]:
         """Returns the pins of the KV pools together and of each tier, once there were any."""
         found = []
         for place, pools in self._pools.items():
             if any(pool.pins.fates for pool in pools):
                 fates = sum((pool.pins.fates for pool in pools), Counter[Fate]())
                 num_pinned = sum(len(pool.pins) for pool in pools)
-                found.append(PinLoad(place, num_pinned, {f.value: fates[f] for f in Fate}))
+                found.append(PinStats(place, num_pinned, {f.value: fates[f] for f in Fate}))
         return found

@@ -23,11 +23,11 @@ import msgspec
 from tandem.common.adapter import Adapter
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.kv_budget import KvBudget
-from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.soonest import Offer, Producer
 from tandem.common.retention import NO_RETENTION, Retention
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.worker_load import WorkerLoad
 
 
 class Mode(Enum):
@@ -161,7 +161,7 @@ class Failed(msgspec.Struct, frozen=True):
     retry_after_s: float = 0.0
 
 
-class AdapterLoad(msgspec.Struct, frozen=True):
+class AdapterStats(msgspec.Struct, frozen=True):
     """The LoRA adapters of an engine: names of those that its sequences want, and digests of those
     in memory or not to be read."""
 
@@ -171,7 +171,7 @@ class AdapterLoad(msgspec.Struct, frozen=True):
     failed: list[str] = []
 
 
-class TierLoad(msgspec.Struct, frozen=True):
+class TierStats(msgspec.Struct, frozen=True):
     """A tier below the pool: the blocks that it holds, and what it has done since the start."""
 
     name: str  # host or disk
@@ -184,7 +184,7 @@ class TierLoad(msgspec.Struct, frozen=True):
     block_s: float = 0.0  # to load a block; 0: not measured
 
 
-class PinLoad(msgspec.Struct, frozen=True):
+class PinStats(msgspec.Struct, frozen=True):
     """The pins of a place, once there were any."""
 
     place: str  # device, host or disk
@@ -192,28 +192,16 @@ class PinLoad(msgspec.Struct, frozen=True):
     fates: dict[str, int] = {}  # blocks since the start, by what became of their pins
 
 
-class EngineLoad(msgspec.Struct, frozen=True):
-    num_running: int = 0
-    num_waiting: int = 0
-    num_awaiting_kv: int = 0
-    num_prefill_only: int = 0
-    num_running_slots: int = 0  # sequences that may run or await KV at once
-    chunk_tokens: int = 0  # of prefill in a step, beside those who decode now
-    queued_tokens: int = 0
-    queued_s: float | None = None  # until those are computed; None: no rate was measured
-    blocks_total: int = 0
+class EngineStats(msgspec.Struct, frozen=True):
+    """The state of an engine that is not part of its load: only its own worker reads it."""
+
     blocks_free: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0
-    blocks_quarantined: int = 0  # by reads of peers
-    blocks_leaving: int = 0  # that a tier still reads or writes, and nobody else has
+    blocks_leaving: int = 0  # blocks that only a tier still reads or writes
     blocks_dropped: int = 0  # since the start: evicted without a copy in a tier
-    tokens_wasted: int = 0  # slots that active sequences hold and do not fill
-    groups: tuple[GroupLoad, ...] = ()  # of a model with windows; blocks_* are sums of them
-    adapters: AdapterLoad = AdapterLoad()
-    tiers: list[TierLoad] = []
-    load_queue_s: float = 0.0  # until loads from tiers that are under way have ended
-    pins: list[PinLoad] = []
+    adapters: AdapterStats = AdapterStats()
+    tiers: list[TierStats] = []
+    load_queue_s: float = 0.0  # seconds until the current loads from tiers have ended
+    pins: list[PinStats] = []
 
 
 class StoredBlock(msgspec.Struct, frozen=True):
@@ -260,5 +248,6 @@ class StepReport(msgspec.Struct):
     removed: list[bytes] = []  # children before parents
     chains: BlockChanges | None = None  # of KV events, where `stored` and `removed` have no chains
     tiers: list[TierBlocks] = []  # of those where something changed
-    load: EngineLoad = EngineLoad()
+    load: WorkerLoad = WorkerLoad()
+    stats: EngineStats = EngineStats()
     rates: WorkerRates | None = None  # as measured so far; None: nothing was computed

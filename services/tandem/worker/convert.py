@@ -1,30 +1,10 @@
 """Converts between the messages of proto/tandem/v1/worker.proto and plain data types."""
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import msgspec
-from msgspec.structs import asdict
 
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.net.rpc.convert import to_struct
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-
-if TYPE_CHECKING:
-    from tandem.net.store.registry import WorkerLoad
-
-_Plain = TypeVar("_Plain", bound=msgspec.Struct)
-
-
-def plain_of(kind: type[_Plain], source: object, **fields: Any) -> _Plain:
-    """Builds a `kind` from `fields`; every other field is copied from `source` by name."""
-    same = (name for name in kind.__struct_fields__ if name not in fields)
-    return kind(**{name: getattr(source, name) for name in same}, **fields)
-
-
-def load_message(load: "WorkerLoad") -> pb.WorkerLoad:
-    groups = [pb.KvGroupLoad(**asdict(group)) for group in load.groups]
-    return pb.WorkerLoad(**{**asdict(load), "groups": groups})
 
 
 def sequence_spec(

@@ -42,7 +42,7 @@ async def front(router: RunningRouter) -> AsyncIterator[RunningRouter]:
             await worker.start()
         known = lambda: {w.worker_id: w for w in router.router.view.snapshots()}  # noqa: E731
         await eventually(lambda: {BUSY, IDLE} <= known().keys())
-        assert known()[BUSY].queued_tokens == 50_000
+        assert known()[BUSY].load.queued_tokens == 50_000
         router.script(saying([1000]))
         try:
             yield router

@@ -374,7 +374,7 @@ async def test_another_worker_takes_what_does_not_fit_into_a_smaller_pool(
     small.load = replace(before, blocks_total=500)
     small.tell_load(num_submits=0)
     view = router.router.view
-    await eventually(lambda: view.roster().by_id[small.worker_id].blocks_total == 500)
+    await eventually(lambda: view.roster().by_id[small.worker_id].load.blocks_total == 500)
     small.script, large.script = refusing("kv_capacity_exceeded"), going_on(ids)
     for _ in range(8):
         reading = Reading(router)

@@ -17,10 +17,10 @@ from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
 from tandem.common.perf_model.rates import PrefillRate, WorkerRates
+from tandem.common.worker_load import WorkerLoad
 from tandem.models.source import resolve
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.client import connect
-from tandem.net.store.registry import WorkerLoad
 from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
 from tests.service.router.conftest import ANY_ADMIN_PORTS, MODEL, eventually
 

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from tandem.cluster.operate import show_status
 from tandem.common.perf_model.rates import PairRate, PrefillRate, WorkerRates
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.net.store.registry import WorkerLoad
 from tests.harness.scripted_worker import Say, refusal, refusing, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 
@@ -136,8 +136,8 @@ async def test_a_request_that_a_load_cannot_show_yet_still_counts(router: Runnin
     await eventually(lambda: len(router.submitted) == 2)
 
     def counted() -> tuple[int, int]:
-        snapshot = view.roster().by_id[worker.worker_id]
-        return snapshot.num_waiting, snapshot.queued_tokens
+        load = view.roster().by_id[worker.worker_id].load
+        return load.num_waiting, load.queued_tokens
 
     for seen, step in ((0, 1), (1, 2), (2, 3)):
         worker.load = WorkerLoad(queue_max=8, blocks_total=1000, step=step)

@@ -8,11 +8,11 @@ import grpc.aio
 import pytest
 
 from tandem.common.perf_model.rates import PrefillRate, WorkerRates
+from tandem.common.worker_load import WorkerLoad
 from tandem.errors import BadRequest
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tandem.net.store.registry import WorkerLoad
 from tandem.router.admission.tenants import cache_salt
 from tests.harness.scripted_worker import Say, Script, saying, update
 from tests.service.router.conftest import RunningRouter, eventually

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.worker_load import WorkerLoad
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter, eventually
 from tests.service.router.test_tenants import noting

@@ -9,9 +9,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tandem.engine.types import AdapterLoad, EngineLoad
+from tandem.common.worker_load import WorkerLoad
+from tandem.engine.types import AdapterStats, EngineStats
 from tandem.net.observability.metrics import Declared, MetricSet
-from tandem.net.store.registry import WorkerLoad
 from tandem.prefix_index.audit import TreeStats
 from tandem.router.index.metrics import IndexMetrics
 from tandem.router.limits.metrics import TenantMetrics
@@ -64,9 +64,9 @@ def collected() -> set[str]:
     TenantMetrics(tenants)
     worker = WorkerMetrics(worker_id="decode-0", role="decode")
     families = [
-        *adapter_metrics({}, AdapterLoad(), 8),
+        *adapter_metrics({}, AdapterStats(), 8),
         *index_metrics({}, publisher),
-        *tier_metrics({}, EngineLoad()),
+        *tier_metrics({}, EngineStats()),
         *index.collect(),
         *WorkerGauges(view).collect(),
         *AutoscaleGauges(view).collect(),

@@ -84,7 +84,7 @@ def test_the_slot_that_is_idle_the_longest_is_taken() -> None:
         engine.add(spec(name, adapter))
         drive(engine)
     assert runner.adapters == {"digest-a", "digest-c"}
-    assert engine.load().adapters.loaded == ["digest-a", "digest-c"]
+    assert engine.stats().adapters.loaded == ["digest-a", "digest-c"]
 
 
 def test_a_sequence_waits_for_a_slot_and_its_younger_ones_with_it() -> None:
@@ -95,8 +95,8 @@ def test_a_sequence_waits_for_a_slot_and_its_younger_ones_with_it() -> None:
         engine.add(spec(name, adapter))
     drive(engine, outcome, until="base")
     assert outcome.token_ids.keys() == {"running", "base"}
-    load = engine.load().adapters
-    assert (load.running, load.waiting) == (["a"], ["a", "b"])
+    adapters = engine.stats().adapters
+    assert (adapters.running, adapters.waiting) == (["a"], ["a", "b"])
     drive(engine, outcome)
     assert list(outcome.ends) == ["base", "running", "waits", "younger"]
 
@@ -124,7 +124,7 @@ def test_one_that_cannot_be_read_ends_its_sequences_and_is_refused_for_a_while()
     assert list(outcome.ends) == ["3"]
     with pytest.raises(AdapterUnavailable, match="no folder"):
         engine.add(spec("4", "missing"))
-    assert engine.load().adapters.failed == [MISSING.digest]
+    assert engine.stats().adapters.failed == [MISSING.digest]
 
 
 def test_it_is_tried_again_later() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.engine import Engine
 from tandem.engine.types import (
-    EngineLoad,
     Mode,
     NewTokens,
 )
@@ -32,15 +32,15 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert (first.step, first.num_prefill_tokens, first.num_decode_tokens) == (1, 6, 0)
     assert first.num_prefill_context_tokens == 0 + 1 + 2 + 3 + 4 + 5
     assert engine.block_ids("a") == [0, 1]
-    assert first.load == EngineLoad(
+    assert first.load == WorkerLoad(
         num_running=1,
         num_running_slots=64,
         chunk_tokens=511,
         blocks_total=16,
-        blocks_free=14,
         blocks_used=2,
         tokens_wasted=1,
     )
+    assert first.stats.blocks_free == 14
     outcome = Outcome()
     outcome.take(first)
     drive(engine, outcome)
@@ -49,14 +49,14 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert [r.num_decode_tokens for r in outcome.reports] == [0, 1, 1, 1, 1]
     assert [r.num_decode_context_tokens for r in outcome.reports] == [0, 6, 7, 8, 9]
     # 6 + 5 tokens, the last without KV: two full blocks stay as prefix, the third is free.
-    assert engine.load() == EngineLoad(
+    assert engine.load() == WorkerLoad(
         num_running_slots=64,
         chunk_tokens=512,
         queued_s=0.0,
         blocks_total=16,
-        blocks_free=14,
         blocks_cached=2,
     )
+    assert engine.stats().blocks_free == 14
 
 
 def test_the_same_prompt_again_computes_its_last_token() -> None:
@@ -210,7 +210,7 @@ class TestRefusal:
             engine.restart(make_spec("a", PROMPT, max_tokens=3), unsafe_blocks=[1])
         engine.check_integrity()
         load = engine.load()
-        assert (load.blocks_used, load.blocks_quarantined, load.num_awaiting_kv) == (0, 1, 0)
+        assert (load.blocks_used, load.blocks_quarantined, load.num_pulls) == (0, 1, 0)
 
     def test_a_live_id_and_an_unknown_one(self) -> None:
         engine, _ = make_engine()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandem.common.cached_tokens import CachedTokens
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import (
-    EngineLoad,
     FinalBlocks,
     Mode,
     NewTokens,
@@ -37,9 +37,9 @@ class TestForPeer:
             [FinalBlocks("a", 3, [3])],
         ]
         assert outcome.reports[-1].prefilled == [Prefilled("a", continuation(prompt, 1)[0])]
-        assert (engine.load().num_prefill_only, engine.load().blocks_used) == (1, 4)
+        assert (engine.load().num_leases, engine.load().blocks_used) == (1, 4)
         engine.remove("a")
-        assert (engine.load().num_prefill_only, engine.load().blocks_used) == (0, 0)
+        assert (engine.load().num_leases, engine.load().blocks_used) == (0, 0)
 
     def test_cached_blocks_are_reported_before_anything_is_computed(self) -> None:
         engine, _ = make_engine()
@@ -166,9 +166,10 @@ class TestAwaitKv:
         engine.commit("a", 11)
         assert engine.has_work()
         assert engine.step().new_tokens == [NewTokens("a", [], "stop")]
-        assert engine.load() == EngineLoad(
-            num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_free=15, blocks_cached=1
+        assert engine.load() == WorkerLoad(
+            num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_cached=1
         )
+        assert engine.stats().blocks_free == 15
 
     def test_a_foreign_block_cannot_be_quarantined(self) -> None:
         engine, _ = make_engine()
@@ -189,7 +190,7 @@ class TestPrefix:
         engine.add(make_spec("a", self.LONG, prefix_blocks=2))
         report = engine.step()
         assert report.reserved == [Reserved("a", 0, [0, 1, 2, 3])]
-        assert (report.load.num_awaiting_kv, report.load.queued_tokens) == (1, 6)
+        assert (report.load.num_pulls, report.load.queued_tokens) == (1, 6)
         assert not engine.has_work()
         runner.fill([0, 1], self.LONG[:8], 0)
         runner.scribble([2, 3])
@@ -240,7 +241,7 @@ class TestPrefix:
         report = engine.step()
         assert report.reserved == [Reserved("a", 4, [1, 2, 3], CachedTokens(4))]
         assert report.final_blocks == [FinalBlocks("a", 0, [0])]
-        assert (report.load.num_awaiting_kv, report.load.num_prefill_only) == (1, 0)
+        assert (report.load.num_pulls, report.load.num_leases) == (1, 0)
         runner.fill([0, 1, 2], self.LONG[:12], 1)
         engine.continue_prefill("a", 3)
         outcome = drive(engine)
@@ -249,7 +250,7 @@ class TestPrefix:
             FinalBlocks("a", 1, [1, 2]),
             FinalBlocks("a", 3, [3]),
         ]
-        assert engine.load().num_prefill_only == 1
+        assert engine.load().num_leases == 1
         engine.remove("a")
         assert engine.load().blocks_used == 0
 
@@ -287,7 +288,7 @@ class TestPrefix:
             engine.continue_prefill("a", 1, unsafe_blocks=[1, 2])
         engine.check_integrity()
         load = engine.load()
-        assert (load.blocks_used, load.blocks_quarantined, load.num_awaiting_kv) == (0, 2, 0)
+        assert (load.blocks_used, load.blocks_quarantined, load.num_pulls) == (0, 2, 0)
 
     @pytest.mark.parametrize(("num_blocks", "unsafe"), [(0, []), (5, []), (3, [2])])
     def test_what_cannot_be_good_ends_it_with_its_blocks_fenced(
@@ -301,7 +302,7 @@ class TestPrefix:
             engine.continue_prefill("a", num_blocks, unsafe)
         engine.check_integrity()
         assert engine.load().blocks_quarantined == len(unsafe)
-        assert engine.load().num_awaiting_kv == 0
+        assert engine.load().num_pulls == 0
 
     def test_each_way_on_is_for_its_own_mode(self) -> None:
         engine, _ = make_engine()

@@ -290,4 +290,4 @@ def test_a_mask_that_does_not_come_ends_its_sequence_alone(
     end = next(n for n, report in enumerate(outcome.reports) if report.failed)
     last = max(n for n in range(end) if has_tokens(outcome.reports[n], "stuck"))
     assert any(has_tokens(report, "other") for report in outcome.reports[last + 1 : end])
-    assert engine.load().blocks_free + engine.load().blocks_cached == engine.load().blocks_total
+    assert engine.stats().blocks_free + engine.load().blocks_cached == engine.load().blocks_total

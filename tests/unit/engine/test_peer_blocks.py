@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.types import EngineLoad, FinalBlocks, Held, Reserved, StoredBlock
+from tandem.common.worker_load import WorkerLoad
+from tandem.engine.types import FinalBlocks, Held, Reserved, StoredBlock
 from tandem.errors import InternalError, QueueFull
 from tests.engine_driver import drive, drive_all, make_engine, make_spec
 from tests.toy_runner import continuation
@@ -28,7 +29,7 @@ class TestPin:
         report = engine.step()
         assert report.final_blocks == [FinalBlocks("h", 1, [1])]
         assert report.held == [Held("h", 2)]
-        assert (report.load.num_prefill_only, report.load.blocks_used) == (1, 2)
+        assert (report.load.num_leases, report.load.blocks_used) == (1, 2)
         assert engine.block_ids("h") == [0, 1]
         assert not engine.has_work()
         # Others need the whole pool: what is held stays.
@@ -44,9 +45,8 @@ class TestPin:
         report = engine.step()
         assert (report.held, report.final_blocks) == ([Held("h", 0)], [])
         engine.remove("h")
-        assert engine.load() == EngineLoad(
-            num_running_slots=64, chunk_tokens=512, blocks_total=16, blocks_free=16
-        )
+        assert engine.load() == WorkerLoad(num_running_slots=64, chunk_tokens=512, blocks_total=16)
+        assert engine.stats().blocks_free == 16
 
     def test_removed_before_it_was_told_is_not_heard_of(self) -> None:
         engine, _ = make_engine()
@@ -71,7 +71,7 @@ class TestImport:
         engine.import_blocks("c", hashes())
         report = engine.step()
         assert report.reserved == [Reserved("c", 0, [0, 1, 2])]
-        assert (report.load.num_awaiting_kv, report.load.blocks_used) == (1, 3)
+        assert (report.load.num_pulls, report.load.blocks_used) == (1, 3)
         runner.fill([0, 1, 2], PROMPT[:12], 0)
         engine.commit_import("c", 3)
         one, two, three = hashes()
@@ -103,7 +103,7 @@ class TestImport:
         assert engine.step().reserved == [Reserved("c", 0, [3])]
         assert engine.load().blocks_cached == 3
         engine.commit_import("c", 0)
-        assert engine.load().blocks_free == 1
+        assert engine.stats().blocks_free == 1
 
     def test_only_what_is_missing_is_asked_for_and_twins_are_dropped(self) -> None:
         engine, runner = make_engine()
@@ -114,22 +114,21 @@ class TestImport:
         runner.fill(engine.block_ids("c"), PROMPT[:12], 1)
         engine.commit_import("c", 3)
         engine.check_integrity()
-        assert engine.load() == EngineLoad(
+        assert engine.load() == WorkerLoad(
             num_running_slots=64,
             chunk_tokens=512,
             queued_s=0.0,
             blocks_total=16,
-            blocks_free=13,
             blocks_cached=3,
         )
+        assert engine.stats().blocks_free == 13
 
     def test_given_up(self) -> None:
         engine, _ = make_engine()
         engine.import_blocks("c", hashes())
         engine.remove("c", unsafe_blocks=[1])
         engine.check_integrity()
-        load = engine.load()
-        assert (load.blocks_free, load.blocks_quarantined) == (15, 1)
+        assert (engine.stats().blocks_free, engine.load().blocks_quarantined) == (15, 1)
 
     @pytest.mark.parametrize(("num_blocks", "unsafe"), [(0, []), (4, []), (3, [2])])
     def test_what_cannot_be_good_ends_it_with_its_blocks_fenced(
@@ -142,7 +141,7 @@ class TestImport:
             engine.commit_import("c", num_blocks, unsafe)
         engine.check_integrity()
         load = engine.load()
-        assert (load.num_awaiting_kv, load.blocks_quarantined) == (0, len(unsafe))
+        assert (load.num_pulls, load.blocks_quarantined) == (0, len(unsafe))
 
 
 def test_hot_prefixes_are_listed_the_most_lately_used_first() -> None:

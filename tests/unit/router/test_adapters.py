@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 from tandem.common.adapter import Adapter
 from tandem.net.store.registry import AdapterState, KvCompatibility
-from tandem.router.placement.choose import Work, WorkerSnapshot, choose, prefill_cost
+from tandem.router.placement.choose import Work, WorkerSnapshot, choose
+from tests.unit.router.snapshots import prefill_cost, snapshot, with_load
 
 ADAPTER = Adapter("sql", "digest", "/adapters/sql", 16)
 COMPATIBILITY = KvCompatibility("model", "float32", "fast", 16, "float32", "layout", 1)
@@ -18,7 +18,7 @@ COMPATIBILITY = KvCompatibility("model", "float32", "fast", 16, "float32", "layo
 
 def worker(name: str, *, role: str = "decode", **fields: Any) -> WorkerSnapshot:
     fields.setdefault("lora_rank_max", 64)
-    return WorkerSnapshot(name, f"epoch-{name}", "", role, "ready", blocks_total=100, **fields)
+    return snapshot(name, role, blocks_total=100, **fields)
 
 
 def chosen(*workers: WorkerSnapshot, adapter: Adapter | None = ADAPTER) -> set[str]:
@@ -88,7 +88,7 @@ def test_a_prefill_worker_that_has_the_adapter_goes_first() -> None:
     assert first_prefill(None, lacks, has) == {"has", "lacks"}
     assert first_prefill(Adapter("new", "new", "/new", 16), lacks, has) == {"has", "lacks"}
     # Reading a file is soon done: it is not worth a long queue.
-    busy = replace(has, queued_tokens=100_000)
+    busy = with_load(has, queued_tokens=100_000)
     assert first_prefill(ADAPTER, lacks, busy) == {"lacks"}
     work = Work(100, 16, ADAPTER)
     assert prefill_cost(work, lacks, {}) - prefill_cost(work, has, {}) == pytest.approx(0.05)

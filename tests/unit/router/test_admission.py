@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.predict import prefill_seconds, queue_seconds
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.common.worker_load import GroupLoad
 from tandem.router.admission.admit import AdmissionDecision, admit
 from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import (
@@ -21,6 +20,7 @@ from tandem.router.admission.predict import (
     slot_wait_s,
 )
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot, choose
+from tests.unit.router.snapshots import snapshot, with_load
 
 RATES = WorkerRates(PrefillRate(0.1, 1e-3, 0.0), DecodeRate(0.01, 2e-3), 100, measured=True)
 
@@ -29,8 +29,8 @@ def placed(
     work: Work, depth: int = 0, *, rates: WorkerRates = RATES, role: str = "decode", **load: int
 ) -> Placement:
     workers = [
-        WorkerSnapshot("p", "p/1", "", role, "ready", rates=rates, **load),  # type: ignore[arg-type]
-        WorkerSnapshot("d", "d/1", "", "decode", "ready", rates=rates, num_running=3),
+        snapshot("p", role, rates=rates, **load),
+        snapshot("d", rates=rates, num_running=3),
     ]
     here = workers[:1] if role == "decode" else workers
     placement = choose(work, here, {"p": depth}, Random(0))
@@ -144,8 +144,8 @@ def test_a_long_prompt_is_taken_where_the_decode_worker_has_not_measured_itself(
     work = Work(10_000)
     kind = TtftLimit(1.0, own_times=2.0)
     workers = [
-        WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES),
-        WorkerSnapshot("d", "d/1", "", "decode", "ready"),
+        snapshot("p", "prefill", rates=RATES),
+        snapshot("d"),
     ]
     placement = choose(work, workers, {}, Random(0))
     assert placement is not None
@@ -155,7 +155,7 @@ def test_a_long_prompt_is_taken_where_the_decode_worker_has_not_measured_itself(
 
 
 def decoding(**load: object) -> WorkerSnapshot:
-    return WorkerSnapshot("d", "d/1", "", "decode", "ready", rates=RATES, **load)  # type: ignore[arg-type]
+    return snapshot("d", rates=RATES, **load)
 
 
 def test_waits_for_a_running_slot_while_others_end() -> None:
@@ -180,7 +180,7 @@ def test_waits_for_blocks_while_others_end() -> None:
         num_running=10, num_waiting=2, queued_tokens=50, blocks_total=100, blocks_used=90
     )
     assert slot_wait_s(Work(111), queue, 100) == pytest.approx(0.9)
-    prompts = replace(queue, num_waiting=0)  # which have their blocks
+    prompts = with_load(queue, num_waiting=0)  # which have their blocks
     assert slot_wait_s(Work(111), prompts, 100) == 0.0
 
 
@@ -189,9 +189,9 @@ def test_waits_for_blocks_of_the_pool_that_lacks_them() -> None:
     free = decoding(num_running=10, blocks_total=150, blocks_used=90, groups=groups)
     assert slot_wait_s(Work(160), free, 100) == 0.0
     assert slot_wait_s(Work(161), free, 100) == pytest.approx(0.3)
-    window = replace(free, groups=(GroupLoad(100, 0), GroupLoad(50, 45, 4)))
+    window = with_load(free, groups=(GroupLoad(100, 0), GroupLoad(50, 45, 4)))
     assert slot_wait_s(Work(900), window, 100) == 0.0
-    queue = replace(window, num_waiting=1, queued_tokens=100)
+    queue = with_load(window, num_waiting=1, queued_tokens=100)
     assert slot_wait_s(Work(900), queue, 100) == pytest.approx(0.6)
 
 
@@ -200,7 +200,7 @@ def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_running_s
     alone_s = 0.2
     full = decoding(num_running=10, num_waiting=4, num_running_slots=10)
     for queued, wait in ((500, 1.5), (1500, 3.0)):
-        peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=queued)
+        peer = snapshot("p", "prefill", rates=RATES, queued_tokens=queued)
         placement = Placement(full, (peer,), (), 100, "")
         ttft_s = expected_ttft_s(work, placement, completion_tokens=100)
         assert ttft_s == pytest.approx(wait + alone_s)
@@ -212,14 +212,14 @@ def test_a_busy_decode_worker_is_not_believed_to_prefill_itself() -> None:
     work = Work(1000)  # 2 s
     for running, ttft_s in ((0, 2.0), (1, 2.0 + 10 * 2e-3), (2, 3.0 + 2.0)):
         decode = decoding(num_running=running)
-        peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=1500)
+        peer = snapshot("p", "prefill", rates=RATES, queued_tokens=1500)
         placement = Placement(decode, (peer,), (), 1000, "")
         assert expected_ttft_s(work, placement) == pytest.approx(ttft_s)
 
 
 def test_a_decode_worker_that_never_prefilled_counts_as_one_like_the_others() -> None:
-    decode = WorkerSnapshot("d", "d/1", "", "decode", "ready", num_running=5)
-    peer = WorkerSnapshot("p", "p/1", "", "prefill", "ready", rates=RATES, queued_tokens=1000)
+    decode = snapshot("d", num_running=5)
+    peer = snapshot("p", "prefill", rates=RATES, queued_tokens=1000)
     placement = Placement(decode, (peer,), (), 500, "")
     assert expected_ttft_s(Work(500), placement) == pytest.approx(2.0 + 1.0)
 

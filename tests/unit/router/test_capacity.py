@@ -10,12 +10,13 @@ from tandem.router.admission.capacity import (
     work_s,
 )
 from tandem.router.placement.costs import WorkerSnapshot
+from tests.unit.router.snapshots import snapshot
 
 RATES = WorkerRates(PrefillRate(0.1, 1e-3, 0.0), DecodeRate(0.01, 2e-3), 100, measured=True)
 
 
 def worker(role: str = "decode", state: str = "ready", **load: int) -> WorkerSnapshot:
-    return WorkerSnapshot("w", "w/1", "", role, state, rates=RATES, **load)  # type: ignore[arg-type]
+    return snapshot("w", role, state=state, rates=RATES, **load)
 
 
 def room(*workers: WorkerSnapshot) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tandem.common.perf_model.predict import Prefill
-from tandem.net.store.registry import WorkerLoad, WorkerRecord
+from tandem.common.worker_load import WorkerLoad
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.known_worker import KnownWorker
 from tests.harness.scripted_worker import compatibility
 
@@ -28,8 +29,8 @@ def record(**load: int) -> WorkerRecord:
 
 
 def seen(worker: KnownWorker) -> tuple[int, int]:
-    snapshot = worker.snapshot(compatible=True)
-    return snapshot.queued_tokens, snapshot.num_leases
+    load = worker.snapshot(compatible=True).load
+    return load.queued_tokens, load.num_leases
 
 
 def test_what_a_record_cannot_show_yet_is_kept() -> None:

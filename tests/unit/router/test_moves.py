@@ -7,24 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
-from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose, decode_cost
+from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose
 from tandem.router.placement.moves import find_moves
+from tests.unit.router.snapshots import decode_cost, snapshot, with_load
 
 RATES = WorkerRates(PrefillRate(1e-3, 1e-5, 0.0), DecodeRate(1e-2, 1e-3), measured=True)
 
 
 def decoding(name: str, running: int, waiting: int = 0, **more: object) -> WorkerSnapshot:
     values = {"num_running_slots": 8, "rates": RATES, **more}
-    return WorkerSnapshot(
-        name,
-        name,
-        "",
-        "decode",
-        "ready",
-        num_running=running,
-        num_waiting=waiting,
-        **values,  # type: ignore[arg-type]
-    )
+    return snapshot(name, num_running=running, num_waiting=waiting, **values)
 
 
 def test_a_queue_moves_to_a_worker_that_ran_out_of_work() -> None:
@@ -60,8 +52,8 @@ loads = st.builds(decoding, st.just("?"), st.integers(0, 8), st.integers(0, 40))
 def test_as_many_move_as_wait_and_find_a_slot(workers: list[WorkerSnapshot]) -> None:
     workers = [replace(w, worker_id=f"w{i}") for i, w in enumerate(workers)]
     moves = find_moves(workers)
-    free = sum(8 - w.num_running for w in workers if not w.num_waiting)
-    waiting = {w.worker_id: w.num_waiting for w in workers}
+    free = sum(8 - w.load.num_running for w in workers if not w.load.num_waiting)
+    waiting = {w.worker_id: w.load.num_waiting for w in workers}
     assert sum(moves.values()) == min(free, sum(waiting.values()))
     assert all(0 < count <= waiting[name] for name, count in moves.items())
 
@@ -87,5 +79,5 @@ def test_a_burst_is_split_by_slots() -> None:
             placement = choose(Work(100, completion_tokens=96), roster, {}, rng)
             assert placement is not None
             worker = placement.decode
-            roster.put(replace(worker, num_waiting=worker.num_waiting + 1))
-        assert abs(roster.by_id["a"].num_waiting - 32) <= 1
+            roster.put(with_load(worker, num_waiting=worker.load.num_waiting + 1))
+        assert abs(roster.by_id["a"].load.num_waiting - 32) <= 1

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.predict import prefill_seconds, queue_seconds, token_seconds
 from tandem.common.perf_model.rates import (
     DecodeRate,
@@ -17,22 +16,17 @@ from tandem.common.perf_model.rates import (
     WindowBytes,
     WorkerRates,
 )
+from tandem.common.worker_load import GroupLoad
 from tandem.router.placement.choose import (
     PREFILL_CANDIDATES_MAX,
     Work,
     WorkerSnapshot,
     choose,
-    decode_cost,
     near_best,
-    prefill_cost,
 )
-from tandem.router.placement.costs import cached_tokens, with_likely_rates
-
-
-def worker(worker_id: str, role: str = "decode", **more: object) -> WorkerSnapshot:
-    values = {"epoch": f"{worker_id}/1", "address": f"{worker_id}:1", "state": "ready", **more}
-    return WorkerSnapshot(worker_id=worker_id, role=role, **values)  # type: ignore[arg-type]
-
+from tandem.router.placement.costs import PricedWorker, Reuse, cached_tokens, with_likely_rates
+from tests.unit.router.snapshots import decode_cost, prefill_cost, with_load
+from tests.unit.router.snapshots import snapshot as worker
 
 FAST = PairRate("nixl", 1e-3, 2e9)
 SLOW = PairRate("grpc", 40e-3, 2e6)
@@ -151,11 +145,18 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
     if not workers:
         return
     costs = {w.worker_id: decode_cost(work, w, matches, producers=workers) for w in workers}
-    before = near_best(workers, costs)
+
+    def chosen() -> list[WorkerSnapshot]:
+        return [
+            c.worker
+            for c in near_best([PricedWorker(w, Reuse(0), costs[w.worker_id]) for w in workers])
+        ]
+
+    before = chosen()
     lucky = data.draw(st.sampled_from(before))
     deeper = {**matches, lucky.worker_id: matches.get(lucky.worker_id, 0) + deeper_by}
     costs[lucky.worker_id] = decode_cost(work, lucky, deeper, producers=workers)
-    after = near_best(workers, costs)
+    after = chosen()
     assert lucky in after
     assert len(after) <= len(before)
 
@@ -164,11 +165,11 @@ def test_more_cached_never_takes_a_worker_out_of_the_choice(
 def test_more_load_never_costs_less(
     work: Work, one: WorkerSnapshot, running: int, waiting: int, queued: int
 ) -> None:
-    busier = replace(
+    busier = with_load(
         one,
-        num_running=one.num_running + running,
-        num_waiting=one.num_waiting + waiting,
-        queued_tokens=one.queued_tokens + queued,
+        num_running=one.load.num_running + running,
+        num_waiting=one.load.num_waiting + waiting,
+        queued_tokens=one.load.queued_tokens + queued,
     )
     for producers in ([], [one]):
         before = decode_cost(work, one, {}, producers=producers)
@@ -343,7 +344,7 @@ def test_of_many_workers_the_busy_ones_are_avoided() -> None:
         assert placement is not None
         assert len(placement.prefill_candidates) == PREFILL_CANDIDATES_MAX
     idle = [choose(Work(1000), workers, {}, Random(seed)) for seed in range(200)]
-    assert sum(p.decode.num_running == 0 for p in idle if p) > 150
+    assert sum(p.decode.load.num_running == 0 for p in idle if p) > 150
 
 
 def test_of_many_workers_the_only_one_left_is_found() -> None:

@@ -25,11 +25,11 @@ from tandem.router.placement.choose import (
     Placement,
     Roster,
     Work,
-    WorkerSnapshot,
     choose,
 )
 from tandem.router.placement.costs import TOKENS_PER_RUNNING
 from tandem.router.placement.shares import HALF_LIFE_S, Shares
+from tests.unit.router.snapshots import snapshot, with_load
 
 RATES = WorkerRates(
     PrefillRate(5e-3, 1e-3, 2e-7), DecodeRate(1e-2, 1e-3), block_bytes=360 << 10, measured=True
@@ -69,7 +69,7 @@ class Cluster:
         role = role or self.role
         self.shares.join(worker_id, self.roster.mean_prefill_share(role))
         self.held[worker_id] = {}
-        self.roster.put(WorkerSnapshot(worker_id, worker_id, "", role, "ready", rates=RATES))
+        self.roster.put(snapshot(worker_id, role, rates=RATES))
         peers = dict.fromkeys(self.held, PAIR)
         for known in list(self.roster.by_id.values()):
             self.roster.put(replace(known, pairs=peers))
@@ -111,7 +111,7 @@ class Cluster:
         known = self.roster.by_id[worker_id]
         placed = self.shares.share(worker_id)
         queued = self.queued[worker_id]
-        self.roster.put(replace(known, prefill_share=placed, queued_tokens=queued))
+        self.roster.put(replace(with_load(known, queued_tokens=queued), prefill_share=placed))
 
 
 clusters = st.builds(
@@ -242,7 +242,7 @@ def test_a_prefix_draws_no_more_sequences_than_it_saves(
         decode = cluster.place(num_blocks, 0)[0].decode.worker_id
         running[decode] += 1
         known = cluster.roster.by_id[decode]
-        cluster.roster.put(replace(known, num_running=running[decode]))
+        cluster.roster.put(with_load(known, num_running=running[decode]))
         excess = running[decode] - 1 - min(running.values())
         assert excess * TOKENS_PER_RUNNING * RATES.decode.sequence_s <= saved_s + 1e-9
 
@@ -253,7 +253,7 @@ def test_a_prompt_returns_to_who_holds_it_though_computing_it_costs_next_to_noth
 ) -> None:
     """Its KV is worth less than the load that is one step old can tell."""
     roles = {"d0": "decode", "d1": "decode"} | ({"p0": "prefill"} if num_prefill else {})
-    workers = [WorkerSnapshot(w, w, "", role, "ready", rates=TINY) for w, role in roles.items()]
+    workers = [snapshot(w, role, rates=TINY) for w, role in roles.items()]
     chosen = [choose(Work(400, BLOCK), workers, {"d1": 25}, Random(n)) for n in range(50)]
     assert {placement.decode.worker_id for placement in chosen if placement} == {"d1"}
     chosen = [choose(Work(400, BLOCK), workers, {}, Random(n)) for n in range(50)]
@@ -278,15 +278,15 @@ def test_a_burst_of_equal_prompts_at_several_routers_is_no_herd(
         roster = Roster()
         for number in range(num_decode):
             name = f"d{number}"
-            roster.put(WorkerSnapshot(name, name, "", "decode", "ready", rates=TINY))
+            roster.put(snapshot(name, rates=TINY))
         for number in range(num_prefill):
             name = f"p{number}"
-            roster.put(WorkerSnapshot(name, name, "", "prefill", "ready", rates=TINY))
+            roster.put(snapshot(name, "prefill", rates=TINY))
         for _ in range(num_each):
             placement = choose(Work(400, BLOCK), roster, {"d0": 25}, rng)
             assert placement is not None
             worker = placement.decode
-            roster.put(replace(worker, num_waiting=worker.num_waiting + 1))
+            roster.put(with_load(worker, num_waiting=worker.load.num_waiting + 1))
             given[worker.worker_id] += 1
     mean = num_routers * num_each / num_decode
     assert max(given.values()) <= (1 + LOAD_EXCESS) * mean + num_routers

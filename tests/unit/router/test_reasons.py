@@ -4,12 +4,9 @@ from random import Random
 
 import pytest
 
-from tandem.router.placement.choose import Work, WorkerSnapshot, choose
+from tandem.router.placement.choose import Work, choose
 from tandem.router.placement.reasons import asks, reason_of
-
-
-def worker(worker_id: str, role: str = "decode", **load: int) -> WorkerSnapshot:
-    return WorkerSnapshot(worker_id, f"{worker_id}/1", "", role, "ready", **load)  # type: ignore[arg-type]
+from tests.unit.router.snapshots import snapshot as worker
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.common.perf_model.kv_load import TierUse
+from tandem.common.worker_load import TierUse
 from tandem.net.store.registry import KvCompatibility, LoadingNotice, WorkerRecord
 from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.rows import (

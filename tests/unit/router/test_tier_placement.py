@@ -14,8 +14,10 @@ from tandem.common.perf_model.predict import prefill_seconds
 from tandem.common.perf_model.rates import PairRate, TierRate, WindowBytes, WorkerRates
 from tandem.prefix_index.holders import source_of, with_store
 from tandem.router.placement.choose import Placement, choose
-from tandem.router.placement.costs import Work, WorkerSnapshot, decode_cost, prefill_cost, reuse
-from tests.unit.router.test_placement import MEASURED, worker
+from tandem.router.placement.costs import Work, WorkerSnapshot, reuse
+from tests.unit.router.snapshots import decode_cost, prefill_cost
+from tests.unit.router.snapshots import snapshot as worker
+from tests.unit.router.test_placement import MEASURED
 
 WORK = Work(4000)  # computed in 5.6 s
 FAST = PairRate("nixl", 1e-3, 2e9)

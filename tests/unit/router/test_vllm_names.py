@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.engine_counts import EngineTally, NixlCounts
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.worker_load import WorkerLoad
 from tandem.router.metrics.router import Metrics
 from tandem.router.metrics.vllm_names import VllmMetrics
 from tests.harness.vllm_dashboards import DASHBOARDS, expressions, queries, stock

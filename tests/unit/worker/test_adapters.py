@@ -12,7 +12,7 @@ import pytest
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig, parse_adapters
-from tandem.engine.types import AdapterLoad
+from tandem.engine.types import AdapterStats
 from tandem.errors import ConfigError
 from tandem.worker.lifecycle.adapters import NamedAdapters
 from tests.lora_adapters import write_adapter
@@ -51,7 +51,7 @@ async def test_its_own_are_described_at_its_start(tmp_path: Path) -> None:
     config = EngineConfig(model=str(folder.path), lora=parse_adapters([f"sql={tmp_path}/good"]))
     worker = NamedAdapters(config)
     await worker.read_own()
-    worker.load = AdapterLoad(loaded=["a"], failed=["b"])
+    worker.stats = AdapterStats(loaded=["a"], failed=["b"])
     state = worker.state
     assert [(each.name, each.rank) for each in state.named] == [("sql", 4)]
     assert (state.loaded, state.failed, state.rank_max) == (["a"], ["b"], 64)
@@ -65,11 +65,11 @@ def test_a_gauge_names_the_adapters_of_running_and_waiting_sequences() -> None:
     """The gauge is vLLM's `vllm:lora_requests_info`, whose value is the time."""
     worker = NamedAdapters(EngineConfig(model="any", max_loras=3))
     expected = {"worker": "w", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-    for load in (
-        AdapterLoad(),
-        AdapterLoad(loaded=["d1", "d2"], running=["sql"], waiting=["chat", "sql"]),
+    for stats in (
+        AdapterStats(),
+        AdapterStats(loaded=["d1", "d2"], running=["sql"], waiting=["chat", "sql"]),
     ):
-        worker.load = load
+        worker.stats = stats
         started = time.time()
         (family,) = worker.metrics({"worker": "w"})
         (sample,) = family.samples

@@ -6,7 +6,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.worker_load import WorkerLoad
 from tandem.worker.engine_process.watch import TURN_S, EngineWatch
 
 NUM_TURNS = 10  # that an engine may be silent

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tandem.common.cached_tokens import CachedTokens
-from tandem.common.perf_model.kv_load import TierUse
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.worker_load import TierUse
 from tandem.engine.types import (
-    EngineLoad,
+    EngineStats,
     Mode,
     SequenceSpec,
     StepReport,
-    TierLoad,
+    TierStats,
 )
 from tandem.net.observability.traces import Attributes
 from tandem.transfer.nixl.messages import PullResult
@@ -145,8 +145,8 @@ def test_pulls_over_nixl_are_in_the_record() -> None:
 def test_what_tiers_hold_is_in_the_record() -> None:
     metrics = WorkerMetrics(worker_id="d0", role="decode")
     assert metrics.tiers == ()
-    tiers = [TierLoad("host", 8, 8, 9, 0, 0, 0), TierLoad("disk", 64, 5, 5, 0, 0, 0)]
-    metrics.on_step(StepReport(load=EngineLoad(tiers=tiers)))
+    tiers = [TierStats("host", 8, 8, 9, 0, 0, 0), TierStats("disk", 64, 5, 5, 0, 0, 0)]
+    metrics.on_step(StepReport(stats=EngineStats(tiers=tiers)))
     assert metrics.tiers == (TierUse("host", 8, 8), TierUse("disk", 64, 5))
 
 
@@ -155,8 +155,8 @@ def test_blocks_of_tiers_that_could_not_be_read_are_told_of_for_a_while() -> Non
     damage = TierDamage(lambda: now)
 
     def found(num_disk: int, num_store: int = 0) -> tuple[int, int]:
-        disk = TierLoad("disk", 64, 5, 5, 0, num_disk, 0)
-        damage.take([disk, TierLoad("store", 64, 5, 5, 0, num_store, 0)])
+        disk = TierStats("disk", 64, 5, 5, 0, num_disk, 0)
+        damage.take([disk, TierStats("store", 64, 5, 5, 0, num_store, 0)])
         return damage.num_blocks("disk"), damage.num_blocks("store")
 
     assert found(7) == (0, 0)  # left out when the tier was opened

@@ -11,8 +11,8 @@ import time
 import httpx
 import pytest
 
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.bounded_server import CALLS_AT_ONCE
-from tandem.net.store.registry import WorkerLoad
 from tandem.worker.metrics import probes
 from tandem.worker.metrics.probes import Probes
 from tandem.worker.metrics.worker import WorkerMetrics

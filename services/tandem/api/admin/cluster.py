@@ -12,7 +12,6 @@ from tandem.api.http.body import parse_object, read_body, read_json_object
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.guard import RESET_PATH, caller
 from tandem.common.config.router import RouterConfig
-from tandem.common.perf_model.kv_load import kv_use
 from tandem.common.perf_model.predict import queue_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.errors import BadRequest
@@ -159,7 +158,7 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
         "connected": client.is_up if client else None,
         **{name: getattr(record, name) for name in (*_TOLD, *_TOLD_OF_PROCESS)},
         **{name: getattr(record.compatibility, name) for name in _TOLD_OF_KV},
-        "kv_use": kv_use(load),
+        "kv_use": load.kv_use,
         "load": {
             **msgspec.structs.asdict(load),
             "groups": list(map(msgspec.structs.asdict, load.groups)),

@@ -34,8 +34,8 @@ from tandem.api.admin.snapshot import (
 )
 from tandem.api.http.stream import until_disconnect
 from tandem.common.config.router import RouterConfig
-from tandem.common.perf_model.kv_load import held_shares
 from tandem.common.process.cancellation import cancel
+from tandem.common.worker_load import held_shares
 from tandem.errors import QueueFull, TandemError
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.router.metrics.history import COLUMNS, STEP_S, History, WorkerSums

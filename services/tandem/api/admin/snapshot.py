@@ -16,7 +16,6 @@ from importlib import metadata
 from typing import Any
 
 from tandem.common.config.router import RouterConfig
-from tandem.common.perf_model.kv_load import kv_use
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import RequestRecord
 from tandem.router.workers.cluster_view import ClusterView
@@ -132,7 +131,7 @@ def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     return (
         *(row.pool, record.role, row.state, row.note),
         *(load.num_running, load.num_waiting, load.num_leases, load.num_pulls),
-        *(round(100 * kv_use(load)), round(cached)),
+        *(round(100 * load.kv_use), round(cached)),
         _transports(rate.transport for rate in record.pairs.values()),
         *(record.address, record.host, is_low),
         tuple((tier.name, tier.blocks_held, tier.blocks_total) for tier in record.tiers),

@@ -9,7 +9,6 @@ import grpc
 import grpc.aio
 
 from tandem.api.grpc.access import CallGuard, caller
-from tandem.common.perf_model.kv_load import kv_use
 from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
 from tandem.net.security.audit_trail import Caller
 from tandem.router.scaling.adapters import AdapterControl
@@ -68,7 +67,7 @@ class GrpcCluster:
                     num_running=load.num_running,
                     num_waiting=load.num_waiting,
                     num_leases=load.num_leases,
-                    kv_use=kv_use(load),
+                    kv_use=load.kv_use,
                 )
                 for record, load in records
             ],

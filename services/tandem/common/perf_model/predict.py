@@ -88,8 +88,9 @@ def expect(
     """
     if queue_s < after_s:
         queue_s = after_s
-    lowest_s = prefill_seconds(rates, num_tokens, cached_tokens)
-    best = Expected(queue_s, 0.0, lowest_s, cached_tokens)
+    lowest_s = best_compute_s = prefill_seconds(rates, num_tokens, cached_tokens)
+    best_pull_s = 0.0
+    start = cached_tokens
     for holder in holders:
         reached = holder.num_tokens
         pair = holder.rate
@@ -101,9 +102,11 @@ def expect(
             continue
         compute_s = prefill_seconds(rates, num_tokens, reached)
         if pull_s + compute_s < lowest_s:
-            best = Expected(queue_s, pull_s, compute_s, reached)
             lowest_s = pull_s + compute_s
-    return best
+            best_pull_s = pull_s
+            best_compute_s = compute_s
+            start = reached
+    return Expected(queue_s, best_pull_s, best_compute_s, start)
 
 
 def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> float:

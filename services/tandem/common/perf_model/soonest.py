@@ -31,7 +31,7 @@ GAIN_MIN = 1.1  # factor by which the next best choice must be slower
 GAIN_MIN_S = 0.02
 
 
-class Reach(msgspec.Struct, frozen=True):
+class TierReach(msgspec.Struct, frozen=True):
     """A tier that has a prompt's first `num_blocks` blocks and loads one in `block_s`."""
 
     num_blocks: int
@@ -77,7 +77,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return self.rate.seconds(stop - start, start, self.step_tokens)
 
 
-class Choice(msgspec.Struct, frozen=True):
+class LoadChoice(msgspec.Struct, frozen=True):
     """A choice: blocks first..end - 1 are loaded; those before are held or computed meanwhile."""
 
     first: int
@@ -95,14 +95,14 @@ class Choice(msgspec.Struct, frozen=True):
 
 def choose_soonest(
     prompt: Prompt,
-    tiers: Sequence[Reach] = (),
+    tiers: Sequence[TierReach] = (),
     *,
     load_queue_s: float = 0.0,
     offer: Offer | None = None,
     producer: Producer | None = None,
     meets: bool = True,
     pulls_rest: bool = True,
-) -> Choice:
+) -> LoadChoice:
     """Returns the choice with the lowest cost.
 
     `tiers` are ordered, fastest first. `load_queue_s` is the time until a load can start. Without
@@ -139,7 +139,7 @@ def produced_s(prompt: Prompt, producer: Producer, held: int) -> float:
     return producer.wait_s + max(made_s, num_missing * producer.block_s)
 
 
-def load_seconds(tiers: Iterable[Reach], first: int, end: int) -> float:
+def load_seconds(tiers: Iterable[TierReach], first: int, end: int) -> float:
     """Returns the seconds to load blocks first..end - 1, each from the fastest tier that has it."""
     seconds = 0.0
     at = first
@@ -172,7 +172,7 @@ def meeting_block(
 
 
 class _Load(msgspec.Struct, frozen=True):
-    tiers: Sequence[Reach]
+    tiers: Sequence[TierReach]
     queue_s: float
 
     def seconds(self, first: int, end: int) -> float:
@@ -193,7 +193,7 @@ def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
 
 def _after(
     prompt: Prompt, load: _Load, end: int, offer: Offer | None, producer: Producer | None
-) -> Iterator[Choice]:
+) -> Iterator[LoadChoice]:
     """Yields the choices that load the blocks before `end`, by the source of the rest."""
     yield _with_load(prompt, load, prompt.num_held, end)
     if offer is not None and offer.num_blocks > end:
@@ -202,10 +202,10 @@ def _after(
         load_s = load.seconds(prompt.num_held, end)
         rest_s = produced_s(prompt, producer, end)
         cost_s = load_s + LOCAL_MARGIN * rest_s
-        yield Choice(prompt.num_held, end, True, load_s, load_s + rest_s, cost_s)
+        yield LoadChoice(prompt.num_held, end, True, load_s, load_s + rest_s, cost_s)
 
 
-def _with_load(prompt: Prompt, load: _Load, first: int, end: int) -> Choice:
+def _with_load(prompt: Prompt, load: _Load, first: int, end: int) -> LoadChoice:
     before_s = UNSURE * prompt.compute_s(prompt.num_held, first)
     load_s = load.seconds(first, end)
     there_s = max(prompt.queue_s + before_s, load_s) if first > prompt.num_held else load_s
@@ -214,13 +214,13 @@ def _with_load(prompt: Prompt, load: _Load, first: int, end: int) -> Choice:
     cost_s = seconds + prompt.num_delayed * (before_s + rest_s)
     if first > prompt.num_held:
         cost_s = max(GAIN_MIN * cost_s, cost_s + GAIN_MIN_S)
-    return Choice(first, end, False, there_s, seconds, cost_s)
+    return LoadChoice(first, end, False, there_s, seconds, cost_s)
 
 
-def _with_pull(prompt: Prompt, load: _Load, end: int, offer: Offer) -> Choice:
+def _with_pull(prompt: Prompt, load: _Load, end: int, offer: Offer) -> LoadChoice:
     load_s = load.seconds(prompt.num_held, end)
     pull_s = offer.latency_s + (offer.num_blocks - end) * offer.block_s
     rest_s = prompt.compute_s(offer.num_blocks)
     seconds = max(prompt.queue_s, load_s + pull_s) + rest_s
     cost_s = seconds + prompt.num_delayed * rest_s
-    return Choice(prompt.num_held, end, True, load_s, seconds, cost_s)
+    return LoadChoice(prompt.num_held, end, True, load_s, seconds, cost_s)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tandem.common.adapter import Adapter
 from tandem.common.kv_budget import KvBudget
-from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.rates import WindowBytes, WorkerRates
+from tandem.common.worker_load import GroupLoad
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
 from tandem.engine.cache.heavy_hitters import HeavyHitters

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.perf_model.soonest import Reach
+from tandem.common.perf_model.soonest import TierReach
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block_pool import BlockPool
@@ -30,13 +30,15 @@ class Sources:
         sizes = [group.layout.block_bytes for group in layout.groups]
         self.shares = [size / sum(sizes) for size in sizes]  # of a block of all groups
 
-    def reach(self, block_hashes: Sequence[bytes], held: int, tiers: Sequence[Tier]) -> list[Reach]:
+    def reach(
+        self, block_hashes: Sequence[bytes], held: int, tiers: Sequence[Tier]
+    ) -> list[TierReach]:
         """Returns the depth up to which a chain can be loaded from the first tier, from the first
         two of them and so on, as far as they are in `tiers`, and the price of one of its blocks
         after `held`; 0 before a load was measured."""
         if not self._layout.has_windows:
             return [
-                Reach(tier.depth(block_hashes) if tier in tiers else 0, tier.rate.block_s)
+                TierReach(tier.depth(block_hashes) if tier in tiers else 0, tier.rate.block_s)
                 for tier in self._tiers
             ]
         usable: list[Tier] = []
@@ -46,7 +48,7 @@ class Sources:
                 usable.append(tier)
             depth = self.depth(block_hashes, usable)
             seconds = self._seconds(block_hashes, depth, usable) if depth > held else 0.0
-            found.append(Reach(depth, seconds / max(1, depth - held)))
+            found.append(TierReach(depth, seconds / max(1, depth - held)))
         return found
 
     def find_parts(

@@ -17,7 +17,7 @@ from tandem.engine.tiers.jobs import Target
 from tandem.engine.tiers.slots.keep_policy import KeepPolicy
 from tandem.engine.tiers.slots.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
-from tandem.engine.types import StoredBlock, TierBlocks, TierLoad
+from tandem.engine.types import StoredBlock, TierBlocks, TierStats
 
 _WEIGHT = 0.3  # of the newest load
 _FORGIVEN = 0.98
@@ -209,10 +209,10 @@ class Tier:
             return self.pool.readable_hashes(first, end)
         return self._depths.block_hashes(first, end)
 
-    def load(self) -> TierLoad:
+    def stats(self) -> TierStats:
         """Returns what it holds now and has done since the start."""
         total = sum([group.pool.num_blocks for group in self.groups])
-        return TierLoad(
+        return TierStats(
             name=self.storage.name,
             blocks_total=total,
             blocks_held=total - sum([group.pool.num_free for group in self.groups]),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 from tandem.common.perf_model.rates import PrefillRate
-from tandem.common.perf_model.soonest import Reach, load_seconds
+from tandem.common.perf_model.soonest import TierReach, load_seconds
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block import Copy
@@ -32,7 +32,7 @@ from tandem.engine.tiers.object_store.lookups import Lookups
 from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.tier import Tier, is_held
 from tandem.engine.tiers.writes import PoolGroup, Writes
-from tandem.engine.types import TierBlocks, TierLoad
+from tandem.engine.types import TierBlocks, TierStats
 
 STALL_S = 2.0  # a load that gets no block for so long is given up
 TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
@@ -142,7 +142,7 @@ class Tiers:
         if self.tiers:
             self._uses.append((block_hashes, keep, priority))
 
-    def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[Reach]:
+    def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[TierReach]:
         """Returns how many first blocks of a chain come from each tier, or from those before it,
         and the measured price of one after `held`; 0 before a load was measured."""
         return self._sources.reach(block_hashes, held, self._readable)
@@ -187,10 +187,10 @@ class Tiers:
         self._starts_load = True
         self._readers[load.tier].submit(load)
 
-    def reach_of(self, load: Load) -> list[Reach]:
+    def reach_of(self, load: Load) -> list[TierReach]:
         """Returns where the blocks of a load come from."""
         return [
-            Reach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
+            TierReach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
             for number, end in load.ends.items()
         ]
 
@@ -257,8 +257,8 @@ class Tiers:
         tier = next((tier for tier in self.tiers if tier.storage.name == name), None)
         return [] if tier is None else tier.block_hashes(first, end)
 
-    def loads(self) -> list[TierLoad]:
-        return [tier.load() for tier in self.tiers]
+    def stats(self) -> list[TierStats]:
+        return [tier.stats() for tier in self.tiers]
 
     def close(self) -> None:
         """Writes what has no copy yet, for `_CLOSE_S` at most, and ends the threads."""

@@ -19,6 +19,7 @@ from tandem.common.cached_tokens import CachedTokens
 from tandem.common.kv_budget import KvBudget
 from tandem.common.retention import Retention
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.worker_load import GroupLoad
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 _MessageT = TypeVar("_MessageT", bound=Message)
@@ -29,6 +30,7 @@ _Read = Callable[[Any], Any]
 _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Adapter: Adapter,
     pb.CachedTokens: CachedTokens,
+    pb.KvGroupLoad: GroupLoad,
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }
@@ -151,11 +153,13 @@ def _read(field: Any) -> _Read:
     kind = _message_of(field)
     if kind is pb.TokenRun:
         return lambda message: [list(run.ids) for run in read(message)]
-    if field.is_repeated:
+    if field.is_repeated and kind is None:
         copy = list if field.message_type is None else dict  # a map's entries are messages
         return lambda message: copy(read(message))
     if kind is not None:
         struct = _STRUCTS[kind]
+        if field.is_repeated:
+            return lambda message: tuple(to_struct(struct, each) for each in read(message))
         return lambda message: (
             to_struct(struct, read(message)) if message.HasField(field.name) else _ABSENT
         )

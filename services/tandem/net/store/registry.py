@@ -37,9 +37,8 @@ from tandem.common.adapter import NO_ADAPTER, Adapter
 from tandem.common.block_hash import Chain, chain_root
 from tandem.common.config.cluster import ClusterConfig, Role
 from tandem.common.engine_counts import EngineCounts
-from tandem.common.perf_model.kv_load import GroupLoad, TierUse
-from tandem.common.perf_model.predict import queue_seconds
 from tandem.common.perf_model.rates import PairRate, WorkerRates
+from tandem.common.worker_load import TierUse, WorkerLoad
 from tandem.errors import Incompatible
 from tandem.net.store.client import UNREADABLE, Client
 from tandem.net.store.pair_rates import encode_bandwidths, pairs_key
@@ -107,34 +106,6 @@ class KvCompatibility(msgspec.Struct, frozen=True):
     def chain(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> Chain:
         """Returns the parameters of the block hashes of a prompt."""
         return Chain(self.chain_root(cache_salt, adapter), self.block_size)
-
-
-class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
-    """A worker's load when it wrote its record."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    queue_max: int = 0
-    queued_tokens: int = 0
-    # until the queued tokens are computed; None: unmeasured or an older worker
-    queued_s: float | None = None
-    blocks_total: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0
-    blocks_quarantined: int = 0
-    num_leases: int = 0
-    num_pulls: int = 0
-    step: int = 0
-    tokens_wasted: int = 0  # unused slots in the blocks of live sequences
-    num_running_slots: int = 0  # sequences that may run or pull at the same time; 0: not reported
-    chunk_tokens: int = 0  # prefill tokens of a step beside decode; 0: not reported
-    groups: tuple[GroupLoad, ...] = ()  # for a model with windows; blocks_* are their sums
-
-    def queue_s(self, rates: WorkerRates) -> float:
-        """Returns the seconds until the queued tokens are computed; estimated by `rates` if not
-        reported.
-        """
-        return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
 
 
 class AdapterState(msgspec.Struct, frozen=True):

@@ -87,17 +87,15 @@ def _lowest(cost: Cost, temperature: float = 0.0) -> Pick:
 
 def _dynamo(work: Work, worker: WorkerSnapshot, num_cached_blocks: int) -> float:
     missing = work.num_tokens - num_cached_blocks * work.block_size
-    prefill_blocks = (worker.queued_tokens + missing) / work.block_size
-    decode_blocks = worker.blocks_used + work.num_tokens / work.block_size
+    prefill_blocks = (worker.load.queued_tokens + missing) / work.block_size
+    decode_blocks = worker.load.blocks_used + work.num_tokens / work.block_size
     return prefill_blocks + decode_blocks
 
 
 _PICKS: dict[str, Callable[[], Pick]] = {
     "random": lambda: _lowest(lambda work, worker, cached: 0.0),
     "round-robin": _in_turn,
-    "least-loaded": lambda: _lowest(
-        lambda work, worker, cached: worker.num_running + worker.num_waiting + worker.num_leases
-    ),
+    "least-loaded": lambda: _lowest(lambda work, worker, cached: worker.load.num_requests),
     "prefix-only": lambda: _lowest(lambda work, worker, cached: -cached),
     "dynamo": lambda: _lowest(_dynamo),
     "dynamo-softmax": lambda: _lowest(_dynamo, temperature=0.5),

@@ -18,7 +18,7 @@ from tandem.common.perf_model.predict import (
     summed,
 )
 from tandem.common.perf_model.rates import PairRate, WorkerRates
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.worker_load import WorkerLoad
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.pace import Paces, Sent, paced
 from tandem.ops.simulator.scenario import Scenario
@@ -155,14 +155,14 @@ class View:
             role=worker.role,
             state="draining" if worker.is_draining else "ready",
             reachable=worker.is_up,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting + (count if is_decode else 0),
-            queued_tokens=load.queued_tokens + sent.num_tokens,
+            load=msgspec.structs.replace(
+                load,
+                num_waiting=load.num_waiting + (count if is_decode else 0),
+                queued_tokens=load.queued_tokens + sent.num_tokens,
+                queued_s=told_s * self._paces.of(worker.worker_id),
+                num_leases=load.num_leases + (0 if is_decode else count),
+            ),
             keeps_deadlines=True,
-            queued_s=told_s * self._paces.of(worker.worker_id),
-            num_leases=load.num_leases + (0 if is_decode else count),
-            blocks_total=load.blocks_total,
-            blocks_used=load.blocks_used,
             rates=rates,
             pairs=self._pairs,
             prefill_share=self._shares.share(worker.worker_id),

@@ -17,7 +17,7 @@ from tandem.router.admission.predict import MARGIN
 # Predictions from this share of the limit on are used. The share does not depend on `margin`: a
 # smaller margin would admit shorter waits, whose spread is larger, and the margin would never grow
 # again.
-NEAR = 0.3
+LEARNED_SHARE_MIN = 0.3
 _LATE = 0.1  # weight of the newest ratio
 _FACTORS = (0.5, 8.0)  # bounds of the factor; a larger error has another cause
 _SPREADS = 2.33  # 99% of a normal distribution is below this many standard deviations
@@ -52,7 +52,7 @@ class Calibration:
 
     def promise(self, predicted_s: float, limit_s: float, now: float) -> Promise | None:
         """Returns the promise of an admitted request; None if it is too short to learn from."""
-        if self.factor * predicted_s < NEAR * limit_s:
+        if self.factor * predicted_s < LEARNED_SHARE_MIN * limit_s:
             return None
         return Promise(predicted_s, now)
 

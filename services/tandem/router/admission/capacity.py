@@ -24,7 +24,7 @@ def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> b
     usable = [w for w in workers if w.usable]
     decode = [w for w in usable if w.role == "decode"]
     prefill = [w for w in usable if w.role == "prefill"]
-    free = [w for w in decode if w.num_waiting < WAITING_MAX]
+    free = [w for w in decode if w.load.num_waiting < WAITING_MAX]
     if not decode:
         return True
     return bool(free) and any(w.queue_s <= queued_max_s for w in prefill or free)

@@ -13,7 +13,7 @@ refused.
 import math
 from dataclasses import dataclass
 
-from tandem.common.perf_model.predict import beside_decode, expect, is_local_faster, queue_seconds
+from tandem.common.perf_model.predict import beside_decode, expect, is_local_faster
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import computing_s, slot_wait_s, with_likely_rates
 
@@ -65,7 +65,7 @@ def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bo
     if way == "remote":
         return remote_s, False
     local_s = _prefilled_s(work, decode, missing, after_s=after_s)
-    delay_s = computing_s(work, decode, missing) * decode.num_running
+    delay_s = computing_s(work, decode, missing) * decode.load.num_running
     if way == "local" or is_local_faster(local_s + delay_s, remote_s):
         return local_s, True
     return remote_s, False
@@ -102,9 +102,8 @@ def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: f
     """Predicts the seconds until the worker has computed the prompt if it begins after
     `after_s`.
     """
-    rates = beside_decode(worker.rates, worker.chunk_tokens, worker.num_running)
-    queue_s = worker.queued_s
+    load = worker.load
+    rates = beside_decode(worker.rates, load.chunk_tokens, load.num_running)
     cached = work.num_tokens - missing
-    if queue_s is None:  # a reported `queued_s` already includes the decode
-        queue_s = queue_seconds(rates, worker.queued_tokens)
+    queue_s = load.queue_s(rates)  # a reported `queued_s` already includes the decode
     return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

@@ -39,9 +39,9 @@ _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 _HTTP_S = (0.1, 0.5, 1, 10, 60)
 _OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
     ("worker_up", "1 when it may be placed on", lambda w: w.usable),
-    ("worker_num_requests_running", "Sequences in its batch", lambda w: w.num_running),
-    ("worker_num_requests_waiting", "Sequences in its queue", lambda w: w.num_waiting),
-    ("worker_kv_cache_usage_perc", "KV blocks in use, 0 to 1", lambda w: w.kv_use),
+    ("worker_num_requests_running", "Sequences in its batch", lambda w: w.load.num_running),
+    ("worker_num_requests_waiting", "Sequences in its queue", lambda w: w.load.num_waiting),
+    ("worker_kv_cache_usage_perc", "KV blocks in use, 0 to 1", lambda w: w.load.kv_use),
 )
 
 

@@ -10,20 +10,21 @@ a choice among a thousand takes little longer than one among thirty.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import nlargest
 from operator import itemgetter
 from random import Random
 
+import msgspec
+
 from tandem.prefix_index.holders import MARK, worker_of
 from tandem.router.placement.costs import (
+    PricedWorker,
     Work,
     WorkerSnapshot,
     cached_tokens,
     computing_s,
-    decode_cost,
-    prefill_cost,
-    reuse,
+    price_decode,
+    price_prefill,
     with_likely_rates,
 )
 from tandem.router.placement.roster import Roster
@@ -34,9 +35,7 @@ __all__ = [
     "Work",
     "WorkerSnapshot",
     "choose",
-    "decode_cost",
     "near_best",
-    "prefill_cost",
 ]
 
 NEAR_BEST_S = 8e-3  # a decode step: the precision of a load that is one step old
@@ -52,8 +51,9 @@ LOAD_EXCESS = 0.25
 SHARE_EXCESS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
+    """The workers of a request."""
+
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
     # Workers that have more of the prompt than the first candidate, deepest first.
@@ -90,7 +90,7 @@ def choose(
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
-        return _choose_one_generation(
+        return _choose_in_one_group(
             work, roster, matches, rng, refused, required_decode, required_prefill
         )
     pools, reach = _by_worker(matches) if roster.num_with_tiers else (matches, matches)
@@ -108,44 +108,47 @@ def choose(
     likely = with_likely_rates(usable + peers)
     decode = likely[: len(usable)]
     prefill = likely[len(usable) :]
-    candidates: list[WorkerSnapshot] = []
+    candidates: list[PricedWorker] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
         candidates = _order_prefill(
             work, prefill, matches, producers, roster, rng, required_prefill
         )
-    else:
-        decode = _within_share(work, decode, matches, roster)
-    costs = {w.worker_id: decode_cost(work, w, matches, producers=candidates) for w in decode}
-    chosen = _pick(_hold_most(work, near_best(decode, costs), matches, roster), rng)
-    prefill_worker = candidates[0] if candidates else chosen
-    cached = reuse(work, chosen, matches)
-    prefill_cached = reuse(work, prefill_worker, matches)
-    tokens_missing = work.num_tokens - max(cached.num_tokens, prefill_cached.num_tokens)
-    depth = max(
-        pools.get(prefill_worker.worker_id, 0), prefill_cached.num_tokens // work.block_size
-    )
-    taken = (chosen.worker_id, prefill_worker.worker_id)
-    deeper = [w for w in holders if pools[w.worker_id] > depth and w.worker_id not in taken]
+    names = [c.worker.worker_id for c in candidates]
+    priced = [price_decode(work, w, matches, producers=names) for w in decode]
+    if not candidates:
+        priced = _within_share(work, priced, roster)
+    chosen = _pick(_hold_most(near_best(priced), matches, roster), rng)
+    computes = candidates[0] if candidates else chosen
+    worker_id = chosen.worker.worker_id
+    computes_id = computes.worker.worker_id
+    cached = chosen.reused
+    num_reused = computes.reused.num_tokens
+    depth = max(pools.get(computes_id, 0), num_reused // work.block_size)
+    deeper = [
+        w
+        for w in holders
+        if pools[w.worker_id] > depth and w.worker_id not in (worker_id, computes_id)
+    ]
+    load = chosen.worker.load
     loaded = f" load={cached.load_s * 1000:.0f}ms" if cached.load_s else ""
-    names = ",".join([w.worker_id for w in candidates]) or "none"
     reason = (
-        f"decode={chosen.worker_id} cost={costs[chosen.worker_id] * 1000:.0f}ms"
+        f"decode={worker_id} cost={chosen.cost_s * 1000:.0f}ms"
         f" cached={cached.num_tokens}/{work.num_tokens}{loaded}"
-        f" running={chosen.num_running} waiting={chosen.num_waiting}"
-        f" kv={chosen.kv_use:.2f} of={len(usable)}; prefill={names}"
+        f" running={load.num_running} waiting={load.num_waiting}"
+        f" kv={load.kv_use:.2f} of={len(usable)}; prefill={','.join(names) or 'none'}"
     )
     by_id = roster.by_id
     return Placement(
-        by_id[chosen.worker_id],
-        tuple([by_id[w.worker_id] for w in candidates]),
+        by_id[worker_id],
+        tuple([by_id[name] for name in names]),
         tuple(deeper[:PREFIX_HOLDERS_MAX]),
-        tokens_missing,
+        work.num_tokens - max(cached.num_tokens, num_reused),
         reason,
     )
 
 
-def _choose_one_generation(
+def _choose_in_one_group(
     work: Work,
     roster: Roster,
     matches: Mapping[str, int],
@@ -154,9 +157,10 @@ def _choose_one_generation(
     required_decode: str,
     required_prefill: str,
 ) -> Placement | None:
-    """Places on workers of one KV compatibility during an upgrade, where KV cannot be exchanged.
+    """Places on workers of one KV compatibility during an upgrade, when there are several.
 
-    A group is drawn with the number of its usable decode workers as weight.
+    Workers of different groups cannot exchange KV. A group is drawn with the number of its usable
+    decode workers as weight.
     """
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
@@ -192,69 +196,66 @@ def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
     return sum(w.usable and w.epoch not in refused and w.can_run(work) for w in workers)
 
 
-def near_best(
-    workers: Sequence[WorkerSnapshot], costs: Mapping[str, float]
-) -> list[WorkerSnapshot]:
-    """Returns the workers whose cost is indistinguishable from the lowest with stale loads."""
-    limit = min([costs[w.worker_id] for w in workers]) + NEAR_BEST_S
-    return [w for w in workers if costs[w.worker_id] <= limit]
+def near_best(candidates: Sequence[PricedWorker]) -> list[PricedWorker]:
+    """Returns the candidates whose cost is indistinguishable from the lowest with stale loads."""
+    limit = min([c.cost_s for c in candidates]) + NEAR_BEST_S
+    return [c for c in candidates if c.cost_s <= limit]
 
 
 def _hold_most(
-    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
-) -> list[WorkerSnapshot]:
-    """Returns the near-best workers that hold the most of the prompt.
+    candidates: list[PricedWorker], matches: Mapping[str, int], roster: Roster
+) -> list[PricedWorker]:
+    """Returns the near-best candidates that hold the most of the prompt.
 
     Workers with many more requests than the mean are left out. Several routers may choose the same
     prefix holder, and each knows only its own requests.
     """
-    if len(workers) == 1 or not matches:
-        return workers
+    if len(candidates) == 1 or not matches:
+        return candidates
     # blocks of a tier count only if loading them is faster than computing
     if roster.num_with_tiers:
-        held = [reuse(work, w, matches).num_tokens for w in workers]
+        held = [c.reused.num_tokens for c in candidates]
     else:
-        held = [matches.get(w.worker_id, 0) for w in workers]
+        held = [matches.get(c.worker.worker_id, 0) for c in candidates]
     most = max(held)
     if min(held) == most:
-        return workers
-    loads = [w.num_requests for w in workers]
-    limit = (1 + LOAD_EXCESS) * (sum(loads) + 1) / len(workers)
-    fit = [(h, w) for h, load, w in zip(held, loads, workers, strict=True) if load <= limit]
+        return candidates
+    loads = [c.worker.load.num_requests for c in candidates]
+    limit = (1 + LOAD_EXCESS) * (sum(loads) + 1) / len(candidates)
+    fit = [(h, c) for h, load, c in zip(held, loads, candidates, strict=True) if load <= limit]
     most = max(fit, key=itemgetter(0))[0]
-    return [w for h, w in fit if h == most]
+    return [c for h, c in fit if h == most]
 
 
-def _pick(workers: list[WorkerSnapshot], rng: Random) -> WorkerSnapshot:
-    return workers[int(rng.random() * len(workers))]
+def _pick(candidates: list[PricedWorker], rng: Random) -> PricedWorker:
+    return candidates[int(rng.random() * len(candidates))]
 
 
-def _within_share(
-    work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], roster: Roster
-) -> list[WorkerSnapshot]:
-    """Returns the workers that may get more prefill; if none may, the one furthest below the mean.
+def _within_share(work: Work, candidates: list[PricedWorker], roster: Roster) -> list[PricedWorker]:
+    """Returns the candidates that may get more prefill; if none may, the one furthest below the
+    mean.
 
     A worker's recent share, this request included, may exceed the mean by `SHARE_EXCESS` and the
     time to compute one whole prompt. So a conversation stays with its blocks, because its turns
     together cost that once; a prefix of many conversations is spread.
     """
-    limit = (1 + SHARE_EXCESS) * roster.mean_prefill_share(workers[0].role)
+    limit = (1 + SHARE_EXCESS) * roster.mean_prefill_share(candidates[0].worker.role)
     fit = [
-        w
-        for w in workers
-        if w.prefill_share <= limit
-        or w.prefill_share - limit <= roster.second_weight * _saved_s(work, w, matches)
+        c
+        for c in candidates
+        if (excess := c.worker.prefill_share - limit) <= 0
+        or excess <= roster.second_weight * _saved_s(work, c)
     ]
-    return fit or [min(workers, key=lambda w: w.prefill_share)]
+    return fit or [min(candidates, key=lambda c: c.worker.prefill_share)]
 
 
-def _saved_s(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> float:
+def _saved_s(work: Work, candidate: PricedWorker) -> float:
     """Returns the seconds of prefill that the worker's cached blocks save."""
-    reused = reuse(work, worker, matches)
+    reused = candidate.reused
     if not reused.num_tokens:
         return 0.0
-    whole_s = computing_s(work, worker, work.num_tokens)
-    rest_s = computing_s(work, worker, work.num_tokens - reused.num_tokens)
+    whole_s = computing_s(work, candidate.worker, work.num_tokens)
+    rest_s = computing_s(work, candidate.worker, work.num_tokens - reused.num_tokens)
     return whole_s - rest_s - reused.load_s
 
 
@@ -266,21 +267,21 @@ def _order_prefill(
     roster: Roster,
     rng: Random,
     required: str,
-) -> list[WorkerSnapshot]:
+) -> list[PricedWorker]:
     """Returns the prefill candidates in order.
 
     The first one is the required worker, or a random near-best one within its share. The others
     follow by cost.
     """
     held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
-    costs = {w.worker_id: prefill_cost(work, w, matches, held=held) for w in workers}
-    first = next((w for w in workers if w.worker_id == required), None)
+    priced = [price_prefill(work, w, matches, held=held) for w in workers]
+    first = next((c for c in priced if c.worker.worker_id == required), None)
     if first is None:
-        cheap = near_best(_within_share(work, workers, matches, roster), costs)
-        first = _pick(_hold_most(work, cheap, matches, roster), rng)
-    rest = [w for w in workers if w is not first]
-    rest.sort(key=lambda w: (costs[w.worker_id], w.worker_id))
-    return [first, *rest[: PREFILL_CANDIDATES_MAX - 1]]
+        cheap = near_best(_within_share(work, priced, roster))
+        first = _pick(_hold_most(cheap, matches, roster), rng)
+    others = [c for c in priced if c is not first]
+    others.sort(key=lambda c: (c.cost_s, c.worker.worker_id))
+    return [first, *others[: PREFILL_CANDIDATES_MAX - 1]]
 
 
 def _shortlist(
@@ -359,5 +360,5 @@ def _usable_of_deepest(
     else:
         names.sort(key=matches.__getitem__, reverse=True)
     by_id = roster.by_id
-    found = [w for name in names if matches[name] > 0 and (w := by_id.get(name)) is not None]
-    return [w for w in found if w.usable][:few]
+    found = [by_id.get(name) for name in names if matches[name] > 0]
+    return [w for w in found if w is not None and w.state == "ready" and w.reachable][:few]

@@ -20,19 +20,20 @@ rates, and only the ratios of these prices matter.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from tandem.common.adapter import Adapter
-from tandem.common.perf_model.kv_load import GroupLoad, kv_use, lacking_blocks
 from tandem.common.perf_model.predict import (
     Holder,
     believed,
     expect,
     likely_rates,
     prefill_seconds,
-    queue_seconds,
     token_seconds,
 )
 from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates
-from tandem.common.perf_model.soonest import Prompt, Reach, choose_soonest
+from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
+from tandem.common.worker_load import NO_LOAD, WorkerLoad
 from tandem.prefix_index.holders import source_of
 
 TOKENS_PER_RUNNING = 24.0  # decode steps by which one running sequence lengthens the others' time
@@ -54,17 +55,7 @@ class WorkerSnapshot:
     role: str  # "prefill" or "decode"
     state: str  # "starting", "ready" or "draining"
     reachable: bool = True
-    num_running: int = 0
-    num_waiting: int = 0
-    queued_tokens: int = 0
-    queued_s: float | None = None  # until the queued tokens are computed; None: not reported
-    num_leases: int = 0
-    num_pulls: int = 0
-    num_running_slots: int = 0  # sequences that may run or pull at the same time; 0: not reported
-    chunk_tokens: int = 0  # prefill tokens of a step beside decode; 0: not reported
-    blocks_total: int = 0
-    blocks_used: int = 0
-    groups: tuple[GroupLoad, ...] = ()  # KV groups of a model with windows; blocks_* are their sums
+    load: WorkerLoad = NO_LOAD  # with the work that the router sent since it was reported
     rates: WorkerRates = field(default_factory=WorkerRates)
     # Peer's worker id -> rate of blocks from the peer.
     pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
@@ -85,21 +76,9 @@ class WorkerSnapshot:
         return self.state == "ready" and self.reachable
 
     @property
-    def kv_use(self) -> float:
-        """The share of the KV pool that live sequences reference, 0 to 1."""
-        return kv_use(self)
-
-    @property
-    def num_requests(self) -> int:
-        """Total number of its sequences and leases."""
-        return self.num_running + self.num_waiting + self.num_pulls + self.num_leases
-
-    @property
     def queue_s(self) -> float:
         """Seconds until its queued prompts are computed."""
-        if self.queued_s is not None:
-            return self.queued_s
-        return queue_seconds(self.rates, self.queued_tokens) if self.queued_tokens else 0.0
+        return self.load.queue_s(self.rates)
 
     def can_run(self, work: "Work") -> bool:
         """Returns whether it has the request's adapter or may be able to load it. True without
@@ -127,105 +106,7 @@ class Work:
         return num_tokens if self.budget_tokens is None else min(num_tokens, self.budget_tokens)
 
 
-def decode_cost(
-    work: Work,
-    worker: WorkerSnapshot,
-    matches: Mapping[str, int],
-    *,
-    producers: Sequence[WorkerSnapshot],
-) -> float:
-    """Returns the cost in seconds.
-
-    It never falls with more load and never rises with more cached blocks. `producers` are the
-    prefill workers; without any, the worker computes the missing tokens itself.
-    """
-    reused = reuse(work, worker, matches)
-    missing = work.num_tokens - reused.num_tokens
-    rates = worker.rates
-    queue_s = worker.queued_s
-    if queue_s is None:
-        queue_s = queue_seconds(rates, worker.queued_tokens)
-    cost_s = (
-        queue_s
-        + TOKENS_PER_RUNNING * rates.decode.sequence_s * worker.num_running
-        + reused.load_s
-        + _missing_s(work, worker, reused.num_tokens, producers)
-    )
-    if work.adapter is not None:
-        cost_s += _adapter_s(work.adapter, worker)
-    if 0 < worker.num_running_slots <= worker.num_running + worker.num_pulls + worker.num_waiting:
-        cost_s += slot_wait_s(work, worker, work.completion_tokens)
-    if worker.num_waiting:
-        cost_s += TOKENS_PER_WAITING * token_seconds(rates) * worker.num_waiting
-    shortfall = work.block_size * lacking_blocks(worker, work.num_kept(missing) / work.block_size)
-    if shortfall > 0:
-        cost_s += SHORTFALL_PRICE * token_seconds(rates) * shortfall
-    return cost_s
-
-
-def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
-    """Predicts the seconds until enough sequences have ended for this one to get a slot and blocks.
-
-    On a full worker, each running slot becomes free every `completion_tokens` steps.
-    """
-    num_there = decode.num_running + decode.num_pulls + decode.num_waiting
-    num_to_end = num_there + 1 - decode.num_running_slots if decode.num_running_slots else 0
-    # Waiting sequences have no blocks yet, and all their tokens are queued. If none waits, the
-    # queued tokens belong to prompts that have all of their blocks.
-    queued = decode.queued_tokens if decode.num_waiting else 0
-    num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
-    if lacking_blocks(decode, num_blocks, decode.num_waiting + 1) > 0:
-        num_to_end = max(num_to_end, decode.num_waiting + 1)
-    if num_to_end <= 0:
-        return 0.0
-    num_slots_taken = decode.num_running + decode.num_pulls
-    num_ending = max(1, min(num_slots_taken, decode.num_running_slots or num_slots_taken))
-    return num_to_end * completion_tokens * decode.rates.decode.seconds(num_ending) / num_ending
-
-
-def prefill_cost(
-    work: Work,
-    worker: WorkerSnapshot,
-    matches: Mapping[str, int],
-    *,
-    held: Mapping[str, int] | None = None,
-) -> float:
-    """Returns the cost in seconds.
-
-    It never falls with more load and never rises with more cached blocks or holders. `held` is the
-    number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
-    """
-    reused = reuse(work, worker, matches)
-    rates = worker.rates
-    pairs = worker.pairs
-    holders = held and [
-        Holder(tokens, pairs[name])
-        for name, tokens in held.items()
-        if tokens > reused.num_tokens and name in pairs
-    ]
-    expected = expect(
-        rates,
-        work.num_tokens,
-        reused.num_tokens,
-        queue_s=worker.queue_s,
-        holders=holders or (),
-        block_size=work.block_size,
-    )
-    cost_s = expected.total_s + reused.load_s
-    if work.adapter is not None:
-        cost_s += _adapter_s(work.adapter, worker)
-    if num_leases := worker.num_leases:
-        cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
-    return cost_s
-
-
-def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
-    """Returns the seconds until the request's adapter is in the worker's memory."""
-    return 0.0 if adapter.digest in worker.adapters else ADAPTER_READ_S
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(msgspec.Struct, frozen=True):
     """The first tokens of a prompt that need no computing, and the time until they are in the pool.
 
     The worker may compute some of them while it loads the others.
@@ -233,6 +114,111 @@ class Reuse:
 
     num_tokens: int
     load_s: float = 0.0
+
+
+class PricedWorker(msgspec.Struct, frozen=True):
+    """A worker, and the seconds that one request loses on it."""
+
+    worker: WorkerSnapshot
+    reused: Reuse
+    cost_s: float
+
+
+def price_decode(
+    work: Work,
+    worker: WorkerSnapshot,
+    matches: Mapping[str, int],
+    *,
+    producers: Sequence[str],
+) -> PricedWorker:
+    """Prices a request that decodes on the worker.
+
+    The cost never falls with more load and never rises with more cached blocks. `producers` are the
+    ids of the prefill workers; without any, the worker computes the missing tokens itself.
+    """
+    reused = reuse(work, worker, matches)
+    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # blocks
+    rates = worker.rates
+    load = worker.load
+    cost_s = (
+        load.queue_s(rates)
+        + TOKENS_PER_RUNNING * rates.decode.sequence_s * load.num_running
+        + reused.load_s
+        + _missing_s(work, worker, reused.num_tokens, num_missing, producers)
+    )
+    if work.adapter is not None:
+        cost_s += _adapter_s(work.adapter, worker)
+    if 0 < load.num_running_slots <= load.num_slots_taken + load.num_waiting:
+        cost_s += slot_wait_s(work, worker, work.completion_tokens)
+    if load.num_waiting:
+        cost_s += TOKENS_PER_WAITING * token_seconds(rates) * load.num_waiting
+    shortfall = work.block_size * load.lacking_blocks(num_missing)
+    if shortfall > 0:
+        cost_s += SHORTFALL_PRICE * token_seconds(rates) * shortfall
+    return PricedWorker(worker, reused, cost_s)
+
+
+def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
+    """Predicts the seconds until enough sequences have ended for this one to get a slot and blocks.
+
+    On a full worker, each running slot becomes free every `completion_tokens` steps.
+    """
+    load = decode.load
+    num_there = load.num_slots_taken + load.num_waiting
+    num_to_end = num_there + 1 - load.num_running_slots if load.num_running_slots else 0
+    # Waiting sequences have no blocks yet, and all their tokens are queued. If none waits, the
+    # queued tokens belong to prompts that have all of their blocks.
+    queued = load.queued_tokens if load.num_waiting else 0
+    num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
+    if load.lacking_blocks(num_blocks, load.num_waiting + 1) > 0:
+        num_to_end = max(num_to_end, load.num_waiting + 1)
+    if num_to_end <= 0:
+        return 0.0
+    num_slots_taken = load.num_slots_taken
+    num_ending = max(1, min(num_slots_taken, load.num_running_slots or num_slots_taken))
+    return num_to_end * completion_tokens * decode.rates.decode.seconds(num_ending) / num_ending
+
+
+def price_prefill(
+    work: Work,
+    worker: WorkerSnapshot,
+    matches: Mapping[str, int],
+    *,
+    held: Mapping[str, int] | None = None,
+) -> PricedWorker:
+    """Prices a request whose prompt the worker computes.
+
+    The cost never falls with more load and never rises with more cached blocks or holders. `held`
+    is the number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
+    """
+    reused = reuse(work, worker, matches)
+    cached = reused.num_tokens
+    rates = worker.rates
+    pairs = worker.pairs
+    holders = held and [
+        Holder(tokens, pair)
+        for name, tokens in held.items()
+        if tokens > cached and (pair := pairs.get(name)) is not None
+    ]
+    expected = expect(
+        rates,
+        work.num_tokens,
+        cached,
+        queue_s=worker.load.queue_s(rates),
+        holders=holders or (),
+        block_size=work.block_size,
+    )
+    cost_s = expected.total_s + reused.load_s
+    if work.adapter is not None:
+        cost_s += _adapter_s(work.adapter, worker)
+    if num_leases := worker.load.num_leases:
+        cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
+    return PricedWorker(worker, reused, cost_s)
+
+
+def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
+    """Returns the seconds until the request's adapter is in the worker's memory."""
+    return 0.0 if adapter.digest in worker.adapters else ADAPTER_READ_S
 
 
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
@@ -243,6 +229,8 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     """
     held = cached_tokens(work, worker, matches)
     rates = worker.rates
+    if not rates.tiers:
+        return Reuse(held)
     in_pool = matches.get(worker.worker_id, 0)
     tiers = []
     for tier in rates.tiers:
@@ -250,7 +238,9 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
         # the last token is always computed
         depth = min(depth, (work.num_tokens - 1) // work.block_size)
         if depth > in_pool:
-            tiers.append(Reach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool)))
+            tiers.append(
+                TierReach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool))
+            )
     if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
         return Reuse(held)
     choice = choose_soonest(
@@ -260,7 +250,7 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
             in_pool,
             rates.prefill,
             rates.step_tokens,
-            num_delayed=worker.num_waiting,
+            num_delayed=worker.load.num_waiting,
         ),
         tiers,
         load_queue_s=rates.load_queue_s,
@@ -303,19 +293,22 @@ def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]
 
 
 def _missing_s(
-    work: Work, worker: WorkerSnapshot, cached: int, producers: Sequence[WorkerSnapshot]
+    work: Work,
+    worker: WorkerSnapshot,
+    cached: int,
+    num_missing: float,
+    producers: Sequence[str],
 ) -> float:
-    """Returns the seconds to obtain the missing blocks: pulled from a producer, or computed.
+    """Returns the seconds to obtain `num_missing` blocks: pulled from a producer, or computed.
 
     The eviction of other blocks has no price. In Mooncake's trace, twice the memory saves only 1.5%
     of the computing, so an evicted token costs little compared with a computed one.
     """
     rates = worker.rates
-    missing = work.num_tokens - cached
-    computed_s = (1 + worker.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
+    computed_s = (1 + worker.load.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)
     if not producers:
         return computed_s
-    num_bytes = rates.moved_bytes(work.num_kept(missing) / work.block_size)
-    ways = worker.pairs
-    pulled_s = [way.seconds(num_bytes) for s in producers if (way := ways.get(s.worker_id))]
+    num_bytes = rates.moved_bytes(num_missing)
+    pairs = worker.pairs
+    pulled_s = [pair.seconds(num_bytes) for name in producers if (pair := pairs.get(name))]
     return min(computed_s, min(pulled_s)) if pulled_s else PULL_PRICE * computed_s

@@ -17,11 +17,11 @@ def find_moves(workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
     In total they are as many as the free running slots of other workers, taken from the longest
     queues.
     """
-    decode = [w for w in workers if w.role == "decode" and w.usable and w.num_running_slots]
+    decode = [w for w in workers if w.role == "decode" and w.usable and w.load.num_running_slots]
     num_free = sum(_num_free(w) for w in decode)
     moves: dict[str, int] = {}
-    for worker in sorted(decode, key=lambda w: -w.num_waiting):
-        if (count := min(num_free, worker.num_waiting)) <= 0:
+    for worker in sorted(decode, key=lambda w: -w.load.num_waiting):
+        if (count := min(num_free, worker.load.num_waiting)) <= 0:
             break
         moves[worker.worker_id] = count
         num_free -= count
@@ -29,6 +29,7 @@ def find_moves(workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
 
 
 def _num_free(worker: WorkerSnapshot) -> int:
-    if worker.num_waiting or worker.queue_s > QUEUED_MAX_S:
+    load = worker.load
+    if load.num_waiting or worker.queue_s > QUEUED_MAX_S:
         return 0
-    return max(0, worker.num_running_slots - worker.num_running - worker.num_pulls)
+    return max(0, load.num_running_slots - load.num_slots_taken)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TypeVar
 
 from tandem.common.config.router import RouterConfig
-from tandem.common.perf_model.kv_load import longest_sequence
 from tandem.common.perf_model.predict import NO_PREFILL, Prefill
 from tandem.errors import (
     NeverFits,
@@ -299,9 +298,9 @@ class Dispatcher:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
             # A pool of the same size or smaller cannot hold it either.
-            size = longest_sequence(routed.placement.decode)
+            size = routed.placement.decode.load.longest_sequence
             workers = self._view.snapshots()
-            job.routing.refused |= {w.epoch for w in workers if 0 < longest_sequence(w) <= size}
+            job.routing.refused |= {w.epoch for w in workers if 0 < w.load.longest_sequence <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
         """Records that the requested prefill is done or no longer needed."""

@@ -16,9 +16,9 @@ def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> Po
         wanted=wanted,
         num_ready=len(ready),
         queued_s=sum(w.queue_s for w in ready),
-        num_waiting=sum(w.num_waiting for w in ready),
-        kv_use=median_high(w.kv_use for w in ready) if ready else 0.0,
-        num_running=sum(w.num_running + w.num_leases + w.num_pulls for w in ready),
+        num_waiting=sum(w.load.num_waiting for w in ready),
+        kv_use=median_high(w.load.kv_use for w in ready) if ready else 0.0,
+        num_running=sum(w.load.num_requests - w.load.num_waiting for w in ready),
     )
 
 

@@ -18,13 +18,13 @@ import grpc
 import grpc.aio
 
 from tandem.common.backoff import Backoff, doubling_at_random
-from tandem.common.perf_model.kv_load import GroupLoad
 from tandem.common.perf_model.predict import Prefill
+from tandem.common.worker_load import WorkerLoad
 from tandem.errors import WorkerLeft, WorkerLost
+from tandem.net.rpc.convert import to_struct
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1 import worker_pb2_grpc as pb_grpc
-from tandem.net.store.registry import WorkerLoad
 from tandem.router.workers.attempt import Attempt
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 2.0
 CLOSE_DEADLINE_S = 2.0
 KEEP_DEADLINE_S = 10.0
-_LOAD_FIELDS = tuple(n for n in WorkerLoad.__struct_fields__ if n not in ("groups", "queued_s"))
-_GROUP_FIELDS = GroupLoad.__struct_fields__
 
 
 class WorkerClient:
@@ -199,7 +197,7 @@ class WorkerClient:
     def _take(self, update: pb.DecodeUpdate) -> None:
         self._heard_at = time.monotonic()
         if update.HasField("load"):
-            self.load = load_of(update.load)
+            self.load = to_struct(WorkerLoad, update.load)
             while self._num_reported < update.num_submits and self.unreported:
                 self.unreported.popleft()
                 self._num_reported += 1
@@ -226,13 +224,3 @@ class WorkerClient:
         self._attempts.clear()
         if was_up:
             self._on_change()
-
-
-def load_of(message: pb.WorkerLoad) -> WorkerLoad:
-    """Converts a worker's load message."""
-    groups = tuple(
-        GroupLoad(*(getattr(group, name) for name in _GROUP_FIELDS)) for group in message.groups
-    )
-    queued_s = message.queued_s if message.HasField("queued_s") else None
-    same = {name: getattr(message, name) for name in _LOAD_FIELDS}
-    return WorkerLoad(**same, groups=groups, queued_s=queued_s)

@@ -19,7 +19,6 @@ from typing import Literal
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.cluster import ClusterConfig
-from tandem.common.perf_model.kv_load import longest_sequence
 from tandem.common.perf_model.predict import Prefill
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.store.client import UNREACHABLE, Client
@@ -237,7 +236,7 @@ class ClusterView:
         Returns None while no bound is known.
         """
         sizes = (
-            longest_sequence(w.load) * w.record.compatibility.block_size
+            w.load.longest_sequence * w.record.compatibility.block_size
             for w in self._compatible()
             if w.record.role == "decode"
         )

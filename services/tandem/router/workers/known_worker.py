@@ -9,8 +9,11 @@ record.
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem.common.perf_model.predict import NO_PREFILL, Prefill, beside_decode, summed
-from tandem.net.store.registry import WorkerLoad, WorkerRecord
+from tandem.common.worker_load import WorkerLoad
+from tandem.net.store.registry import WorkerRecord
 from tandem.router.placement.choose import WorkerSnapshot
 from tandem.router.workers.client import WorkerClient
 
@@ -88,39 +91,43 @@ class KnownWorker:
             self._sent.popleft()
 
     def snapshot(self, *, compatible: bool, prefill_share: float = 0.0) -> WorkerSnapshot:
-        load = self.load
+        record = self.record
         client = self.client
-        waiting = len(client.unreported) if client else 0
-        sent = summed(client.unreported if client else [prefill for _, prefill in self._sent])
-        queued_s = load.queued_s
-        if queued_s is not None and (sent.num_tokens or self._done.num_tokens):
-            rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_running)
-            queued_s = max(0.0, queued_s - self._done.seconds(rates)) + sent.seconds(rates)
         return WorkerSnapshot(
-            worker_id=self.record.worker_id,
-            epoch=self.record.epoch,
-            address=self.record.address,
-            role=self.record.role,
-            state="draining" if client and client.is_draining else self.record.state,
-            reachable=compatible and (self.record.role != "decode" or self.is_up),
-            num_running=load.num_running,
-            num_waiting=load.num_waiting + waiting,
-            queued_tokens=max(0, load.queued_tokens - self._done.num_tokens) + sent.num_tokens,
+            worker_id=record.worker_id,
+            epoch=record.epoch,
+            address=record.address,
+            role=record.role,
+            state="draining" if client and client.is_draining else record.state,
+            reachable=compatible and (record.role != "decode" or self.is_up),
+            load=self._expected_load(),
+            rates=record.rates,
+            pairs=record.pairs,
+            compatibility_key=record.compatibility.compatibility_key(),
+            prefill_share=prefill_share,
+            adapters=frozenset(record.adapters.loaded),
+            adapters_failed=frozenset(record.adapters.failed),
+            lora_rank_max=record.adapters.rank_max,
+            keeps_deadlines=record.keeps_deadlines,
+            prefill_at=record.prefill_at,
+        )
+
+    def _expected_load(self) -> WorkerLoad:
+        """Returns its load with the work that was sent since, without the work that it has done."""
+        load = self.load
+        unreported = self.client.unreported if self.client is not None else ()
+        done = self._done
+        if not (unreported or self._sent or done.num_tokens):
+            return load
+        sent = summed(unreported if self.client is not None else [p for _, p in self._sent])
+        queued_s = load.queued_s
+        if queued_s is not None and (sent.num_tokens or done.num_tokens):
+            rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_running)
+            queued_s = max(0.0, queued_s - done.seconds(rates)) + sent.seconds(rates)
+        return msgspec.structs.replace(
+            load,
+            num_waiting=load.num_waiting + len(unreported),
+            queued_tokens=max(0, load.queued_tokens - done.num_tokens) + sent.num_tokens,
             queued_s=queued_s,
             num_leases=load.num_leases + len(self._sent),
-            num_pulls=load.num_pulls,
-            num_running_slots=load.num_running_slots,
-            chunk_tokens=load.chunk_tokens,
-            blocks_total=load.blocks_total,
-            blocks_used=load.blocks_used,
-            groups=load.groups,
-            rates=self.record.rates,
-            pairs=self.record.pairs,
-            compatibility_key=self.record.compatibility.compatibility_key(),
-            prefill_share=prefill_share,
-            adapters=frozenset(self.record.adapters.loaded),
-            adapters_failed=frozenset(self.record.adapters.failed),
-            lora_rank_max=self.record.adapters.rank_max,
-            keeps_deadlines=self.record.keeps_deadlines,
-            prefill_at=self.record.prefill_at,
         )

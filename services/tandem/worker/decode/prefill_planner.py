@@ -18,10 +18,10 @@ from tandem.common.perf_model.predict import (
     beside_decode,
     likely_rates,
     prefill_seconds,
-    queue_seconds,
 )
 from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.common.perf_model.soonest import Producer
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.types import SequenceSpec
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.registry import WorkerRecord
@@ -59,7 +59,7 @@ class PrefillPlanner:
         # Local prefill that the load does not include yet: (number of engine commands, seconds).
         self._begun_locally: deque[tuple[int, float]] = deque()
         self._failed: dict[str, tuple[str, str, float]] = {}  # worker id -> (epoch, reason, time)
-        self.load = pb.WorkerLoad()
+        self.load = WorkerLoad()
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
         self._records = {record.worker_id: record for record in records}
@@ -99,7 +99,7 @@ class PrefillPlanner:
         now = time.monotonic()
         return [w for w in workers if not self._silences.is_lost(w.worker_id, now)]
 
-    def take_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
+    def take_load(self, load: WorkerLoad, num_commands: int) -> None:
         """Takes this worker's load after its engine has applied `num_commands` commands."""
         self.load = load
         while self._begun_locally and self._begun_locally[0][0] <= num_commands:
@@ -169,15 +169,12 @@ class PrefillPlanner:
 
     def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:
         rates = self._local_rates()
-        load = self.load
-        reported_s = load.queued_s if load.HasField("queued_s") else None
-        queue_s = queue_seconds(rates, load.queued_tokens) if reported_s is None else reported_s
         return LocalWorker(
             rates=rates,
-            queue_s=queue_s + sum(seconds for _, seconds in self._begun_locally),
+            queue_s=self.load.queue_s(rates) + sum(seconds for _, seconds in self._begun_locally),
             cached_tokens=cached_tokens,
             holders=tuple(self._holders(holders, self._config.worker_id)),
-            num_running=load.num_running,
+            num_running=self.load.num_running,
         )
 
     def producer(

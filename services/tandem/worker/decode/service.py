@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 
+from tandem.common.worker_load import WorkerLoad
 from tandem.engine.types import Mode, NewTokens, Reserved
 from tandem.net.observability.logs import about
 from tandem.net.observability.traces import NO_SPAN, Attributes
-from tandem.net.rpc.convert import trace_headers
+from tandem.net.rpc.convert import to_message, trace_headers
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.convert import sequence_spec
 from tandem.worker.decode.live_sequences import DecodeSequences
@@ -60,11 +61,11 @@ class DecodeService:
         return self._sequences
 
     async def serve(
-        self, commands: AsyncIterator[pb.DecodeCommand], load: pb.WorkerLoad
+        self, commands: AsyncIterator[pb.DecodeCommand], load: WorkerLoad
     ) -> AsyncIterator[pb.DecodeUpdate]:
         """Serves one router's stream. When it closes, all its requests are removed."""
         stream = RouterStream(draining=self._draining)
-        stream.push_load(load, 0)
+        stream.push_load(to_message(pb.WorkerLoad, load), 0)
         self._streams.add(stream)
         reading = asyncio.create_task(self._read_commands(stream, commands))
         reading.add_done_callback(stream.on_consumer_done)
@@ -112,7 +113,7 @@ class DecodeService:
         for stream in self._streams:
             stream.end()
 
-    def on_report(self, report: Report, load: pb.WorkerLoad) -> None:
+    def on_report(self, report: Report, load: WorkerLoad) -> None:
         """Applies a step's results; each router concerned gets one message."""
         step = report.report
         self.planner.take_load(load, report.num_commands)
@@ -128,8 +129,10 @@ class DecodeService:
             if (sequence := self._sequences.get(failed.sequence_id)) is not None:
                 after_s = failed.retry_after_s
                 self._sequences.abort(sequence, failed.code, failed.message, retry_after_s=after_s)
-        for stream in self._streams:
-            stream.push_load(load, report.num_commands)
+        if self._streams:
+            message = to_message(pb.WorkerLoad, load)
+            for stream in self._streams:
+                stream.push_load(message, report.num_commands)
 
     async def _read_commands(
         self, stream: RouterStream, commands: AsyncIterator[pb.DecodeCommand]

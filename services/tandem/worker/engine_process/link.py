@@ -304,7 +304,7 @@ class EngineLink:
                 self._on_event(reply)
             case messages.BlocksFinal() | transfer.Renewed() | transfer.Broken():
                 self._on_event(reply)
-            case messages.Loading(num_bytes, num_bytes_all):
+            case messages.WeightsProgress(num_bytes, num_bytes_all):
                 self.loading = num_bytes, num_bytes_all
             case messages.Ready():
                 self._answer("ready", reply)

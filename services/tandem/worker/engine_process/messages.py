@@ -284,7 +284,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     code: str = ""  # code of an error in services/tandem/errors.py; empty for other errors
 
 
-class Loading(msgspec.Struct, frozen=True, tag=True):
+class WeightsProgress(msgspec.Struct, frozen=True, tag=True):
     """The progress of loading the model; sent before `Ready`."""
 
     num_bytes: int  # bytes of weight files loaded so far
@@ -303,4 +303,4 @@ Answer = (
     | transfer.ProducerReady
     | Integrity
 )
-Reply = Loading | Ready | Event | Answer | Fatal
+Reply = WeightsProgress | Ready | Event | Answer | Fatal

@@ -138,14 +138,13 @@ class EngineProcess:
         if self._engine.awaits_silent_threads():
             return GRAMMAR_TICK_S * 1000
         load = self._engine.load()
-        anyone = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_prefill_only
-        return (TICK_S if anyone or load.blocks_quarantined else _IDLE_S) * 1000
+        return (TICK_S if load.num_requests or load.blocks_quarantined else _IDLE_S) * 1000
 
     def _turn(self) -> None:
         if self._engine.has_work():
             report = self._engine.step(lambda final: self._send(messages.BlocksFinal(final)))
         else:
-            report = StepReport(load=self._engine.load())
+            report = StepReport(load=self._engine.load(), stats=self._engine.stats())
         report.failed = [*self._failed, *report.failed]
         self._failed = []
         self._send(messages.Report(self._tick, report, self._num_commands))
@@ -378,7 +377,7 @@ def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
     socket = context.socket(zmq.PUSH)
     socket.connect(address)
     try:
-        yield lambda *loaded: socket.send(msgspec.msgpack.encode(messages.Loading(*loaded)))
+        yield lambda *loaded: socket.send(msgspec.msgpack.encode(messages.WeightsProgress(*loaded)))
     finally:
         socket.close(linger=0)
 

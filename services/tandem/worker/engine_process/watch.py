@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from tandem.common.config.worker import WorkerConfig
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.worker_load import WorkerLoad
 from tandem.worker.engine_process.link import EngineLink
 
 TURN_S = 1.0

@@ -17,7 +17,7 @@ from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
 from tandem.common.process.hang_limit import hang_limit
 from tandem.engine.adapter_slots import READ_DEADLINE_S
-from tandem.engine.types import AdapterLoad
+from tandem.engine.types import AdapterStats
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
 from tandem.models.lora.adapter import WEIGHTS_FILE, open_lora
@@ -35,7 +35,7 @@ class NamedAdapters:
         self._config = config
         self._model: ModelConfig | None = None
         self.named: dict[str, Adapter] = {}
-        self.load = AdapterLoad()  # as in the engine's last report
+        self.stats = AdapterStats()  # as in the engine's last report
         self._has_adopted = False
         self._turn = asyncio.Lock()  # one task at a time reads a folder
 
@@ -44,11 +44,11 @@ class NamedAdapters:
         """The state of the adapters for the worker's record."""
         rank_max = self._config.max_lora_rank if self._config.max_loras else 0
         named = list(self.named.values())
-        return AdapterState(named, self.load.loaded, self.load.failed, rank_max)
+        return AdapterState(named, self.stats.loaded, self.stats.failed, rank_max)
 
     def metrics(self, labels: Mapping[str, str]) -> Iterable[Metric]:
         """Returns the gauge of the engine's LoRA adapters."""
-        return adapter_metrics(labels, self.load, self._config.max_loras)
+        return adapter_metrics(labels, self.stats, self._config.max_loras)
 
     async def read_own(self) -> None:
         """Adds the adapters of `--lora`. Raises ConfigError that names the one that cannot be

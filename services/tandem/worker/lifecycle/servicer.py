@@ -22,7 +22,6 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.transfer.nixl.reach import host_identity
-from tandem.worker.convert import load_message
 from tandem.worker.lifecycle.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -37,8 +36,7 @@ class Servicer(WorkerServicer):
     async def Decode(
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        load = load_message(self._worker.load())
-        async for update in self._worker.decode.serve(request_iterator, load):
+        async for update in self._worker.decode.serve(request_iterator, self._worker.load()):
             yield update
 
     async def Prefill(
@@ -177,7 +175,7 @@ class Servicer(WorkerServicer):
         message = await self._worker.link.check_integrity()
         pairs = self._worker.rates.pairs
         return pb.GetStateResponse(
-            load=load_message(self._worker.load()),
+            load=to_message(pb.WorkerLoad, self._worker.load()),
             worker_id=self._worker.config.worker_id,
             epoch=self._worker.epoch,
             draining=self._worker.state == "draining",

@@ -17,10 +17,12 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
+import msgspec
 
 from tandem.common.block_hash import HASH_VERSION
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.garbage import exempt_loaded
+from tandem.common.worker_load import WorkerLoad
 from tandem.errors import ConfigError, WorkerLost
 from tandem.net.observability.traces import make_tracing
 from tandem.net.rpc.auth import KindInterceptor, TokenInterceptor
@@ -31,9 +33,8 @@ from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from tandem.net.store.registry import KvCompatibility, State, WorkerLoad, WorkerRecord
+from tandem.net.store.registry import KvCompatibility, State, WorkerRecord
 from tandem.transfer.nixl.messages import Broken
-from tandem.worker.convert import load_message, plain_of
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
@@ -307,16 +308,14 @@ class Worker:
         self.rates.on_step(step)
         self.prefill.on_report(report)
         self._warmer.on_step(step)
-        self._load = plain_of(
-            WorkerLoad,
+        self._load = msgspec.structs.replace(
             step.load,
             queue_max=self.config.engine.queue_max,
             num_leases=self.prefill.num_leases,
-            num_pulls=step.load.num_awaiting_kv,
             step=report.tick,
         )
-        self.adapters.load = step.load.adapters
-        self.decode.on_report(report, load_message(self._load))
+        self.adapters.stats = step.stats.adapters
+        self.decode.on_report(report, self._load)
         self._membership.on_report(step)
         if self._events is not None:
             self._events.on_report(step)

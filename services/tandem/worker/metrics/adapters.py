@@ -5,17 +5,17 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 
-from tandem.engine.types import AdapterLoad
+from tandem.engine.types import AdapterStats
 from tandem.net.observability.metrics import gauges
 
 
 def adapter_metrics(
-    labels: Mapping[str, str], load: AdapterLoad, max_loras: int
+    labels: Mapping[str, str], adapters: AdapterStats, max_loras: int
 ) -> Iterator[Metric]:
     """Yields the gauge. Its labels contain the adapters; its value is the current time."""
     names = [*labels, "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
-    adapters = [",".join(load.running), ",".join(load.waiting), str(max_loras)]
+    found = [",".join(adapters.running), ",".join(adapters.waiting), str(max_loras)]
     text = "Adapters of running and of waiting sequences; the value is the time of the scrape"
     yield gauges(
-        "tandem_lora_requests_info", text, names, [([*labels.values(), *adapters], time.time())]
+        "tandem_lora_requests_info", text, names, [([*labels.values(), *found], time.time())]
     )

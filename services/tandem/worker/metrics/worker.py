@@ -16,13 +16,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.common.engine_counts import EngineTally
-from tandem.common.perf_model.kv_load import TierUse, kv_use
 from tandem.common.perf_model.rates import PairRate
-from tandem.engine.types import EngineLoad, StepReport, TierLoad
+from tandem.common.worker_load import TierUse, WorkerLoad
+from tandem.engine.types import EngineStats, StepReport, TierStats
 from tandem.models.memory import read_memory
 from tandem.net.bounded_server import BoundedServer
 from tandem.net.observability.metrics import MetricSet, counter, gauge, gauges, histogram
-from tandem.net.store.registry import WorkerLoad
 from tandem.prefix_index.publisher import Publisher
 from tandem.transfer.nixl.messages import PullResult, Renewed
 from tandem.worker.engine_process.messages import PullsSettled, TransferReply
@@ -53,11 +52,11 @@ _PAIRS: tuple[tuple[str, str, Callable[[PairRate], float]], ...] = (
     ("latency_seconds", "Of the smallest pull from `peer`, as measured", lambda r: r.latency_s),
 )
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
     ("blocks", "Blocks that the tier can hold", lambda tier: tier.blocks_total),
     ("blocks_held", "Blocks that the tier holds", lambda tier: tier.blocks_held),
 )
-_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierLoad], int]], ...] = (
+_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
     ("blocks_written", "Blocks written to the tier", lambda tier: tier.blocks_written),
     ("blocks_loaded", "Blocks loaded from the tier", lambda tier: tier.blocks_loaded),
     ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
@@ -138,7 +137,7 @@ class WorkerMetrics(MetricSet):
     )
 
     def __init__(self, *, worker_id: str, role: str) -> None:
-        self._engine_load = EngineLoad()  # from the newest step
+        self._stats = EngineStats()  # from the newest step
         self._damage = TierDamage()
         self.role = role  # current role, which may change; samples get it at the scrape
         self._labels = {"worker": worker_id}
@@ -150,8 +149,8 @@ class WorkerMetrics(MetricSet):
         self._memory.set_function(lambda: read_memory().free_bytes)
 
     def on_step(self, step: StepReport) -> None:
-        self._engine_load = step.load
-        self._damage.take(step.load.tiers)
+        self._stats = step.stats
+        self._damage.take(step.stats.tiers)
         if step.num_prefill_tokens or step.num_decode_tokens:
             self.steps.inc()
             self.step_s.observe(step.step_ms / 1000)
@@ -162,10 +161,9 @@ class WorkerMetrics(MetricSet):
     @property
     def tiers(self) -> tuple[TierUse, ...]:
         """The state of the tiers below the pool after the newest step."""
-        tiers = self._engine_load.tiers
         return tuple(
             TierUse(t.name, t.blocks_total, t.blocks_held, self._damage.num_blocks(t.name))
-            for t in tiers
+            for t in self._stats.tiers
         )
 
     def on_transfer(self, reply: TransferReply) -> None:
@@ -225,7 +223,7 @@ class WorkerMetrics(MetricSet):
         """Adds the metrics of the worker's prefix tree log, adapters and tiers."""
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
         self._registry.register(_AtScrape(partial(adapters, self._labels)))
-        self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._engine_load)))
+        self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._stats)))
 
     def collect(self) -> Iterable[Metric]:
         """Returns the current values of all metrics except the gauges."""
@@ -253,7 +251,7 @@ class WorkerMetrics(MetricSet):
         for name, text in _HELP.items():
             yield gauges(f"tandem_{name}", text, names, [(values, getattr(load, name))])
         text = "Share of the KV pool that live sequences hold, 0 to 1"
-        yield gauges("tandem_kv_cache_usage_perc", text, names, [(values, kv_use(load))])
+        yield gauges("tandem_kv_cache_usage_perc", text, names, [(values, load.kv_use)])
         for name, text, value in _PAIRS:
             rows = [([*values, peer, rate.transport], value(rate)) for peer, rate in pairs.items()]
             yield gauges(f"tandem_pair_{name}", text, [*names, "peer", "transport"], rows)
@@ -319,7 +317,7 @@ class TierDamage:
         # tier -> (recent bad blocks, time of the last one)
         self._lately: dict[str, tuple[int, float]] = {}
 
-    def take(self, tiers: Iterable[TierLoad]) -> None:
+    def take(self, tiers: Iterable[TierStats]) -> None:
         """Takes the tiers' state from a step report."""
         for tier in tiers:
             num_new = tier.blocks_bad - self._num_bad.get(tier.name, tier.blocks_bad)
@@ -333,26 +331,26 @@ class TierDamage:
         return number if self._clock() - found_at < DAMAGE_S else 0
 
 
-def tier_metrics(labels: Mapping[str, str], load: EngineLoad) -> Iterator[Metric]:
+def tier_metrics(labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metric]:
     names = [*labels, "tier"]
     for name, text, value in _TIER_GAUGES:
-        rows = [([*labels.values(), tier.name], value(tier)) for tier in load.tiers]
+        rows = [([*labels.values(), tier.name], value(tier)) for tier in stats.tiers]
         yield gauges(f"tandem_kv_tier_{name}", text, names, rows)
     for name, text, value in _TIER_COUNTERS:
         family = CounterMetricFamily(f"tandem_kv_tier_{name}", text, labels=names)
-        for tier in load.tiers:
+        for tier in stats.tiers:
             family.add_metric([*labels.values(), tier.name], value(tier))
         yield family
     text = "Cached blocks evicted without a copy in a tier, also if its policy does not copy them"
     dropped = CounterMetricFamily("tandem_kv_blocks_dropped", text, labels=list(labels))
-    dropped.add_metric(list(labels.values()), load.blocks_dropped)
+    dropped.add_metric(list(labels.values()), stats.blocks_dropped)
     yield dropped
     names = [*labels, "place"]
-    rows = [([*labels.values(), pin.place], pin.blocks) for pin in load.pins]
+    rows = [([*labels.values(), pin.place], pin.blocks) for pin in stats.pins]
     yield gauges("tandem_kv_pinned_blocks", "Blocks that are evicted last", names, rows)
     text = "Blocks by what became of their pins, and of the wishes for one"
     fates = CounterMetricFamily("tandem_kv_pins", text, labels=[*names, "fate"])
-    for pin in load.pins:
+    for pin in stats.pins:
         for fate, num_blocks in pin.fates.items():
             fates.add_metric([*labels.values(), pin.place, fate], num_blocks)
     yield fates

@@ -47,9 +47,10 @@ class Rates:
 
     def on_step(self, report: StepReport) -> None:
         """Takes the engine's rates and the duration of a step from its report."""
-        tiers = tuple(TierRate(tier.name, tier.block_s) for tier in report.load.tiers)
+        stats = report.stats
+        tiers = tuple(TierRate(tier.name, tier.block_s) for tier in stats.tiers)
         self.worker = msgspec.structs.replace(
-            report.rates or self.worker, tiers=tiers, load_queue_s=report.load.load_queue_s
+            report.rates or self.worker, tiers=tiers, load_queue_s=stats.load_queue_s
         )
         if report.num_prefill_tokens or report.num_decode_tokens:
             faded_s = self._longest_turn_s * _TURN_KEEP

@@ -13,8 +13,8 @@ import pytest
 from tandem.api.admin import page_feed
 from tandem.api.admin.page_feed import Viewer
 from tandem.api.admin.snapshot import WORKER_COLUMNS
-from tandem.common.perf_model.kv_load import TierUse
 from tandem.common.process.cancellation import cancel
+from tandem.common.worker_load import TierUse
 from tandem.errors import QueueFull
 from tandem.router.autoscaler.policy import ScalingDecision
 from tandem.router.metrics.router import WorkerGauges

@@ -13,11 +13,11 @@ from tandem.common.perf_model.soonest import (
     GAIN_MIN,
     GAIN_MIN_S,
     UNSURE,
-    Choice,
+    LoadChoice,
     Offer,
     Producer,
     Prompt,
-    Reach,
+    TierReach,
     choose_soonest,
     load_seconds,
     produced_s,
@@ -29,7 +29,7 @@ RATE = PrefillRate(step_s=0.0, token_s=0.01, token_context_s=0.0)
 seconds = st.floats(0, 2)
 block_seconds = st.floats(0, 0.5)
 rates = st.builds(PrefillRate, st.floats(0, 0.05), st.floats(1e-4, 0.05), st.floats(0, 1e-4))
-reaches = st.lists(st.builds(Reach, st.integers(0, 60), block_seconds), max_size=3)
+reaches = st.lists(st.builds(TierReach, st.integers(0, 60), block_seconds), max_size=3)
 offers = st.none() | st.builds(Offer, st.integers(0, 60), seconds, block_seconds)
 producers = st.none() | st.builds(
     Producer,
@@ -67,42 +67,42 @@ def of(num_held: int = 0, **more: float) -> Prompt:
     ],
 )
 def test_load_and_compute_meet(block_s: float, first: int, ends_s: float) -> None:
-    choice = choose_soonest(of(), [Reach(100, block_s)])
+    choice = choose_soonest(of(), [TierReach(100, block_s)])
     assert (choice.first, choice.end) == (first, 100)
     assert choice.there_s == pytest.approx(ends_s, rel=0.02)
 
 
 def test_a_tier_that_gives_no_block_in_time_is_left_alone() -> None:
-    assert not choose_soonest(of(), [Reach(100, 400.0)]).loads
+    assert not choose_soonest(of(), [TierReach(100, 400.0)]).loads
 
 
 def test_a_few_blocks_are_not_worth_a_chunk() -> None:
     """Five blocks could be computed meanwhile, of a load that takes a twelfth of the computing."""
-    assert choose_soonest(of(), [Reach(100, 0.0033)]).first == 0
+    assert choose_soonest(of(), [TierReach(100, 0.0033)]).first == 0
 
 
 def test_a_short_load_is_not_worth_a_chunk() -> None:
     """Eight of 42 ms could be saved, and as large a part of a load that is ten times as long."""
     rate = PrefillRate(step_s=0.0, token_s=0.002, token_context_s=0.0)
     short, long = (Prompt(401, 4, num_held, rate, 10_000) for num_held in (90, 0))
-    assert choose_soonest(short, [Reach(100, 0.004)]).first == 90
-    assert choose_soonest(long, [Reach(100, 0.004)]).first > 0
+    assert choose_soonest(short, [TierReach(100, 0.004)]).first == 90
+    assert choose_soonest(long, [TierReach(100, 0.004)]).first > 0
 
 
 def test_who_computes_delays_others() -> None:
-    assert choose_soonest(of(num_delayed=2), [Reach(100, 0.04)]).first == 0
+    assert choose_soonest(of(num_delayed=2), [TierReach(100, 0.04)]).first == 0
 
 
 def test_queues_of_both_count() -> None:
-    busy = choose_soonest(of(queue_s=1.0), [Reach(100, 0.04)])
+    busy = choose_soonest(of(queue_s=1.0), [TierReach(100, 0.04)])
     assert busy.first < 40
-    waits = choose_soonest(of(), [Reach(100, 0.04)], load_queue_s=1.0)
+    waits = choose_soonest(of(), [TierReach(100, 0.04)], load_queue_s=1.0)
     assert waits.first > 40
-    assert not choose_soonest(of(), [Reach(100, 0.04)], load_queue_s=9.0).loads
+    assert not choose_soonest(of(), [TierReach(100, 0.04)], load_queue_s=9.0).loads
 
 
 def test_a_slow_tier_below_a_fast_one_is_left_alone() -> None:
-    choice = choose_soonest(of(), [Reach(50, 0.0004), Reach(100, 9.0)])
+    choice = choose_soonest(of(), [TierReach(50, 0.0004), TierReach(100, 9.0)])
     assert (choice.first, choice.end) == (0, 50)
 
 
@@ -115,12 +115,12 @@ def test_a_slow_tier_below_a_fast_one_is_left_alone() -> None:
     ],
 )
 def test_a_pull_against_a_load(offer: Offer, loads: bool, pulls: bool) -> None:
-    choice = choose_soonest(of(), [Reach(90, 0.005)], offer=offer)
+    choice = choose_soonest(of(), [TierReach(90, 0.005)], offer=offer)
     assert (choice.loads, choice.pulls) == (loads, pulls)
 
 
 def test_the_rest_after_a_load_is_pulled() -> None:
-    choice = choose_soonest(of(), [Reach(60, 0.001)], offer=Offer(100, 0.1, 0.002), meets=False)
+    choice = choose_soonest(of(), [TierReach(60, 0.001)], offer=Offer(100, 0.1, 0.002), meets=False)
     assert (choice.end, choice.loads, choice.pulls) == (60, True, True)
 
 
@@ -141,20 +141,20 @@ FAST = PrefillRate(step_s=0.0, token_s=0.001, token_context_s=0.0)  # a tenth of
 def test_a_load_against_prefill_elsewhere(
     block_s: float, producer: Producer, end: int, pulls: bool
 ) -> None:
-    choice = choose_soonest(of(), [Reach(100, block_s)], producer=producer, meets=False)
+    choice = choose_soonest(of(), [TierReach(100, block_s)], producer=producer, meets=False)
     assert (choice.end, choice.pulls) == (end, pulls)
 
 
 def test_the_rest_after_a_load_is_computed_elsewhere() -> None:
     """The peer pulls what was loaded here, and this worker decodes meanwhile."""
     producer = Producer(FAST, 10_000, 0.1, given_block_s=0.0001)
-    choice = choose_soonest(of(num_delayed=1), [Reach(60, 0.001)], producer=producer)
+    choice = choose_soonest(of(num_delayed=1), [TierReach(60, 0.001)], producer=producer)
     assert (choice.first, choice.end, choice.pulls) == (0, 60, True)
 
 
 def test_a_tier_a_peer_and_prefill_elsewhere_compete() -> None:
-    tier, peer, producer = Reach(100, 0.01), Offer(100, 0.1, 0.01), Producer(FAST, 10_000, 0.6)
-    fast = [Reach(100, 0.001)], Offer(100, 0.1, 0.001), Producer(FAST, 10_000, 0.0)
+    tier, peer, producer = TierReach(100, 0.01), Offer(100, 0.1, 0.01), Producer(FAST, 10_000, 0.6)
+    fast = [TierReach(100, 0.001)], Offer(100, 0.1, 0.001), Producer(FAST, 10_000, 0.0)
     loaded = choose_soonest(of(), fast[0], offer=peer, producer=producer)
     pulled = choose_soonest(of(), [tier], offer=fast[1], producer=producer)
     elsewhere = choose_soonest(of(), [tier], offer=peer, producer=fast[2])
@@ -165,7 +165,7 @@ def test_a_tier_a_peer_and_prefill_elsewhere_compete() -> None:
 
 
 def single_choices(
-    prompt: Prompt, tiers: list[Reach], queue_s: float, offer: Offer | None
+    prompt: Prompt, tiers: list[TierReach], queue_s: float, offer: Offer | None
 ) -> list[float]:
     """Costs of computing, loading or pulling alone."""
     ends = [(0.0, prompt.num_held)]
@@ -182,7 +182,7 @@ def single_choices(
 
 @given(prompts, reaches, seconds, offers, st.booleans())
 def test_never_worse_than_the_best_single_choice(
-    prompt: Prompt, tiers: list[Reach], queue_s: float, offer: Offer | None, meets: bool
+    prompt: Prompt, tiers: list[TierReach], queue_s: float, offer: Offer | None, meets: bool
 ) -> None:
     found = choose_soonest(prompt, tiers, load_queue_s=queue_s, offer=offer, meets=meets)
     assert found.cost_s <= SLACK * min(single_choices(prompt, tiers, queue_s, offer))
@@ -196,7 +196,7 @@ def test_never_worse_than_the_best_single_choice(
 @given(prompts, reaches, offers, producers, st.booleans())
 def test_prefill_elsewhere_is_taken_only_if_it_is_about_the_soonest(
     prompt: Prompt,
-    tiers: list[Reach],
+    tiers: list[TierReach],
     offer: Offer | None,
     producer: Producer | None,
     meets: bool,
@@ -219,7 +219,7 @@ def test_a_producer_is_never_later_for_more_that_is_here(
 
 @given(prompts, reaches, seconds)
 def test_no_other_meeting_point_is_sooner(
-    prompt: Prompt, tiers: list[Reach], queue_s: float
+    prompt: Prompt, tiers: list[TierReach], queue_s: float
 ) -> None:
     prompt = msgspec.structs.replace(prompt, num_delayed=0)
     found = choose_soonest(prompt, tiers, load_queue_s=queue_s)
@@ -234,7 +234,7 @@ def test_no_other_meeting_point_is_sooner(
 @given(prompts, reaches, seconds, offers, st.floats(0, 1), st.data())
 def test_a_faster_way_never_costs_more(
     prompt: Prompt,
-    tiers: list[Reach],
+    tiers: list[TierReach],
     queue_s: float,
     offer: Offer | None,
     times: float,
@@ -243,12 +243,12 @@ def test_a_faster_way_never_costs_more(
     """Nobody is delayed: what is weighed is the time of this prompt alone."""
     prompt = msgspec.structs.replace(prompt, num_delayed=0)
 
-    def cost(prompt: Prompt, tiers: list[Reach], queue_s: float, offer: Offer | None) -> float:
-        choice: Choice = choose_soonest(prompt, tiers, load_queue_s=queue_s, offer=offer)
+    def cost(prompt: Prompt, tiers: list[TierReach], queue_s: float, offer: Offer | None) -> float:
+        choice: LoadChoice = choose_soonest(prompt, tiers, load_queue_s=queue_s, offer=offer)
         return choice.cost_s
 
     before = cost(prompt, tiers, queue_s, offer)
-    faster = [Reach(tier.num_blocks, tier.block_s * times) for tier in tiers]
+    faster = [TierReach(tier.num_blocks, tier.block_s * times) for tier in tiers]
     nearer = offer and Offer(offer.num_blocks, offer.latency_s * times, offer.block_s * times)
     quicker = msgspec.structs.replace(prompt, rate=prompt.rate.stretched(times))
     assert cost(prompt, faster, queue_s, offer) <= SLACK * before

@@ -77,7 +77,7 @@ def test_the_copied_block_is_not_evicted_before_the_copy() -> None:
     engine, runner = make_engine(num_blocks=5)
     drive_all(engine, make_spec("old", PROMPT[:5], max_tokens=1))
     drive_all(engine, make_spec("new", [7] * 13, max_tokens=1))
-    assert engine.load().blocks_free == 1
+    assert engine.stats().blocks_free == 1
     engine.add(make_spec("a", [*PROMPT[:3], 9, 9, 9], max_tokens=1))
     copied: list[tuple[int, int, int]] = []
     copy_blocks = runner.copy_blocks

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.perf_model.rates import PrefillRate
-from tandem.common.perf_model.soonest import Choice, Prompt, Reach
+from tandem.common.perf_model.soonest import LoadChoice, Prompt, TierReach
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.engine import Engine
 from tandem.engine.tiers.host import HostStorage
@@ -66,9 +66,9 @@ def answer(engine: Engine, name: str, *prompts: list[int]) -> Outcome:
     return outcome
 
 
-def choose_load(prompt: Prompt, tiers: list[Reach], **_: object) -> Choice:
+def choose_load(prompt: Prompt, tiers: list[TierReach], **_: object) -> LoadChoice:
     """Loads all blocks, as where computing would delay others."""
-    return Choice(prompt.num_held, tiers[-1].num_blocks, False, 0.0, 0.0, 0.0)
+    return LoadChoice(prompt.num_held, tiers[-1].num_blocks, False, 0.0, 0.0, 0.0)
 
 
 def set_compute_s(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

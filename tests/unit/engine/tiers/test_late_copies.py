@@ -107,7 +107,7 @@ def test_a_sequence_starts_when_its_copies_are_made(bench: Bench) -> None:
     bench.begin_load("late")
     assert "late" not in bench.outcome.token_ids
     assert bench.engine._tiers.is_busy
-    assert bench.engine.load().tiers[0].blocks_loaded == 0
+    assert bench.engine.stats().tiers[0].blocks_loaded == 0
     bench.device.gate.set()
     bench.run_until(lambda: "late" in bench.outcome.ends)
     assert bench.outcome.ends["late"].cached == CachedTokens(host=24)

@@ -84,7 +84,7 @@ def test_a_prompt_is_computed_from_its_front_while_its_end_is_loaded(
     report = bench.engine.step()
     bench.outcome.take(report)
     assert report.num_prefill_tokens == 4
-    assert bench.engine.load().num_awaiting_kv == 1
+    assert bench.engine.load().num_pulls == 1
     bench.gate.set()
     assert 8 <= bench.settle("both", 1) <= 20
     bench.engine.close()
@@ -118,7 +118,7 @@ def test_a_load_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> No
     bench.engine.add(make_spec("loads", PROMPTS[1]))
     bench.outcome.take(bench.engine.step())
     assert bench.engine._tiers.queued_s == pytest.approx(0.006)
-    assert bench.engine.load().num_awaiting_kv == 1
+    assert bench.engine.load().num_pulls == 1
     bench.gate.set()
     assert bench.settle("loads", 1) == 24
     assert bench.engine._tiers.queued_s == 0.0

@@ -156,8 +156,7 @@ class Machine(EngineMachine):
 
     def end_all(self) -> None:
         super().end_all()
-        load = self.engine.load()
-        assert load.blocks_leaving == 0
+        assert self.engine.stats().blocks_leaving == 0
         for tier in self.tiers.tiers:
             assert tier.pool.num_used == 0
             name = tier.storage.name

@@ -23,7 +23,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.disk.manifest import HEADER_BYTES
 from tandem.engine.tiers.tier import LoadRate
-from tandem.engine.types import Mode, TierLoad
+from tandem.engine.types import Mode, TierStats
 from tandem.errors import ConfigError
 from tandem.models.source import resolve
 from tests.engine_driver import Outcome, make_engine, make_spec
@@ -79,8 +79,8 @@ def disk(folder: Path, **settings: Any) -> Engine:
     return make_engine(num_blocks=16, **settings)[0]
 
 
-def tier(engine: Engine, number: int = 0) -> TierLoad:
-    return engine.load().tiers[number]
+def tier(engine: Engine, number: int = 0) -> TierStats:
+    return engine.stats().tiers[number]
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -96,7 +96,7 @@ def test_blocks_that_left_the_pool_come_back(place: str, tmp_path: Path) -> None
     assert outcome.ends["0"].num_cached_tokens == 0
     assert outcome.ends["6"].cached == CachedTokens(**{place: 24})
     assert (tier(engine).name, tier(engine).blocks_loaded) == (place, 6)
-    assert engine.load().blocks_dropped == 0
+    assert engine.stats().blocks_dropped == 0
     engine.close()
 
 
@@ -112,7 +112,7 @@ def test_blocks_are_written_while_their_sequence_runs() -> None:
     assert engine.load().num_running == 1
     outcome = run(engine, prompt(1, 57), prompt(0, 57))
     assert outcome.ends["1"].cached == CachedTokens(host=56)
-    assert engine.load().blocks_dropped == 0
+    assert engine.stats().blocks_dropped == 0
     engine.close()
 
 
@@ -187,7 +187,7 @@ def test_a_prompt_that_is_sooner_elsewhere_is_not_loaded(
 def test_without_a_tier_they_are_computed_again() -> None:
     engine, _ = make_engine(num_blocks=16)
     assert run(engine, *map(prompt, range(6)), prompt(0)).ends["6"].num_cached_tokens == 0
-    assert engine.load().tiers == []
+    assert engine.stats().tiers == []
 
 
 def test_a_restart_finds_the_disks_blocks(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_a_full_disk_costs_no_answer(
     assert outcome.token_ids["6"] == continuation(prompt(0), 5)
     assert outcome.ends["6"].num_cached_tokens == 0
     assert tier(engine).write_failures > 0
-    assert engine.load().blocks_dropped > 0
+    assert engine.stats().blocks_dropped > 0
     engine.close()
 
 
@@ -359,7 +359,7 @@ def test_a_tier_by_value_takes_what_a_prompt_reuses_that_waits_for_kv() -> None:
     remote = {"mode": Mode.WAITING_FOR_REMOTE_KV, "remote_prefill_min_tokens": 4}
     engine.add(make_spec("waits", prompt(0) + prompt(1), **remote))
     settle(engine, outcome)
-    assert engine.load().num_awaiting_kv == 1
+    assert engine.load().num_pulls == 1
     assert tier(engine).blocks_held == 6
     engine.start_local_prefill("waits")
     settle(engine, outcome)

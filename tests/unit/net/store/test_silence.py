@@ -7,7 +7,8 @@ import pytest
 
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.rates import PrefillRate, WorkerRates
-from tandem.net.store.registry import KvCompatibility, WorkerLoad, WorkerRecord
+from tandem.common.worker_load import WorkerLoad
+from tandem.net.store.registry import KvCompatibility, WorkerRecord
 from tandem.net.store.silence import Silences
 
 CONFIG = ClusterConfig("test", "redis://unused", "token")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem.common.perf_model.rates import PrefillRate, TierRate
-from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt, choose_soonest
+from tandem.common.perf_model.soonest import LoadChoice, Offer, Producer, Prompt, choose_soonest
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
@@ -77,7 +77,7 @@ class WorkerTiers:
         *,
         offer: Offer | None = None,
         producer: Producer | None = None,
-    ) -> Choice | None:
+    ) -> LoadChoice | None:
         """Returns what is to be loaded of a chain; None if nothing is. The rates are those that
         loads were measured at, so the first load of a tier is always made."""
         self._look_up(block_hashes)
@@ -103,7 +103,9 @@ class WorkerTiers:
         for tier in self._tiers:
             tier.rate.decline()
 
-    def begin_load(self, block_hashes: Sequence[bytes], choice: Choice, now_s: float) -> TierRead:
+    def begin_load(
+        self, block_hashes: Sequence[bytes], choice: LoadChoice, now_s: float
+    ) -> TierRead:
         """Begins to load what was chosen."""
         wanted = [UnfilledBlock(0, index, 0) for index in range(choice.first, choice.end)]
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._tiers)

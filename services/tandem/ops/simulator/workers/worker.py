@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from tandem.common.perf_model.predict import OWN_SPARE, RATES_OFF, prefill_seconds, queued_seconds
-from tandem.common.perf_model.soonest import Choice, Offer, Producer, Prompt
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.perf_model.soonest import LoadChoice, Offer, Producer, Prompt
+from tandem.common.worker_load import WorkerLoad
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.scenario import Scenario
 from tandem.ops.simulator.workers.engine import SimulatedEngine
@@ -354,7 +354,7 @@ class SimulatedWorker:
 
     def plan_load(
         self, task: Task, *, offer: Offer | None = None, producer: Producer | None = None
-    ) -> Choice | None:
+    ) -> LoadChoice | None:
         """Returns what the worker would load of a prompt now, if that is the soonest."""
         if self.tiers is None:
             return None
@@ -376,7 +376,7 @@ class SimulatedWorker:
         self._tell_tiers()
         return choice
 
-    def _begin_load(self, task: Task, choice: Choice) -> None:
+    def _begin_load(self, task: Task, choice: LoadChoice) -> None:
         assert self.tiers is not None
         load = self.tiers.begin_load(task.hashes, choice, self._clock.now_s)
         task.load = self._loads[task] = load

@@ -11,7 +11,7 @@ from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.cache.pool.pins import Fate, Pins
 from tandem.engine.engine import Engine
-from tandem.engine.types import PinLoad
+from tandem.engine.types import PinStats
 from tests.engine_driver import make_engine, make_spec
 
 A, B, C = b"tenant a", b"tenant b", b"tenant c"
@@ -117,7 +117,7 @@ def test_a_block_that_comes_to_a_tier_after_its_pin_is_pinned() -> None:
         engine.add(make_spec(str(number), prompt, max_tokens=1, retention=retention))
         settle(engine)
     (first,) = [tier.pool for tier in kept._tiers.tiers]
-    assert [(load.place, load.blocks) for load in kept.loads()] == [("device", 2), ("host", 2)]
+    assert [(pins.place, pins.blocks) for pins in kept.stats()] == [("device", 2), ("host", 2)]
     assert len(first.pins) == 2
     engine.check_integrity()
     engine.close()
@@ -131,11 +131,11 @@ def test_the_engine_keeps_what_a_sequence_asked_for_until_its_time() -> None:
     retention = Retention(pin_s=10.0)
     engine.add(make_spec("a", prompt, max_tokens=1, retention=retention, cache_salt=A))
     settle(engine)
-    assert engine.load().pins == [PinLoad("device", 4, fates(pinned=4, refused=2))]
+    assert engine.stats().pins == [PinStats("device", 4, fates(pinned=4, refused=2))]
     now[0] = 10.0
     engine.add(make_spec("b", [7], max_tokens=1))
     settle(engine)
-    assert engine.load().pins == [PinLoad("device", 0, fates(pinned=4, refused=2, expired=4))]
+    assert engine.stats().pins == [PinStats("device", 0, fates(pinned=4, refused=2, expired=4))]
     engine.check_integrity()
 
 
@@ -163,7 +163,7 @@ def test_nothing_is_pinned_without_a_share() -> None:
     engine, _ = make_engine(num_blocks=16, kv_pin_share=0.0)
     engine.add(make_spec("a", list(range(9)), max_tokens=1, retention=Retention(pin_s=9.0)))
     settle(engine)
-    assert engine.load().pins == [PinLoad("device", 0, fates(refused=2))]
+    assert engine.stats().pins == [PinStats("device", 0, fates(refused=2))]
 
 
 class Machine(RuleBasedStateMachine):

@@ -2,15 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.common.perf_model.kv_load import (
-    GroupLoad,
-    TierUse,
-    held_shares,
-    kv_use,
-    lacking_blocks,
-    longest_sequence,
-)
-from tandem.net.store.registry import WorkerLoad
+from tandem.common.worker_load import GroupLoad, TierUse, WorkerLoad, held_shares
 
 ONE = WorkerLoad(blocks_total=100, blocks_used=90)
 FULL, WINDOW = GroupLoad(100, 90), GroupLoad(40, 30, sequence_blocks_max=8)
@@ -18,11 +10,11 @@ TWO = WorkerLoad(blocks_total=140, blocks_used=120, groups=(FULL, WINDOW))
 
 
 def test_one_pool_is_told_by_the_totals() -> None:
-    assert kv_use(ONE) == 0.9
-    assert [lacking_blocks(ONE, blocks) for blocks in (9.5, 10, 12.5)] == [-0.5, 0, 2.5]
-    assert longest_sequence(ONE) == 100
+    assert ONE.kv_use == 0.9
+    assert [ONE.lacking_blocks(blocks) for blocks in (9.5, 10, 12.5)] == [-0.5, 0, 2.5]
+    assert ONE.longest_sequence == 100
     unknown = WorkerLoad()
-    assert (kv_use(unknown), lacking_blocks(unknown, 50), longest_sequence(unknown)) == (0, 0, 0)
+    assert (unknown.kv_use, unknown.lacking_blocks(50), unknown.longest_sequence) == (0, 0, 0)
 
 
 def test_a_tiers_share_is_that_of_all_workers_together() -> None:
@@ -32,10 +24,10 @@ def test_a_tiers_share_is_that_of_all_workers_together() -> None:
 
 
 def test_of_several_pools_the_one_that_sees_furthest_is_in_use() -> None:
-    assert kv_use(TWO) == 0.9
+    assert TWO.kv_use == 0.9
     nearly_free = GroupLoad(100, 10)
-    assert kv_use(WorkerLoad(groups=(nearly_free, WINDOW))) == 0.1
-    assert kv_use(WorkerLoad(groups=(WINDOW, GroupLoad(40, 20, sequence_blocks_max=16)))) == 0.5
+    assert WorkerLoad(groups=(nearly_free, WINDOW)).kv_use == 0.1
+    assert WorkerLoad(groups=(WINDOW, GroupLoad(40, 20, sequence_blocks_max=16))).kv_use == 0.5
 
 
 @pytest.mark.parametrize(
@@ -53,10 +45,10 @@ def test_each_pool_must_have_what_is_taken_of_it(
     groups: tuple[GroupLoad, ...], num_blocks: int, num_sequences: int, lacking: int
 ) -> None:
     load = WorkerLoad(blocks_total=140, blocks_used=0, groups=groups)
-    assert lacking_blocks(load, num_blocks, num_sequences) == lacking
+    assert load.lacking_blocks(num_blocks, num_sequences) == lacking
 
 
 def test_a_pool_bounds_a_sequence_unless_it_has_a_whole_window() -> None:
-    assert longest_sequence(TWO) == 100
-    assert longest_sequence(WorkerLoad(groups=(FULL, GroupLoad(7, 0, 8)))) == 7
-    assert longest_sequence(WorkerLoad(groups=(WINDOW,))) == 0
+    assert TWO.longest_sequence == 100
+    assert WorkerLoad(groups=(FULL, GroupLoad(7, 0, 8))).longest_sequence == 7
+    assert WorkerLoad(groups=(WINDOW,)).longest_sequence == 0

@@ -1,0 +1,139 @@
+"""A worker's load: one type from the engine that measures it to the router's placement. Pure.
+
+    engine  --counts of sequences and blocks-->  worker  --its queue's bound, leases and step-->
+        record in Redis (net/store/registry.py), message to routers (net/rpc/convert.py)
+            -->  router: work that was sent since is added (router/workers/known_worker.py)
+
+A model without windows has one pool, and a load's totals are that pool's. With windows each KV
+group has its own pool, and the totals are sums. A sum hides a full pool behind a pool with many
+free blocks, so the load then also contains the groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from tandem.common.perf_model.predict import queue_seconds
+from tandem.common.perf_model.rates import WorkerRates
+
+
+class GroupLoad(msgspec.Struct, frozen=True):
+    """The pool of one KV group."""
+
+    blocks_total: int
+    blocks_used: int = 0  # referenced by a live sequence
+    # most blocks that one sequence has in it; 0: as many as the sequence is long
+    sequence_blocks_max: int = 0
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
+    """A worker's load after a step of its engine. The order of the fields is that of the record."""
+
+    num_running: int = 0  # sequences in the batch
+    num_waiting: int = 0  # sequences in the queue
+    queue_max: int = 0  # sequences that the queue holds
+    queued_tokens: int = 0  # tokens that wait to be prefilled
+    # until the queued tokens are computed; None: unmeasured or an older worker
+    queued_s: float | None = None
+    blocks_total: int = 0
+    blocks_used: int = 0  # referenced by a live sequence
+    blocks_cached: int = 0  # unreferenced and reusable
+    blocks_quarantined: int = 0  # reads of peers may still write them
+    num_leases: int = 0  # prefills for other workers; the engine counts those that it has begun
+    num_pulls: int = 0  # sequences that await KV
+    step: int = 0
+    tokens_wasted: int = 0  # unused slots in the blocks of live sequences
+    num_running_slots: int = 0  # sequences that may run or pull at the same time; 0: not reported
+    chunk_tokens: int = 0  # prefill tokens of a step beside decode; 0: not reported
+    groups: tuple[GroupLoad, ...] = ()  # for a model with windows; blocks_* are their sums
+
+    def queue_s(self, rates: WorkerRates) -> float:
+        """Returns the seconds until the queued tokens are computed; estimated by `rates` if not
+        reported.
+        """
+        return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
+
+    @property
+    def num_requests(self) -> int:
+        """Total number of sequences and leases."""
+        return self.num_running + self.num_waiting + self.num_pulls + self.num_leases
+
+    @property
+    def num_slots_taken(self) -> int:
+        """Number of running slots that sequences occupy."""
+        return self.num_running + self.num_pulls
+
+    @property
+    def kv_use(self) -> float:
+        """The share of the pool that live sequences reference, 0 to 1.
+
+        With several pools it is that of the layers that see furthest. The other pools have room for
+        all running slots or are as large (engine/cache/layout/kv_groups.py), so this pool is full
+        first.
+        """
+        pool: WorkerLoad | GroupLoad = self
+        if self.groups:
+            pool = max(self.groups, key=lambda group: group.sequence_blocks_max or math.inf)
+        return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
+
+    def lacking_blocks(self, num_blocks: float, num_sequences: int = 1) -> float:
+        """Returns the number of missing free blocks for new sequences in the fullest pool.
+
+        The `num_sequences` sequences have `num_blocks` blocks together. A result of 0 or less means
+        that none is missing or no pool is known.
+        """
+        if not self.groups:
+            free = self.blocks_total - self.blocks_used
+            return num_blocks - free if self.blocks_total else 0.0
+        return max(
+            min(num_blocks, num_sequences * group.sequence_blocks_max or num_blocks)
+            - (group.blocks_total - group.blocks_used)
+            for group in self.groups
+        )
+
+    @property
+    def longest_sequence(self) -> int:
+        """The blocks of the longest sequence that fits empty pools; 0 if no bound is known."""
+        if not self.groups:
+            return self.blocks_total
+        return min(
+            (
+                group.blocks_total
+                for group in self.groups
+                if not group.blocks_total >= group.sequence_blocks_max > 0
+            ),
+            default=0,
+        )
+
+
+NO_LOAD = WorkerLoad()
+
+
+class TierUse(msgspec.Struct, frozen=True):
+    """The blocks of a tier below the pools.
+
+    An object store is unbounded: `blocks_total` is the number of its blocks that a worker can
+    remember, and `blocks_held` the number that it remembers.
+    """
+
+    name: str  # host, disk or store
+    blocks_total: int
+    blocks_held: int
+    blocks_damaged: int = 0  # recently failed to be read
+
+
+def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:
+    """Returns for each tier the used share of its capacity over all workers, 0 to 1.
+
+    A tier that no worker has is left out.
+    """
+    held: dict[str, int] = {}
+    total: dict[str, int] = {}
+    for tiers in workers:
+        for tier in tiers:
+            held[tier.name] = held.get(tier.name, 0) + tier.blocks_held
+            total[tier.name] = total.get(tier.name, 0) + tier.blocks_total
+    return {name: held[name] / total[name] for name in held if total[name]}
