@@ -15,7 +15,7 @@ import pytest
 import yaml
 from helm_python import HelmError
 
-from tandem.router.scaling.keep_sizes import MANAGER
+from tandem.router.scaling.kubernetes.keep_sizes import MANAGER
 from tests.harness.chart import (
     CHART,
     NAMESPACE,

@@ -15,7 +15,6 @@ https://kubernetes.io/docs/reference/using-api/server-side-apply/
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import importlib
 import json
@@ -27,10 +26,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import yaml
+from lightkube import Client, KubeConfig
+from lightkube.config.models import Cluster, User
 
-from tandem.router.scaling.keep_sizes import MANAGER, SURGE
+from tandem.router.scaling.kubernetes.keep_sizes import MANAGER, SURGE
 
 Object = dict[str, Any]
 _KINDS = {
@@ -145,26 +145,26 @@ class HelmServer:
             self._run(applied)
         return 200
 
+    def client(self, namespace: str, account: str | None = None) -> Client:
+        """Returns a client with the token of a service account, or without one as Helm's is."""
+        cluster, user = Cluster(server=f"http://127.0.0.1:{self.port}"), User(token=account)
+        config = KubeConfig.from_one(cluster=cluster, user=user, namespace=namespace)
+        return Client(config, trust_env=False)
+
     def _run(self, job: Object) -> None:
         pod = job["spec"]["template"]["spec"]
-        space = job["metadata"]["namespace"]
-        url = f"http://127.0.0.1:{self.port}/apis/apps/v1/namespaces/{space}"
         (container,) = pod["containers"]
+        program = importlib.import_module(container["command"][-1])
         ended = "Complete"
         try:
-            asyncio.run(self._call(url, pod["serviceAccountName"], container))
+            with self.client(job["metadata"]["namespace"], pod["serviceAccountName"]) as client:
+                program.run(client, container["args"])
         except Exception as error:
             self.jobs.append(repr(error))
             ended = "Failed"
         else:
             self.jobs.append(ended)
         job["status"] = {"conditions": [{"type": ended, "status": "True"}]}
-
-    async def _call(self, url: str, account: str, container: Object) -> None:
-        token = {"Authorization": f"Bearer {account}"}
-        program = importlib.import_module(container["command"][-1])
-        async with httpx.AsyncClient(base_url=url, headers=token, trust_env=False) as client:
-            await program.run(client, container["args"])
 
     def allows(self, token: str, verb: str, path: str) -> bool:
         """Returns whether the Role that is bound to a service account names a request. Requests

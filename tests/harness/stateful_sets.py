@@ -74,6 +74,7 @@ class StatefulSetServer(HelmServer):
         num_ready = sum(not pod.num_looks for pod in pods)
         self.fewest[path] = min(num_ready, self.fewest.get(path, num_ready))
         made["status"] = {
+            "replicas": len(pods),
             "readyReplicas": seen_ready,
             "currentRevision": self._revisions.get(path),
             "updateRevision": wanted,
