@@ -23,10 +23,10 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.folder import ModelFolder
-from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tests.engine_driver import drive_all, make_spec
+from tests.harness.gguf_export import export
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 

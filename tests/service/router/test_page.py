@@ -41,7 +41,7 @@ async def test_the_feed_tells_all_and_then_goes_on(router: RunningRouter) -> Non
     assert full["head"]["model"] == "tiny"
     assert full["head"]["public"]["port"] == router.router.http_port
     await read_until(router, lambda kind, data: kind == "delta")
-    await eventually(lambda: feed.num_viewers == 0)  # a viewer that leaves holds no place
+    await eventually(lambda: not feed._viewers)  # a viewer that leaves holds no place
 
 
 async def test_a_chat_is_answered_and_shown_with_its_stages(router: RunningRouter) -> None:
