@@ -18,7 +18,8 @@ from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import silent
 from tests.harness.slow_clients import KINDS
-from tests.service.router.conftest import RunningRouter, eventually
+from tests.harness.waiting import eventually
+from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 

@@ -38,7 +38,7 @@ from tandem.net.security.access import FailureThrottle
 from tandem.net.security.audit_trail import Caller
 from tandem.net.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, saying
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 

@@ -11,8 +11,9 @@ from tandem.errors import BodiesFull, TooManyRequests
 from tandem.net.security import body_budget
 from tandem.net.security.body_budget import BodyBudget
 from tests.harness.scripted_worker import saying
+from tests.harness.waiting import eventually
 from tests.security.test_slow_bodies import changing_paths
-from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
+from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 

@@ -22,7 +22,7 @@ from tandem.net.store.client import connect_blocking
 from tests.harness.certificates import worker_channel
 from tests.harness.client import complete, metric, open_client
 from tests.harness.cluster import LocalCluster
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.e2e
 

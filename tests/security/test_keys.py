@@ -42,7 +42,7 @@ from tests.harness.keyed_routers import (
     tandem,
     until,
 )
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 __all__ = ["routers"]
 PORTS = ("--admin-port", str(free_port()), "--admin-grpc-port", str(free_port()))

@@ -28,7 +28,7 @@ from tests.harness.keyed_routers import (
 )
 from tests.harness.scripted_worker import Say, silent, update
 from tests.harness.tenant_load import measure
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 from tests.service.router.test_http import EOS
 
 __all__ = ["routers"]

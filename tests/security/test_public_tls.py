@@ -27,7 +27,8 @@ from tandem.net.rpc.tandem.v1.inference_pb2 import ListModelsRequest
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.net.security import keys
 from tandem.net.store.client import connect_blocking
-from tests.service.router.conftest import ANY_ADMIN_PORTS, eventually
+from tests.harness.waiting import eventually
+from tests.service.router.conftest import ANY_ADMIN_PORTS
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 

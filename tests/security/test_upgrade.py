@@ -21,7 +21,8 @@ import pytest
 
 from tests.harness.cluster import free_port
 from tests.harness.scripted_worker import saying
-from tests.service.router.conftest import RunningRouter, eventually
+from tests.harness.waiting import eventually
+from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 

@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 from tandem.net.security.redis_front import RedisFront
 from tandem.net.store.client import UNREACHABLE, Client, connect
 from tests.harness.redis_kinds import HOST, Server
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.service
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from hashlib import blake2b
 
 import pytest
 from redis.asyncio import Redis
@@ -15,13 +14,10 @@ from tandem.prefix_index.audit import Differences, Held, TreeInspector
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
+from tests.chains import chain
 
 pytestmark = pytest.mark.service
 QUICK = PublisherConfig(interval_s=0.002, heartbeat_s=0.05)
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
 
 
 def holding(hashes: set[bytes]) -> Held:
