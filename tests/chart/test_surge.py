@@ -108,7 +108,8 @@ def test_what_a_failed_upgrade_left_is_taken_back_by_the_next_one(
     release: Release, server: StatefulSetServer
 ) -> None:
     spec = server.objects[DECODE]["spec"]
-    name, spec["serviceName"] = spec["serviceName"], "another"
+    name = spec["serviceName"]
+    spec["serviceName"] = "another"
     with pytest.raises(HelmError, match="Invalid"):
         release.upgrade(NEW)
     assert release.size("decode") == 2
@@ -129,7 +130,8 @@ def test_a_rollback_takes_back_what_a_failed_upgrade_left(
 ) -> None:
     release.upgrade(NEW)
     spec = server.objects[DECODE]["spec"]
-    name, spec["serviceName"] = spec["serviceName"], "another"
+    name = spec["serviceName"]
+    spec["serviceName"] = "another"
     with pytest.raises(HelmError, match="Invalid"):
         release.upgrade(NEW)
     spec["serviceName"] = name

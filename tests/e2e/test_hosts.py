@@ -173,7 +173,8 @@ class Hosts:
         machines took to have whole pools."""
         what = f"settled pools with workers for {machine.address}"
         host = wait_until(lambda: self.used_host(machine), SPREAD_S, what)
-        before, was_head = self.head(), self.is_head(machine)
+        before = self.head()
+        was_head = self.is_head(machine)
         self.faulty = machine
         self.lost.add(host)
         began = time.time()

@@ -59,7 +59,8 @@ _STATEFUL_SET_CHANGES = (
     "persistentVolumeClaimRetentionPolicy",
     "minReadySeconds",
 )
-_HELM, _SCALER = "helm", "kubectl"
+_HELM = "helm"
+_SCALER = "kubectl"
 _ROLES = "/apis/rbac.authorization.k8s.io/v1/namespaces/"
 _WATCH_S = 30.0  # at most, that a watch stays open
 _REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 422: "Invalid"}
@@ -147,7 +148,8 @@ class HelmServer:
 
     def client(self, namespace: str, account: str | None = None) -> Client:
         """Returns a client with the token of a service account, or without one as Helm's is."""
-        cluster, user = Cluster(server=f"http://127.0.0.1:{self.port}"), User(token=account)
+        cluster = Cluster(server=f"http://127.0.0.1:{self.port}")
+        user = User(token=account)
         config = KubeConfig.from_one(cluster=cluster, user=user, namespace=namespace)
         return Client(config, trust_env=False)
 
@@ -304,12 +306,14 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             self._send(server.apply(path, made), made)
 
         def do_PATCH(self) -> None:
-            url, applied = urlsplit(self.path), self._body()
+            url = urlsplit(self.path)
+            applied = self._body()
             assert self.headers["Content-Type"] == "application/apply-patch+yaml"
             if not server.allows(self.headers.get("Authorization", ""), "patch", url.path):
                 self._send(403, None)
             elif url.path.endswith("/scale"):
-                query, path = parse_qs(url.query), url.path.removesuffix("/scale")
+                query = parse_qs(url.query)
+                path = url.path.removesuffix("/scale")
                 assert query.pop("force") == ["true"]
                 self._send(server.apply_scale(path, applied, *query["fieldManager"]), applied)
             else:

@@ -23,8 +23,11 @@ from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-CONNECTIONS, REQUESTS = 4, 2
-PROXY, CLIENT, OTHER = "127.0.0.9", "127.0.0.2", "127.0.0.3"
+CONNECTIONS = 4
+REQUESTS = 2
+PROXY = "127.0.0.9"
+CLIENT = "127.0.0.2"
+OTHER = "127.0.0.3"
 ROUTER = {
     "connections_max": 3 * CONNECTIONS,
     "addresses": AddressConfig(

@@ -106,7 +106,8 @@ async def test_silent_bodies_give_way_to_a_large_one(
 
 
 async def test_the_address_with_the_most_bytes_gives_way() -> None:
-    budget, revoked = BodyBudget(100, 80), list[str]()
+    budget = BodyBudget(100, 80)
+    revoked = list[str]()
     with contextlib.ExitStack() as stack:
 
         def body(address: str, name: str) -> body_budget.Body:

@@ -30,7 +30,8 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
 )
 from tests.harness.waiting import eventually
 
-CLUSTER, TOKEN = "c1", "a-token-that-must-not-leak"
+CLUSTER = "c1"
+TOKEN = "a-token-that-must-not-leak"
 BODY_BYTES = 60_000_000
 
 

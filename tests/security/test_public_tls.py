@@ -176,7 +176,8 @@ async def test_slow_handshakes_hold_places_for_a_bounded_time(encrypted: Encrypt
 
 
 async def test_two_certificates_under_load_fail_no_request(encrypted: Encrypted) -> None:
-    num_answered, done = 0, asyncio.Event()
+    num_answered = 0
+    done = asyncio.Event()
 
     async def ask() -> None:
         nonlocal num_answered

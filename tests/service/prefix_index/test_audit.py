@@ -117,9 +117,11 @@ async def test_what_is_being_published_is_no_difference(
     task = asyncio.create_task(churn())
     while len(held) < 50:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    tree.looks, tree.pause_s = 6, 0.1
+    tree.looks = 6
+    tree.pause_s = 0.1
     found = await tree.audit("w", holding(truth))
-    tree.looks, tree.pause_s = 2, 0.0
+    tree.looks = 2
+    tree.pause_s = 0.0
     assert not found.any
     assert found.num_checked > 500
     # A publisher that ended without a word is found out.

@@ -32,7 +32,8 @@ class Workload:
     async def run(self, num_events: int) -> None:
         for _ in range(num_events):
             which = self._random.randrange(20)
-            blocks, length = self.chains[which], self.lengths[which]
+            blocks = self.chains[which]
+            length = self.lengths[which]
             target = self._random.randrange(61)
             self._publisher.add(blocks[length:target], blocks[target:length][::-1])
             self.lengths[which] = target

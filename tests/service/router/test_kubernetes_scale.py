@@ -34,7 +34,8 @@ from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-PREFILL, DECODE = "statefulsets/demo-tandem-prefill", "statefulsets/demo-tandem-decode"
+PREFILL = "statefulsets/demo-tandem-prefill"
+DECODE = "statefulsets/demo-tandem-decode"
 ROUTERS = "deployments/demo-tandem-router"
 CHART = render()
 OBJECTS = parse_router(
@@ -370,7 +371,8 @@ async def test_a_request_wakes_empty_pools_at_once_whichever_router_it_waits_in(
     for name in ("decides", "has the request"):
         autoscale = AutoscaleConfig(mode="on", prefill_min=0, decode_min=0, interval_s=600.0)
         config = replace(router.router._config, autoscale=autoscale, router_id=name)
-        view, trail = router.router.view, router.router._trail
+        view = router.router.view
+        trail = router.router._trail
         counts = (lambda: 0) if name == "decides" else (lambda: held)
         loops.append(AutoscaleLoop(config, view, DemandMeter(), trail, num_held=counts))
     await view.redis.delete(loops[0]._leader_key)

@@ -13,7 +13,8 @@ from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-LIVE, CHAT = "/v1/cluster/live", "/v1/cluster/chat"
+LIVE = "/v1/cluster/live"
+CHAT = "/v1/cluster/chat"
 ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 
 
