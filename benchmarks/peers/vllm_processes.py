@@ -15,9 +15,9 @@ import httpx
 import psutil
 
 from tandem.models.gguf.convert import cache_root
+from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tests.harness.cluster import free_port, wait_for
-from tests.harness.gguf_export import export
 
 ENVIRONMENT = Path.home() / ".cache" / "tandem" / "peers" / "vllm"
 START_DEADLINE_S = 900.0  # on a busy machine; compiling takes 76 s on a quiet one, eager 34 s

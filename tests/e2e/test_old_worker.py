@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tests.harness.client import complete_all, golden, metric
 from tests.harness.cluster import LocalCluster
-from tests.harness.gguf_export import export
 
 ROOT = Path(__file__).parents[2]
 OLD_VERSION = "07fd5d9"

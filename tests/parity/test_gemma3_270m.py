@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.models.folder import ModelFolder
+from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tests.engine_driver import drive_all, make_spec
-from tests.harness.gguf_export import export
 from tests.model_engines import make_model_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]

@@ -18,8 +18,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.models.gguf.export import export
 from tandem.models.source import resolve
-from tests.harness.gguf_export import export
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.parity import adapters
 from tests.parity.compare import assert_as_transformers, difference, shrunk

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
+from tandem.models.gguf.export import export
 from tandem.models.gguf.layout import read_layout
 from tandem.models.source import resolve
-from tests.harness.gguf_export import export
 from tests.security.fuzz.parser_targets import ParserTarget
 from tests.unit.models import test_malformed_files as files
 

@@ -27,9 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.engine.executor.weights.load import load_weights
 from tandem.errors import ConfigError, TandemError
 from tandem.models.checkpoint.check import check_weights
+from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
-from tests.harness.gguf_export import export
 
 NUM_FILES_SHORT = 150
 NUM_FILES_LONG = int(os.environ.get("FUZZ_FILES", "5000"))

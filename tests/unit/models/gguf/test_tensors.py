@@ -5,10 +5,10 @@ import torch
 import transformers
 
 from tandem.errors import UnsupportedModel
+from tandem.models.gguf.export import export
 from tandem.models.gguf.names import hf_name
 from tandem.models.gguf.tensors import Blocks, is_packed, read_tensors, unpermute
 from tandem.models.source import resolve
-from tests.harness.gguf_export import export
 from tests.random_blocks import TYPES, random_blocks
 
 
