@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.peer_prices import DecodeBench, PeerBench, peer_bench
 from benchmarks.peers.machine import conditions
 from tandem.common.config.engine import EngineConfig
-from tandem.common.sampling_params import SamplingParams
 from tandem.common.perf_model.soonest import LoadChoice, Prompt, TierReach
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.storage import Bytes

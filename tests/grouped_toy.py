@@ -96,7 +96,8 @@ class GroupedToyRunner(ToyRunner):
         )
 
     def allocate(self, *num_blocks: int) -> None:
-        layout, size = self.layout(*num_blocks), 2 * self.block_size
+        layout = self.layout(*num_blocks)
+        size = 2 * self.block_size
         self.kv = torch.full((layout.pool_bytes // 4,), -1.0)
         parts = torch.split(self.kv, [group.layout.pool_bytes // 4 for group in layout.groups])
         self.pools = [
@@ -119,7 +120,8 @@ class GroupedToyRunner(ToyRunner):
         return self.pools[group][local]
 
     def _compute(self, piece: SequenceSlice) -> list[int]:
-        start, values = piece.context_len - piece.num_tokens, []
+        start = piece.context_len - piece.num_tokens
+        values = []
         for position, token_id in enumerate(piece.token_ids, start):
             of_groups = []
             for pool, table, window in zip(

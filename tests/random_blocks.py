@@ -33,7 +33,8 @@ def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: flo
     chance = np.random.default_rng(seed)
     block_type: BlocksType
     if name in ZEROED:
-        block_type, block_inputs = ZeroedType[name], int(name.removeprefix("Q4_Z"))
+        block_type = ZeroedType[name]
+        block_inputs = int(name.removeprefix("Q4_Z"))
         block_bytes = 3 + block_inputs // 2
     else:
         block_type = gguf.GGMLQuantizationType[name]

@@ -151,7 +151,8 @@ async def test_long(tmp_path: Path) -> None:
 async def run(chaos: Chaos, folder: Path, form: KvForm) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "1"))
     print(f"\nseed {seed}, logs in {folder}" + (f"; no cuts: {NO_NETWORK}" if NO_NETWORK else ""))
-    rng, model = Random(seed), form.model(folder)
+    rng = Random(seed)
+    model = form.model(folder)
     with ExitStack() as stack:
         network = None if NO_NETWORK else stack.enter_context(Network())
         home = network.home.address if network else "127.0.0.1"

@@ -26,7 +26,8 @@ from tests.harness.chart import (
 )
 from tests.harness.programs import parse_router
 
-RECORDS, TEXTS = "demo-tandem-key-records", "demo-tandem-api-keys"
+RECORDS = "demo-tandem-key-records"
+TEXTS = "demo-tandem-api-keys"
 MONITORED = {"monitoring": {"serviceMonitors": True}}
 
 
@@ -51,7 +52,8 @@ def router_pod(objects: list[Object]) -> Object:
 def test_routers_take_the_generated_records_and_their_texts_open_what_they_should() -> None:
     made = secrets(render())
     records = msgspec.json.decode(made[RECORDS]["keys.json"], type=list[KeyRecord])
-    ring, now = KeyRing(), time.time()
+    ring = KeyRing()
+    now = time.time()
     ring.merge(records, now=now)
     ring.synced_at = now
     assert set(made[TEXTS]) == {"operator", "metrics", "user"}

@@ -50,7 +50,8 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def registry(tmp_path: Path) -> Iterator[str]:
     """The address of a real registry."""
     assert REGISTRY
-    port, settings = free_port(), tmp_path / "registry.yml"
+    port = free_port()
+    settings = tmp_path / "registry.yml"
     settings.write_text(SETTINGS.format(folder=tmp_path / "store", port=port))
     with subprocess.Popen(
         [REGISTRY, "serve", str(settings)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -64,7 +64,8 @@ def run_bash(made: Object, folder: Path, start_ray: str, *, programs: int) -> li
     told = folder / "told"
     told.mkdir()
     for program in ("tandem", "ray", "python"):  # each has a file, which appears whole
-        script, own = folder / program, folder / f"{program}.told"
+        script = folder / program
+        own = folder / f"{program}.told"
         script.write_text(
             f'#!/bin/sh\nprintf "%s\\0" {program} "$@" >{own}\nmv {own} {told}/{program}\n'
         )

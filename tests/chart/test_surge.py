@@ -3,18 +3,16 @@ API server whose StatefulSets have pods."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import kubernetes_validate
 import pytest
 from helm_python import HelmError
 
 from tandem.errors import DeadlineExceeded
-from tandem.router.scaling import surge
-from tandem.router.scaling.keep_sizes import LATE, MANAGER, SURGE
+from tandem.router.scaling.kubernetes import surge
+from tandem.router.scaling.kubernetes.keep_sizes import LATE, MANAGER, SURGE
 from tests.harness.chart import CHART, NAMESPACE, RELEASE, render
 from tests.harness.helm_release import OBJECTS, Release, installed
 from tests.harness.stateful_sets import StatefulSetServer
@@ -110,7 +108,8 @@ def test_what_a_failed_upgrade_left_is_taken_back_by_the_next_one(
     release: Release, server: StatefulSetServer
 ) -> None:
     spec = server.objects[DECODE]["spec"]
-    name, spec["serviceName"] = spec["serviceName"], "another"
+    name = spec["serviceName"]
+    spec["serviceName"] = "another"
     with pytest.raises(HelmError, match="Invalid"):
         release.upgrade(NEW)
     assert release.size("decode") == 2
@@ -118,7 +117,7 @@ def test_what_a_failed_upgrade_left_is_taken_back_by_the_next_one(
     server.objects[DECODE]["spec"] |= {"serviceName": name, "template": {}}
     server.room = 0  # pods of the new template do not start
     with pytest.raises(DeadlineExceeded, match="the added one stays"):
-        asyncio.run(end(server))
+        end(server)
     assert release.size("decode") == 2
     assert server.fewest[DECODE] == 1
 
@@ -131,7 +130,8 @@ def test_a_rollback_takes_back_what_a_failed_upgrade_left(
 ) -> None:
     release.upgrade(NEW)
     spec = server.objects[DECODE]["spec"]
-    name, spec["serviceName"] = spec["serviceName"], "another"
+    name = spec["serviceName"]
+    spec["serviceName"] = "another"
     with pytest.raises(HelmError, match="Invalid"):
         release.upgrade(NEW)
     spec["serviceName"] = name
@@ -140,10 +140,9 @@ def test_a_rollback_takes_back_what_a_failed_upgrade_left(
     assert [release.size(name) for name in OBJECTS] == [1, 1, 2]
 
 
-async def end(server: StatefulSetServer) -> None:
-    url = f"http://127.0.0.1:{server.port}/apis/apps/v1/namespaces/{NAMESPACE}"
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-        await surge.run(client, ["end", "0.1", f"statefulsets/{RELEASE}-tandem-decode"])
+def end(server: StatefulSetServer) -> None:
+    with server.client(NAMESPACE) as client:
+        surge.run(client, ["end", "0.1", f"statefulsets/{RELEASE}-tandem-decode"])
 
 
 def test_a_status_of_an_older_spec_does_not_count() -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from helm_python import HelmError
 
-from tandem.router.scaling.keep_sizes import MANAGER
+from tandem.router.scaling.kubernetes.keep_sizes import MANAGER
 from tests.harness.chart import (
     CHART,
     NAMESPACE,
@@ -73,7 +73,8 @@ def test_an_upgrade_states_no_size_that_has_an_owner(release: Release) -> None:
     """A size that changes between Helm's look and its upgrade is no conflict then."""
     release.scale("decode", 5)
     release.upgrade({"decode": {"replicas": 2}})
-    owners, stated = release.server.owners, release.server.stated
+    owners = release.server.owners
+    stated = release.server.stated
     assert owners[OBJECTS["decode"]] == {"kubectl", MANAGER}
     assert stated[OBJECTS["decode"]] is None
     assert owners[OBJECTS["prefill"]] == {"helm", MANAGER}  # nobody else had set it
@@ -237,7 +238,8 @@ def test_the_chart_before_is_upgraded_and_its_pods_stay_selected(release_before:
     """The stand-in refuses changes of fields that nobody may change, as the API server does. The
     values are those that `--reset-then-reuse-values` gives."""
     server = release_before.server
-    before, objects = selectors(server), dict(server.objects)
+    before = selectors(server)
+    objects = dict(server.objects)
     release_before.upgrade({"decode": {"replicas": 2}, "logLevel": "DEBUG", **WITH_RAYS_HEAD})
     after = selectors(server)
     assert {path: after[path] for path in before} == before

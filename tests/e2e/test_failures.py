@@ -191,7 +191,8 @@ async def test_decode_workers_prefill_at_once_when_both_prefill_workers_are_lost
         began = time.monotonic()
         try:
             answers = await complete_all(cluster, prompts, max_tokens=4)
-            num_asked, found_at = count_asked(), time.monotonic()
+            num_asked = count_asked()
+            found_at = time.monotonic()
             again = await complete_all(cluster, prompts[:1], max_tokens=4)
             took = f"{found_at - began:.1f} s, the next one {time.monotonic() - found_at:.1f} s"
             print(f"requests took {took}")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from tandem.net.store.control_state import HEAD_KEY, Head, control_key
 from tests.harness.host_chats import PROMPTS
 from tests.harness.hosts import Machine, why_not
 from tests.harness.network import Network
+from tests.harness.waiting import wait_until
 from tests.tiny_models import make_random_speaker
 
 if reason := why_not():
@@ -56,15 +57,6 @@ PAIRS_S = 60.0
 KINDS = ("kill", "cut", "stop")
 SPREAD_S = 180.0  # until a machine that came back has workers, and no process starts or ends
 TANDEM = [sys.executable, "-m", "tandem.ops.cli"]
-
-
-def eventually(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
-    """Waits until `condition` is true, and returns its value."""
-    began = time.monotonic()
-    while not (found := condition()):
-        assert time.monotonic() - began < deadline_s, f"{what} did not come in {deadline_s} s"
-        time.sleep(0.2)
-    return found
 
 
 @dataclass
@@ -88,7 +80,7 @@ class Hosts:
         options += ["--redis", self.redis.url, "--numerics", "invariant", "--model", str(model)]
         options += ["--routers", str(WANTED["router"]), "--kv-memory", "33554432"]
         first.run(*TANDEM, "up", *options, "--prefill", "1", "--decode", "1")
-        eventually(lambda: "--ca-sha256" in first.text(), START_DEADLINE_S, "the first machine")
+        wait_until(lambda: "--ca-sha256" in first.text(), START_DEADLINE_S, "the first machine")
         found = re.search(r"--ca-sha256 (\w+)", first.text())
         assert found
         self.ca_sha256 = found[1]
@@ -97,14 +89,14 @@ class Hosts:
         url = f"http://{first.address}:8002"
         sizes = [f"{pool}={size}" for pool, size in WANTED.items() if pool != "router"]
         subprocess.run([*TANDEM, "scale", *sizes, "--url", url, "--deadline", "120"], check=True)
-        eventually(self.is_whole, START_DEADLINE_S, "the whole cluster")
+        wait_until(self.is_whole, START_DEADLINE_S, "the whole cluster")
 
     def join(self, machine: Machine) -> None:
         """Has a machine join at one of the others."""
         other = next(m for m in self.machines if m is not machine and m.runs)
         told = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
         machine.run(*TANDEM, "join", other.address, *told)
-        eventually(lambda: "joined as" in machine.text(), START_DEADLINE_S, "the machine")
+        wait_until(lambda: "joined as" in machine.text(), START_DEADLINE_S, "the machine")
 
     def state(self) -> dict[str, Any]:
         """Returns the cluster as the first router that answers sees it. The router of the machine
@@ -180,8 +172,9 @@ class Hosts:
         """Lets a fault happen and pass, on a machine that has workers. Returns how long the other
         machines took to have whole pools."""
         what = f"settled pools with workers for {machine.address}"
-        host = eventually(lambda: self.used_host(machine), SPREAD_S, what)
-        before, was_head = self.head(), self.is_head(machine)
+        host = wait_until(lambda: self.used_host(machine), SPREAD_S, what)
+        before = self.head()
+        was_head = self.is_head(machine)
         self.faulty = machine
         self.lost.add(host)
         began = time.time()
@@ -193,7 +186,7 @@ class Hosts:
             machine.kill()
         if was_head:
             self._check_next_head(kind, before)
-        eventually(self.is_whole, PATIENCE_S, f"whole pools ({kind})")
+        wait_until(self.is_whole, PATIENCE_S, f"whole pools ({kind})")
         whole_s = time.time() - began
         left_s = FAULT_S - (time.time() - began)
         if kind != "kill" and left_s > 0:
@@ -206,7 +199,7 @@ class Hosts:
             self.join(machine)
         if kind != "kill":  # a killed machine has joined as another host
             self.lost.remove(host)
-        eventually(self.is_whole, PATIENCE_S, f"whole pools after {kind}")
+        wait_until(self.is_whole, PATIENCE_S, f"whole pools after {kind}")
         self.faults.append((began, time.time(), machine.address, kind))
         return whole_s
 
@@ -218,7 +211,7 @@ class Hosts:
         def is_other() -> bool:
             return self.head().host not in ("", before.host)
 
-        eventually(is_other, LEADS_S, f"another head than {before.host} after {kind}")
+        wait_until(is_other, LEADS_S, f"another head than {before.host} after {kind}")
         head = self.head()
         assert head.number > before.number, (before, head)
         self.heads.append((kind, head))
@@ -251,7 +244,7 @@ def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_pat
     client = subprocess.Popen([*client_place.prefix, *command, addresses, NUM_CLIENTS, str(book)])
     whole_s: dict[str, float] = {}
     try:
-        eventually(lambda: len(_read(book)) > 3 * len(PROMPTS), 120, "the first chats")
+        wait_until(lambda: len(_read(book)) > 3 * len(PROMPTS), 120, "the first chats")
         left = [(kind, machine) for machine in hosts.machines for kind in KINDS]
         while left:
             kind, machine = fault = _next_fault(hosts, left)
@@ -260,7 +253,7 @@ def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_pat
             whole_s[name] = round(hosts.fault(kind, machine), 1)
             _check_pairs(hosts)
             print(name, whole_s[name], hosts.head(), len(_read(book)), flush=True)
-        eventually(lambda: len(_read(book)) >= NUM_CHATS, 600, "all chats")
+        wait_until(lambda: len(_read(book)) >= NUM_CHATS, 600, "all chats")
     finally:
         client.kill()
         client.wait()
@@ -283,7 +276,7 @@ def test_chats_go_on_while_machines_are_lost_and_come_back(hosts: Hosts, tmp_pat
 def _next_fault(hosts: Hosts, left: list[tuple[str, Machine]]) -> tuple[str, Machine]:
     """Returns a fault that hits the head, of a kind that hit none yet, or any that is left."""
     seen = {kind for kind, _ in hosts.heads}
-    eventually(lambda: hosts.head().number, LEADS_S, "a head")
+    wait_until(lambda: hosts.head().number, LEADS_S, "a head")
     of_head = [(kind, m) for kind, m in left if kind not in seen and hosts.is_head(m)]
     return (of_head or left)[0]
 
@@ -297,7 +290,7 @@ def _check_pairs(hosts: Hosts) -> None:
         across.update(hosts.pairs_across())
         return bool(across)
 
-    eventually(are_known, PAIRS_S, "a pair across hosts")
+    wait_until(are_known, PAIRS_S, "a pair across hosts")
     assert set(across.values()) == {"grpc"}, across
 
 

@@ -123,7 +123,8 @@ def preemptions(cluster: LocalCluster) -> float:
 
 
 async def test_preempted_children_are_as_if_asked_for_alone(tiny: Tiny) -> None:
-    prompt, before = tiny.prompt(90), preemptions(tiny.cluster)
+    prompt = tiny.prompt(90)
+    before = preemptions(tiny.cluster)
     asked = {**DRAWN, "max_tokens": 600}
     async with open_client(tiny.cluster) as client:
         together = await ask(client, prompt, n=8, **asked)
@@ -171,7 +172,8 @@ async def test_beams_are_the_reference(tiny: Tiny, num_tokens: int) -> None:
 async def test_four_beams_fit_where_four_copies_take_twice_the_blocks(
     redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    num_prompt_tokens, max_tokens = 20, 128
+    num_prompt_tokens = 20
+    max_tokens = 128
     copies = 4 * -(-(num_prompt_tokens + max_tokens) // 16)
     pool = {"num_blocks": copies // 2, "prefill": 0, "decode": 1}
     with serve_tiny(redis_server, tmp_path, **pool) as tiny:

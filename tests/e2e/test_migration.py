@@ -166,7 +166,8 @@ async def test_streams_go_on_when_their_decode_worker_leaves_or_dies(
                 what="the pair of the decode workers",
             )
             before = {worker: Work(cluster, worker) for worker in DECODE_WORKERS}
-            left, stays = "", ""
+            left = ""
+            stays = ""
 
             def drain() -> None:
                 nonlocal left, stays

@@ -101,7 +101,8 @@ class ApiServer:
         self, method: str, url: str, headers: Any, body: bytes
     ) -> tuple[int, dict[str, Any]] | None:
         self.requests.append(url)
-        path, status = urlsplit(url).path, self.answer
+        path = urlsplit(url).path
+        status = self.answer
         if status == 0:
             self._over.wait(_HANG_S)
             return None

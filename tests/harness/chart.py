@@ -15,7 +15,8 @@ from helm_python import Chart
 
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
 EXAMPLES = sorted((CHART.parent / "examples").glob("*.yaml"))
-RELEASE, NAMESPACE = "demo", "serving"
+RELEASE = "demo"
+NAMESPACE = "serving"
 WITH_RAYS_HEAD: dict[str, Any] = {"ray": {"head": {"enabled": True}}}
 
 Object = dict[str, Any]

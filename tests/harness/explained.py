@@ -88,7 +88,8 @@ class Fault:
 def look(cluster: Faulty, surfaces: Surfaces, fault: Fault) -> Seen:
     """Makes the fault, looks for 10 s at what is said of it, and mends it."""
     surfaces.wait_well()
-    sizes, alerts = surfaces.log_sizes(), surfaces.quiet_alerts(fault.words)
+    sizes = surfaces.log_sizes()
+    alerts = surfaces.quiet_alerts(fault.words)
     undo = fault.make(cluster)
     try:
         return surfaces.watch(fault.words, sizes, alerts)

@@ -15,7 +15,6 @@ https://kubernetes.io/docs/reference/using-api/server-side-apply/
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import importlib
 import json
@@ -27,10 +26,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import yaml
+from lightkube import Client, KubeConfig
+from lightkube.config.models import Cluster, User
 
-from tandem.router.scaling.keep_sizes import MANAGER, SURGE
+from tandem.router.scaling.kubernetes.keep_sizes import MANAGER, SURGE
 
 Object = dict[str, Any]
 _KINDS = {
@@ -59,7 +59,8 @@ _STATEFUL_SET_CHANGES = (
     "persistentVolumeClaimRetentionPolicy",
     "minReadySeconds",
 )
-_HELM, _SCALER = "helm", "kubectl"
+_HELM = "helm"
+_SCALER = "kubectl"
 _ROLES = "/apis/rbac.authorization.k8s.io/v1/namespaces/"
 _WATCH_S = 30.0  # at most, that a watch stays open
 _REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 422: "Invalid"}
@@ -145,26 +146,27 @@ class HelmServer:
             self._run(applied)
         return 200
 
+    def client(self, namespace: str, account: str | None = None) -> Client:
+        """Returns a client with the token of a service account, or without one as Helm's is."""
+        cluster = Cluster(server=f"http://127.0.0.1:{self.port}")
+        user = User(token=account)
+        config = KubeConfig.from_one(cluster=cluster, user=user, namespace=namespace)
+        return Client(config, trust_env=False)
+
     def _run(self, job: Object) -> None:
         pod = job["spec"]["template"]["spec"]
-        space = job["metadata"]["namespace"]
-        url = f"http://127.0.0.1:{self.port}/apis/apps/v1/namespaces/{space}"
         (container,) = pod["containers"]
+        program = importlib.import_module(container["command"][-1])
         ended = "Complete"
         try:
-            asyncio.run(self._call(url, pod["serviceAccountName"], container))
+            with self.client(job["metadata"]["namespace"], pod["serviceAccountName"]) as client:
+                program.run(client, container["args"])
         except Exception as error:
             self.jobs.append(repr(error))
             ended = "Failed"
         else:
             self.jobs.append(ended)
         job["status"] = {"conditions": [{"type": ended, "status": "True"}]}
-
-    async def _call(self, url: str, account: str, container: Object) -> None:
-        token = {"Authorization": f"Bearer {account}"}
-        program = importlib.import_module(container["command"][-1])
-        async with httpx.AsyncClient(base_url=url, headers=token, trust_env=False) as client:
-            await program.run(client, container["args"])
 
     def allows(self, token: str, verb: str, path: str) -> bool:
         """Returns whether the Role that is bound to a service account names a request. Requests
@@ -304,12 +306,14 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             self._send(server.apply(path, made), made)
 
         def do_PATCH(self) -> None:
-            url, applied = urlsplit(self.path), self._body()
+            url = urlsplit(self.path)
+            applied = self._body()
             assert self.headers["Content-Type"] == "application/apply-patch+yaml"
             if not server.allows(self.headers.get("Authorization", ""), "patch", url.path):
                 self._send(403, None)
             elif url.path.endswith("/scale"):
-                query, path = parse_qs(url.query), url.path.removesuffix("/scale")
+                query = parse_qs(url.query)
+                path = url.path.removesuffix("/scale")
                 assert query.pop("force") == ["true"]
                 self._send(server.apply_scale(path, applied, *query["fieldManager"]), applied)
             else:

@@ -11,9 +11,8 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +20,12 @@ from typing import Any
 
 from tests.harness.hosts import Machine
 from tests.harness.network import Network
+from tests.harness.waiting import wait_until
 from tests.tiny_models import make_random_speaker
 
 TOKEN = "a token of this test alone"
 TANDEM = [sys.executable, "-m", "tandem.ops.cli"]
 JOIN_PORT = 8100
-DEADLINE_S = 120.0
-
-
-def eventually(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
-    """Waits until `condition` is true, and returns its value."""
-    give_up_at = time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < give_up_at, "it never came about"
-        time.sleep(0.1)
-    return found
 
 
 @dataclass
@@ -49,7 +39,7 @@ class Joined:
     def join(self) -> None:
         told = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
         self.second.run(*TANDEM, "join", f"{self.first.address}:{JOIN_PORT}", *told)
-        eventually(lambda: "joined as" in self.second.text())
+        wait_until(lambda: "joined as" in self.second.text())
 
     @property
     def admin_url(self) -> str:
@@ -134,7 +124,7 @@ def two_machines(folder: Path, *options: str) -> Iterator[Joined]:
             own += ["--model", str(model), "--numerics", "invariant", "--prefill-at", "remote"]
             own += ["--local-prefill-max-tokens", "0", "--kv-memory", "33554432"]
             first.run(*TANDEM, "up", *own, *options)
-            found = eventually(lambda: re.search(r"--ca-sha256 (\w+)", first.text()))
+            found = wait_until(lambda: re.search(r"--ca-sha256 (\w+)", first.text()))
             made = Joined(network, first, second, token_file, found[1])
             made.join()
             yield made

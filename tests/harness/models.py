@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tandem.models.source import resolve
+from tandem.models.tokenizer.tokenizer import Tokenizer
 
 # The shape of Qwen 3's template, and Hermes' calls.
 HERMES_TEMPLATE = """{%- if tools %}
@@ -40,3 +42,8 @@ def with_template(folder: Path, template: str) -> Path:
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+def encode_chat(tokenizer: Tokenizer, *chat: Any, **flags: bool) -> list[int]:
+    """Returns the token ids of a chat's prompt. The arguments are those of `render_prompt`."""
+    return tokenizer.encode_rendered(tokenizer.render_prompt(*chat, **flags))

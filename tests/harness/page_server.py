@@ -59,7 +59,8 @@ class SimulatedRouter:
         )
         redis = connect(cluster.redis_url)
         self.view = ClusterView(cluster, redis)
-        self.view.model_fingerprint, self.view.redis_state = "m", "ok"
+        self.view.model_fingerprint = "m"
+        self.view.redis_state = "ok"
         self.metrics = Metrics()
 
         async def match(hashes: list[bytes]) -> dict[str, int]:

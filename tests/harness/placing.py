@@ -23,7 +23,8 @@ def told(network: Network, places: Mapping[str, Place]) -> str:
 
 
 def main() -> None:
-    places, command = json.loads(sys.argv[1]), sys.argv[2:]
+    places = json.loads(sys.argv[1])
+    command = sys.argv[2:]
     worker_id = command[command.index("--worker-id") + 1]
     place = Place(**places.get(worker_id, places[""]))
     command = [*place.prefix, *command, "--host", place.address]

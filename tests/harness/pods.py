@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[2]
 KEYS = "/etc/tandem/keys/"
 _TLS = "/etc/tandem/tls"
 _SOCKETS = "/run/redis"
-_RAY_AUTHORITY, _RAY = "/etc/tandem/ray-authority", "/etc/tandem/ray/"
+_RAY_AUTHORITY = "/etc/tandem/ray-authority"
+_RAY = "/etc/tandem/ray/"
 
 
 @dataclass

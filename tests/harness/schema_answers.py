@@ -19,16 +19,14 @@ from typing import Any
 import jsonschema
 import referencing.exceptions
 
-from tandem.common.config.engine import EngineConfig
 from tandem.common.sampling_params import SamplingParams
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest
 from tandem.models.folder import ModelFolder
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.tokenizer.tokenizer import Tokenizer
+from tests.model_engines import make_model_engine
 
 EOS = 2
 _ENDS = frozenset('"]},:')
@@ -70,8 +68,8 @@ class SchemaAnswers:
         self._tokenizer = Tokenizer(folder.path)
         self._compiler = GrammarCompiler.of(folder)
         self._end_token_ids = list(folder.config.eos_token_ids)
-        config = EngineConfig(model="", num_blocks=_AT_ONCE * (max_tokens // 16 + 2))
-        self._engine = Engine(config, ModelRunner(folder, config), "random", self._compiler)
+        num_blocks = _AT_ONCE * (max_tokens // 16 + 2)
+        self._engine, _ = make_model_engine(folder, self._compiler, num_blocks=num_blocks)
         self._seeds, self._max_tokens = seeds, max_tokens
         vocabulary = range(self._tokenizer.vocab_size)
         pieces = ((t, self._tokenizer.piece(t).decode(errors="replace")) for t in vocabulary)

@@ -128,10 +128,8 @@ class Node:
         )
         self.chain_root = compatibility.chain_root(b"")
         prefixes = PrefixPuller(config, compatibility, peers, rates, metrics, make_lease)
-        parts, producers = (
-            WorkerParts(config, self.link, rates, metrics),
-            Producers(peers, prefixes, make_lease),
-        )
+        parts = WorkerParts(config, self.link, rates, metrics)
+        producers = Producers(peers, prefixes, make_lease)
         identity = pb.PrefixHolder(worker_id=worker_id, epoch=epoch, address="here")
         self.decode = DecodeService(parts, producers, identity, self.engine.max_model_len)
         self.prefill = PrefillService(parts, prefixes, epoch=epoch, num_blocks=limits["num_blocks"])
@@ -142,14 +140,17 @@ class Node:
 
     def _make_process(self, loop: SimulatedLoop, config: WorkerConfig) -> None:
         process: Any = object.__new__(EngineProcess)
-        process._runner, process._engine = self.runner, self.engine
+        process._runner = self.runner
+        process._engine = self.engine
         process._bytes = pool_bytes(self.runner.kv, self.engine.layout)
         process._commands = self.socket = Socket()
         process._transfers = self.transfers = Socket()
         process._wake = process._wake_sender = Socket()
         process._settled = SimpleQueue()
         process._ledger = PullLedger()
-        process._tick, process._failed, process._stopping = 0, [], False
+        process._tick = 0
+        process._failed = []
+        process._stopping = False
         process._num_commands = 0
         pool = process._local_pool()
         self.remote_pool = pool.remote()
@@ -172,12 +173,15 @@ class Node:
         link.reservations = Reservations()
         memory: Any = self.runner.kv.numpy().reshape(-1).view("u1")
         spans = self.engine.layout.spans
-        mapped, through = MappedPool(memory, spans), PoolThroughEngine(link, spans)
+        mapped = MappedPool(memory, spans)
+        through = PoolThroughEngine(link, spans)
         link.pool = mapped if maps_pool else through
         link._commands = outbox = Socket()
         outbox.sent = self.socket.received
         link._on_event = self._on_event
-        link.num_reports, link.num_sent, link.is_awaited = 0, 0, False
+        link.num_reports = 0
+        link.num_sent = 0
+        link.is_awaited = False
         self.link = link
 
     def _on_event(self, event: messages.Event) -> None:

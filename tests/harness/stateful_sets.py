@@ -49,14 +49,16 @@ class StatefulSetServer(HelmServer):
             size = self.objects[path]["spec"]["replicas"]
             if status["readyReplicas"] == size and self._revisions[path] == self._wanted(path):
                 break
-        fewest, self.fewest[path] = self.fewest[path], size
+        fewest = self.fewest[path]
+        self.fewest[path] = size
         return fewest
 
     def _wanted(self, path: str) -> str:
         return json.dumps(self.objects[path]["spec"]["template"])
 
     def _look(self, path: str, made: Object) -> None:
-        pods, size = self.pods.setdefault(path, []), made["spec"]["replicas"]
+        pods = self.pods.setdefault(path, [])
+        size = made["spec"]["replicas"]
         wanted = self._wanted(path)
         del pods[size:]
         pods += [StatefulPod(wanted) for _ in range(size - len(pods))]
@@ -74,6 +76,7 @@ class StatefulSetServer(HelmServer):
         num_ready = sum(not pod.num_looks for pod in pods)
         self.fewest[path] = min(num_ready, self.fewest.get(path, num_ready))
         made["status"] = {
+            "replicas": len(pods),
             "readyReplicas": seen_ready,
             "currentRevision": self._revisions.get(path),
             "updateRevision": wanted,

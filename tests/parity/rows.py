@@ -141,7 +141,8 @@ def drawn(seed: int, count: int) -> list[Row]:
     """Returns so many rows in random order, with every allowed combination equally often; their
     numbers differ by the seed."""
     rng = random.Random(seed)
-    values, chosen = list(_all_values()), list[dict[str, str]]()
+    values = list(_all_values())
+    chosen = list[dict[str, str]]()
     while len(chosen) < count:
         chosen += rng.sample(values, len(values))
     return [Row(1_000_000 * (1 + seed) + i, **each) for i, each in enumerate(chosen[:count])]

@@ -19,14 +19,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.common.config.engine import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tests.engine_driver import drive_all, make_spec
+from tests.model_engines import make_model_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
@@ -98,8 +96,7 @@ def expected(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def of_tandem(folder: ModelFolder, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    config = EngineConfig(model="", device="cpu", num_blocks=64, **settings)
-    engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
+    engine, _ = make_model_engine(folder, num_blocks=64, **settings)
     specs = [make_spec(f"{n}", p, max_tokens=NUM_TOKENS) for n, p in enumerate(prompts)]
     made = drive_all(engine, *specs).token_ids
     return [made[spec.sequence_id] for spec in specs]

@@ -54,7 +54,8 @@ def ways(
     redis_server: EmbeddedRedis,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Way]]:
-    model, folder = str(tiny.folder / adapters.BASE), tmp_path_factory.mktemp("ways")
+    model = str(tiny.folder / adapters.BASE)
+    folder = tmp_path_factory.mktemp("ways")
     with start_ways(redis_server, folder, model, *adapters.options(tiny.folder)) as started:
         yield started
 

@@ -18,12 +18,16 @@ from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.harness.scripted_worker import silent
 from tests.harness.slow_clients import KINDS
-from tests.service.router.conftest import RunningRouter, eventually
+from tests.harness.waiting import eventually
+from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-CONNECTIONS, REQUESTS = 4, 2
-PROXY, CLIENT, OTHER = "127.0.0.9", "127.0.0.2", "127.0.0.3"
+CONNECTIONS = 4
+REQUESTS = 2
+PROXY = "127.0.0.9"
+CLIENT = "127.0.0.2"
+OTHER = "127.0.0.3"
 ROUTER = {
     "connections_max": 3 * CONNECTIONS,
     "addresses": AddressConfig(

@@ -38,7 +38,7 @@ from tandem.net.security.access import FailureThrottle
 from tandem.net.security.audit_trail import Caller
 from tandem.net.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, saying
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -61,7 +61,8 @@ ADMIN_CALLS = [
     ("POST", "/v1/keys/x/rotate"),
     ("POST", "/v1/keys/x/revoke"),
 ]
-UNAUTHENTICATED, DENIED = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
 @dataclass
@@ -347,7 +348,8 @@ async def test_a_command_at_the_public_port_is_told_where_to_go(door: Door) -> N
 
 async def test_a_flood_of_refusals_pushes_no_change_out(door: Door) -> None:
     await door.call("operator", "POST", "/v1/cluster/workers/first/drain")
-    trail, journal = door.router._trail, door.router._trail._journal
+    trail = door.router._trail
+    journal = door.router._trail._journal
     for number in range(5):
         for _ in range(300):
             trail.add_refusal(Caller("192.0.2.1:1"), f"GET /{number}", Unauthenticated("no key"))

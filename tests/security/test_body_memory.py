@@ -11,8 +11,9 @@ from tandem.errors import BodiesFull, TooManyRequests
 from tandem.net.security import body_budget
 from tandem.net.security.body_budget import BodyBudget
 from tests.harness.scripted_worker import saying
+from tests.harness.waiting import eventually
 from tests.security.test_slow_bodies import changing_paths
-from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
+from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -105,7 +106,8 @@ async def test_silent_bodies_give_way_to_a_large_one(
 
 
 async def test_the_address_with_the_most_bytes_gives_way() -> None:
-    budget, revoked = BodyBudget(100, 80), list[str]()
+    budget = BodyBudget(100, 80)
+    revoked = list[str]()
     with contextlib.ExitStack() as stack:
 
         def body(address: str, name: str) -> body_budget.Body:

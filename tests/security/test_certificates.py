@@ -22,7 +22,7 @@ from tandem.net.store.client import connect_blocking
 from tests.harness.certificates import worker_channel
 from tests.harness.client import complete, metric, open_client
 from tests.harness.cluster import LocalCluster
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -52,7 +52,8 @@ class Rotating:
         authority.write(folder, "router", roots=self.authority.pem)
         with worker_channel(worker.address, self.cluster.cluster_id, folder) as channel:
             try:
-                request, metadata = pb.GetStateRequest(), token_metadata(worker.token)
+                request = pb.GetStateRequest()
+                metadata = token_metadata(worker.token)
                 WorkerStub(channel).GetState(request, timeout=10, metadata=metadata)
                 return "OK"
             except grpc.RpcError as error:
@@ -79,7 +80,9 @@ def rotating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rotating]:
 
 
 async def test_two_rotations_under_load_fail_no_request(rotating: Rotating) -> None:
-    rng, num_answered, done = random.Random(1), 0, asyncio.Event()
+    rng = random.Random(1)
+    num_answered = 0
+    done = asyncio.Event()
     cluster = rotating.cluster
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -95,7 +98,8 @@ async def test_two_rotations_under_load_fail_no_request(rotating: Rotating) -> N
         await eventually(lambda: num_answered >= enough, deadline_s=60)
 
     async def rotate() -> None:
-        old, new = rotating.authority, Authority(cluster.cluster_id)
+        old = rotating.authority
+        new = Authority(cluster.cluster_id)
         both = old.pem + new.pem
         for signer, roots in ((old, both), (new, both), (new, new.pem)):
             rotating.write(signer, roots)

@@ -75,7 +75,8 @@ async def test_a_replica_ends_after_its_live_call_and_cuts_the_attack(tmp_path: 
                     assert router.process.returncode is None
                     goes_on.set()
                     while message is not grpc.aio.EOF:
-                        last, message = message, await call.read()
+                        last = message
+                        message = await call.read()
                     assert await router.process.wait() == 1
             finally:
                 goes_on.set()

@@ -42,7 +42,7 @@ from tests.harness.keyed_routers import (
     tandem,
     until,
 )
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 __all__ = ["routers"]
 PORTS = ("--admin-port", str(free_port()), "--admin-grpc-port", str(free_port()))
@@ -206,7 +206,8 @@ async def test_records_are_taken_from_routers_only(routers: Routers) -> None:
     """A worker has the cluster's token and its own user of Redis. Neither makes it a router."""
     one = await routers.start("r1")
     await ready(one)
-    admin, operator = routers.admin_of(one), await create(routers.admin_of(one), "ops", "operator")
+    admin = routers.admin_of(one)
+    operator = await create(routers.admin_of(one), "ops", "operator")
     forged = keys.create("acme", "operator", now=time.time())
     body = msgspec.json.encode([forged.record])
 

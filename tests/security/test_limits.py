@@ -28,7 +28,7 @@ from tests.harness.keyed_routers import (
 )
 from tests.harness.scripted_worker import Say, silent, update
 from tests.harness.tenant_load import measure
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 from tests.service.router.test_http import EOS
 
 __all__ = ["routers"]
@@ -276,7 +276,8 @@ async def test_two_routers_keep_one_limit_with_redis_and_without(routers: Router
 
 async def test_requests_at_once_over_two_routers(routers: Routers) -> None:
     urls, keys = await two_routers(routers, {"acme": {"max_concurrent": 2}})
-    answering, routers.worker.script = routers.worker.script, silent
+    answering = routers.worker.script
+    routers.worker.script = silent
     open_ones = [
         asyncio.create_task(call(url, keys["acme"], prompt=PROMPT, max_tokens=1)) for url in urls
     ]
@@ -303,7 +304,8 @@ async def test_a_search_costs_what_it_made(routers: Routers) -> None:
     url = await routers.start("r1")
     await ready(url)
     key = await create(routers.admin_of(url), "acme", tokens_per_minute=10_000)
-    answering, begun = routers.worker.script, len(routers.worker.submitted)
+    answering = routers.worker.script
+    begun = len(routers.worker.submitted)
     numbers = itertools.count(1000)
 
     async def search(submit: pb.SubmitSequence, say: Say) -> None:

@@ -28,9 +28,10 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
-CLUSTER, TOKEN = "c1", "a-token-that-must-not-leak"
+CLUSTER = "c1"
+TOKEN = "a-token-that-must-not-leak"
 BODY_BYTES = 60_000_000
 
 

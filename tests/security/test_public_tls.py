@@ -27,7 +27,8 @@ from tandem.net.rpc.tandem.v1.inference_pb2 import ListModelsRequest
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
 from tandem.net.security import keys
 from tandem.net.store.client import connect_blocking
-from tests.service.router.conftest import ANY_ADMIN_PORTS, eventually
+from tests.harness.waiting import eventually
+from tests.service.router.conftest import ANY_ADMIN_PORTS
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -175,7 +176,8 @@ async def test_slow_handshakes_hold_places_for_a_bounded_time(encrypted: Encrypt
 
 
 async def test_two_certificates_under_load_fail_no_request(encrypted: Encrypted) -> None:
-    num_answered, done = 0, asyncio.Event()
+    num_answered = 0
+    done = asyncio.Event()
 
     async def ask() -> None:
         nonlocal num_answered

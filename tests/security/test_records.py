@@ -20,7 +20,8 @@ async def test_a_worker_whose_record_is_no_utf8_is_left_out(router: RunningRoute
     registry = Registry(view.redis, view.cluster)
     (good, *_) = await registry.read()
     data = msgspec.msgpack.encode(msgspec.structs.replace(good, worker_id="wz", pool="wz"))
-    key, workers = registry._record_key("broken"), registry._workers_key
+    key = registry._record_key("broken")
+    workers = registry._workers_key
     await view.redis.set(key, data.replace(b"wz", NO_UTF8), px=5000)
     await view.redis.sadd(workers, "broken", NO_UTF8)
     try:

@@ -31,7 +31,8 @@ async def test_paths_forge_no_line_and_no_screen(routers: Routers) -> None:
     """What a client puts into a path or a header is in the log, the audit trail and the records."""
     one = await routers.start("r1")
     await ready(one)
-    admin, operator = routers.admin_of(one), await create(routers.admin_of(one), "ops", "operator")
+    admin = routers.admin_of(one)
+    operator = await create(routers.admin_of(one), "ops", "operator")
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     handler.setFormatter(_formatter("r1"))

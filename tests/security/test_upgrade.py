@@ -21,7 +21,8 @@ import pytest
 
 from tests.harness.cluster import free_port
 from tests.harness.scripted_worker import saying
-from tests.service.router.conftest import RunningRouter, eventually
+from tests.harness.waiting import eventually
+from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
@@ -273,7 +274,8 @@ def nginx(folder: Path, router_port: int, buffering: str) -> Iterator[int]:
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin")
     if program is None:
         pytest.skip("nginx is not installed")
-    port, file = free_port(), folder / "nginx.conf"
+    port = free_port()
+    file = folder / "nginx.conf"
     file.write_text(NGINX.format(folder=folder, port=port, router=router_port, buffering=buffering))
     process = subprocess.Popen([program, "-p", folder, "-e", folder / "errors", "-c", file])
     try:

@@ -19,7 +19,8 @@ from tests.service.transfer_pools import contents
 
 
 def main() -> None:
-    name, seed = sys.argv[1], int(sys.argv[2])
+    name = sys.argv[1]
+    seed = int(sys.argv[2])
     memory = contents(seed)
     answers: SimpleQueue[transfer.TransferEvent] = SimpleQueue()
     thread = TransferThread(local_pool(memory), transfer_config(), name, answers.put)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.harness.cluster import free_port
 from tests.harness.explained import KILLED, OTHER_MODEL, STOPPED, WRONG_TOKEN, Faulty, look
 from tests.harness.hpack import hpack_attack
 from tests.harness.surfaces import Surfaces, report
+from tests.harness.waiting import wait_until
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import make_tiny_model
 
@@ -44,15 +45,6 @@ command = [*sys.argv[1:], "--die-with-parent", str(os.getpid())]
 print(subprocess.Popen(command, stdout=sys.stderr).pid, flush=True)
 sys.stdin.read()
 """
-
-
-def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
-    """Waits until `condition` is true, and returns its value."""
-    give_up_at = time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < give_up_at, "it never came about"
-        time.sleep(0.05)
-    return found
 
 
 PORTS = ("--port", "--grpc-port", "--admin-port", "--admin-grpc-port")
@@ -141,7 +133,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     assert parent.stdout is not None
     made = Up(parent, int(parent.stdout.readline()), screen, ports)
     try:
-        eventually(lambda: "Ctrl-C stops" in _screen(made), START_DEADLINE_S)
+        wait_until(lambda: "Ctrl-C stops" in _screen(made), START_DEADLINE_S)
         made.cluster_id = made.get("/v1/cluster")["cluster_id"]
         yield made
     finally:
@@ -149,7 +141,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         parent.wait()
         parent.stdout.close()
         if made.cluster_id:
-            eventually(lambda: not guardian.cluster_processes(made.cluster_id), 10)
+            wait_until(lambda: not guardian.cluster_processes(made.cluster_id), 10)
 
 
 def _screen(up: Up) -> str:
@@ -327,7 +319,7 @@ def test_memory_that_grpc_leaks_to_strangers_ends_the_grpc_replica_only(up: Up) 
     with urllib.request.urlopen(stream, timeout=60) as answer:
         assert answer.readline().startswith(b"data: ")
         with hpack_attack(port, is_over=lambda: not _runs(replica), num_frames_max=4000):
-            eventually(lambda: not _runs(replica))
+            wait_until(lambda: not _runs(replica))
             assert up.complete()
         assert answer.read().rstrip().endswith(b"data: [DONE]")
     assert up.pids("--router-id router-0") == [router]
@@ -336,7 +328,7 @@ def test_memory_that_grpc_leaks_to_strangers_ends_the_grpc_replica_only(up: Up) 
         request = inference_pb2.GenerateRequest(text="The sky is", max_tokens=4)
         call = InferenceStub(channel).Generate(request, wait_for_ready=True, timeout=60)
         assert [message.finish_reason for message in call][-1] == "length"
-    (agent,) = eventually(
+    (agent,) = wait_until(
         lambda: [a for a in up.get("/v1/cluster")["pools"]["grpc"]["agents"] if a["starts"]]
     )
     assert agent["id"] == "grpc-0"
@@ -347,8 +339,8 @@ def test_memory_that_grpc_leaks_to_strangers_ends_the_grpc_replica_only(up: Up) 
 def test_redis_is_started_again_where_it_was(up: Up) -> None:
     (server,) = up.pids("valkey-server")
     os.kill(server, signal.SIGKILL)
-    eventually(lambda: up.pids("valkey-server") and up.pids("valkey-server") != [server])
-    eventually(lambda: up.get("/v1/cluster")["redis"] == "ok")
+    wait_until(lambda: up.pids("valkey-server") and up.pids("valkey-server") != [server])
+    wait_until(lambda: up.get("/v1/cluster")["redis"] == "ok")
     assert up.complete()
 
 
@@ -357,22 +349,22 @@ def test_requests_are_served_without_ray_until_there_is_a_fresh_head(up: Up) -> 
     (decode,) = up.pids("tandem.worker --role decode")
     (prefill,) = up.pids("tandem.worker --role prefill")
     os.kill(gcs, signal.SIGKILL)
-    eventually(lambda: "gcs_server ended" in up.screen.read_text())
+    wait_until(lambda: "gcs_server ended" in up.screen.read_text())
     assert up.complete()
-    eventually(lambda: "Ray's head is up again" in up.screen.read_text(), 180)
+    wait_until(lambda: "Ray's head is up again" in up.screen.read_text(), 180)
     assert up.pids("tandem.worker --role decode") == [decode]
     assert up.pids("tandem.worker --role prefill") == [prefill]
     os.kill(prefill, signal.SIGKILL)
     # For a moment its starter has the same command line.
-    eventually(lambda: len(set(up.pids("tandem.worker --role prefill")) - {prefill}) == 1)
+    wait_until(lambda: len(set(up.pids("tandem.worker --role prefill")) - {prefill}) == 1)
     assert up.complete()
 
 
 def test_nothing_is_left_when_the_parent_is_killed(up: Up) -> None:
     assert up.pids("valkey-server")
     up.parent.kill()
-    eventually(lambda: not _runs(up.launcher_pid), 60)
-    eventually(lambda: not guardian.cluster_processes(up.cluster_id), 30)
+    wait_until(lambda: not _runs(up.launcher_pid), 60)
+    wait_until(lambda: not guardian.cluster_processes(up.cluster_id), 30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -391,14 +383,14 @@ def test_nothing_is_left_when_the_launcher_ends_in_the_middle_of_its_start(
         )
     ids: list[str] = []
     try:
-        (folder,) = eventually(lambda: list(tmp_path.glob("tandem-*/processes")))
-        (record, *_) = eventually(lambda: list(folder.glob("*.json")))
+        (folder,) = wait_until(lambda: list(tmp_path.glob("tandem-*/processes")))
+        (record, *_) = wait_until(lambda: list(folder.glob("*.json")))
         worker = psutil.Process(json.loads(record.read_text())["pid"])
         ids.append(worker.environ()["TANDEM_CLUSTER_ID"])
         launcher.send_signal(number)
         launcher.wait(30)
-        eventually(lambda: not guardian.cluster_processes(ids[0]), 30)
-        eventually(lambda: not list(tmp_path.glob("tandem-*")), 30)
+        wait_until(lambda: not guardian.cluster_processes(ids[0]), 30)
+        wait_until(lambda: not list(tmp_path.glob("tandem-*")), 30)
     finally:
         launcher.kill()
         launcher.wait()

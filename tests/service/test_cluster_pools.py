@@ -9,9 +9,8 @@ import json
 import os
 import signal
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.node import HeadStarted
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
+from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.service
 
@@ -35,15 +35,6 @@ DEAF = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); [signal.pause() for _ in 'ab']"
 )
 ROOT = Path(__file__).parents[2]
-
-
-def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
-    """Waits until `condition` is true, and returns its value."""
-    give_up_at = time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < give_up_at, "it never came about"
-        time.sleep(0.05)
-    return found
 
 
 @dataclass(slots=True)
@@ -125,7 +116,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
         early = process.start("prefill-0", stand_in, run_folder, environment)
         try:
             made.start_ray()
-            eventually(lambda: all(made.has(p, 1) for p in ("router", "prefill", "decode")))
+            wait_until(lambda: all(made.has(p, 1) for p in ("router", "prefill", "decode")))
             assert made.running("prefill") == {"prefill-0": early.pid}
             yield made
         finally:
@@ -158,7 +149,7 @@ def test_ray_listens_on_this_machine_only(cluster: RealCluster) -> None:
 def test_a_crashed_process_is_started_again(cluster: RealCluster) -> None:
     before = cluster.running("prefill")["prefill-0"]
     os.kill(before, signal.SIGKILL)
-    after = eventually(lambda: cluster.running("prefill").get("prefill-0", before) != before)
+    after = wait_until(lambda: cluster.running("prefill").get("prefill-0", before) != before)
     assert after
     assert cluster.has("prefill", 1)
 
@@ -166,27 +157,27 @@ def test_a_crashed_process_is_started_again(cluster: RealCluster) -> None:
 def test_pools_grow_and_shrink_by_the_newest(cluster: RealCluster) -> None:
     oldest = cluster.running("prefill")
     cluster.scale(prefill=3)
-    eventually(lambda: cluster.has("prefill", 3))
+    wait_until(lambda: cluster.has("prefill", 3))
     grown = cluster.running("prefill")
     assert set(grown) == {"prefill-0", "prefill-1", "prefill-2"}
     cores = {a["core"] for a in cluster.pools()["prefill"]["agents"]}
     assert cores == {0, 1}
     cluster.scale(prefill=1)
-    eventually(lambda: cluster.has("prefill", 1))
+    wait_until(lambda: cluster.has("prefill", 1))
     assert cluster.running("prefill") == oldest
     alive = guardian.cluster_processes(cluster.spec.cluster_id)
     assert {i for i, pid in grown.items() if pid in alive} == {"prefill-0"}
     # The agent that lost its process ends a little after it.
-    eventually(lambda: len(cluster.actors("Agent")) == 3)
+    wait_until(lambda: len(cluster.actors("Agent")) == 3)
 
 
 def test_one_that_does_not_drain_in_time_is_killed(cluster: RealCluster) -> None:
     (deaf,) = cluster.running("decode").values()
     cluster.scale(decode=0)
-    eventually(lambda: cluster.has("decode", 0), 10)
-    eventually(lambda: deaf not in guardian.cluster_processes(cluster.spec.cluster_id))
+    wait_until(lambda: cluster.has("decode", 0), 10)
+    wait_until(lambda: deaf not in guardian.cluster_processes(cluster.spec.cluster_id))
     cluster.scale(decode=1)
-    eventually(lambda: cluster.has("decode", 1))
+    wait_until(lambda: cluster.has("decode", 1))
 
 
 def test_a_request_that_makes_no_sense_changes_nothing(cluster: RealCluster) -> None:
@@ -194,7 +185,7 @@ def test_a_request_that_makes_no_sense_changes_nothing(cluster: RealCluster) -> 
     cluster.scale(prefill="many")
     cluster.scale(workers=3)
     requests = f"{{tandem:{cluster.spec.cluster_id}}}:scale"
-    eventually(lambda: cluster.redis.llen(requests) == 0)
+    wait_until(lambda: cluster.redis.llen(requests) == 0)
     assert cluster.pools() == before
 
 
@@ -203,12 +194,12 @@ def test_killed_agents_come_back_and_adopt_what_runs(cluster: RealCluster) -> No
     agents = cluster.actors("Agent")
     for pid in agents:
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: len(cluster.actors("Agent") - agents) == 3)
+    wait_until(lambda: len(cluster.actors("Agent") - agents) == 3)
     (router,) = before["router"].values()
     assert psutil.pid_exists(router)
     # The new agent watches the old process: when that dies, there is a next one.
     os.kill(router, signal.SIGKILL)
-    eventually(lambda: cluster.running("router").get("router-0", router) != router)
+    wait_until(lambda: cluster.running("router").get("router-0", router) != router)
     assert {p: cluster.running(p) for p in ("prefill", "decode")} == {
         p: before[p] for p in ("prefill", "decode")
     }
@@ -217,29 +208,29 @@ def test_killed_agents_come_back_and_adopt_what_runs(cluster: RealCluster) -> No
 
 def test_a_killed_controller_remembers_the_sizes(cluster: RealCluster) -> None:
     cluster.scale(prefill=2)
-    eventually(lambda: cluster.has("prefill", 2))
+    wait_until(lambda: cluster.has("prefill", 2))
     running = cluster.running("prefill")
     (controller,) = cluster.actors("PoolController")
     os.kill(controller, signal.SIGKILL)
-    eventually(lambda: cluster.actors("PoolController") - {controller})
+    wait_until(lambda: cluster.actors("PoolController") - {controller})
     cluster.scale(router=2)
-    eventually(lambda: cluster.has("router", 2))
+    wait_until(lambda: cluster.has("router", 2))
     assert cluster.running("prefill") == running
     cluster.scale(router=1, prefill=1)
-    eventually(lambda: cluster.has("router", 1) and cluster.has("prefill", 1))
+    wait_until(lambda: cluster.has("router", 1) and cluster.has("prefill", 1))
 
 
 def test_processes_outlive_ray_and_are_adopted_by_the_next(cluster: RealCluster) -> None:
     before = {p: cluster.running(p) for p in ("router", "prefill", "decode")}
     cluster.head.end()
-    eventually(lambda: not cluster.actors("Agent"))
+    wait_until(lambda: not cluster.actors("Agent"))
     alive = guardian.cluster_processes(cluster.spec.cluster_id)
     assert all(pid in alive for pool in before.values() for pid in pool.values())
     cluster.redis.delete(f"{{tandem:{cluster.spec.cluster_id}}}:pools")
     for size in (6, 0, 1):  # nobody follows; in the end only the last one counts
         cluster.scale(prefill=size)
     cluster.start_ray()
-    eventually(lambda: all(cluster.has(p, 1) for p in before))
+    wait_until(lambda: all(cluster.has(p, 1) for p in before))
     assert {p: cluster.running(p) for p in before} == before
     records = Path(cluster.spec.run_folder) / "processes"
     assert not (records / "prefill-5.json").exists()
@@ -247,10 +238,10 @@ def test_processes_outlive_ray_and_are_adopted_by_the_next(cluster: RealCluster)
 
 def test_one_that_drained_when_ray_ended_is_not_started_by_the_next(cluster: RealCluster) -> None:
     cluster.scale(prefill=2)
-    eventually(lambda: cluster.has("prefill", 2))
+    wait_until(lambda: cluster.has("prefill", 2))
     stays, leaves = (cluster.running("prefill")[f"prefill-{n}"] for n in (0, 1))
     cluster.head.end()
-    eventually(lambda: not cluster.actors("Agent"))
+    wait_until(lambda: not cluster.actors("Agent"))
     run_folder = Path(cluster.spec.run_folder)
     known = owned.read(run_folder)
     assert known is not None
@@ -261,10 +252,10 @@ def test_one_that_drained_when_ray_ended_is_not_started_by_the_next(cluster: Rea
     ]
     known.write(run_folder)
     os.kill(leaves, signal.SIGTERM)  # by the agent, just before its end
-    eventually(lambda: leaves not in guardian.cluster_processes(cluster.spec.cluster_id))
+    wait_until(lambda: leaves not in guardian.cluster_processes(cluster.spec.cluster_id))
     cluster.redis.delete(f"{{tandem:{cluster.spec.cluster_id}}}:pools")
     cluster.start_ray()
-    eventually(lambda: cluster.has("prefill", 1))
+    wait_until(lambda: cluster.has("prefill", 1))
     assert cluster.running("prefill") == {"prefill-0": stays}
     record = json.loads((run_folder / "processes" / "prefill-1.json").read_text())
     assert record["pid"] == leaves, "it was started again"
@@ -277,10 +268,10 @@ def test_what_a_killed_gcs_leaves_of_ray_is_gone_before_the_next(cluster: RealCl
     os.kill(cluster.started.pids["gcs_server"], signal.SIGKILL)
     cluster.start_ray()
     assert not left & (cluster.actors("Agent") | cluster.actors("PoolController"))
-    eventually(lambda: len(cluster.actors("Agent")) == 3)
+    wait_until(lambda: len(cluster.actors("Agent")) == 3)
     assert cluster.running("prefill") == before
     os.kill(before["prefill-0"], signal.SIGKILL)
-    eventually(lambda: cluster.running("prefill").get("prefill-0", 0) not in (0, *before.values()))
+    wait_until(lambda: cluster.running("prefill").get("prefill-0", 0) not in (0, *before.values()))
     cluster.scale(prefill=0)
-    eventually(lambda: cluster.has("prefill", 0))
+    wait_until(lambda: cluster.has("prefill", 0))
     assert not cluster.stand_ins("prefill-0"), "somebody started it again"

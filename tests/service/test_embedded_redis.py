@@ -43,7 +43,8 @@ def test_answers_only_with_the_password_and_shows_it_nowhere(tmp_path: Path) -> 
 def test_stop_leaves_neither_process_nor_folder() -> None:
     server = EmbeddedRedis()
     server.start()
-    pid, folder = server.pid, server.log_path.parent
+    pid = server.pid
+    folder = server.log_path.parent
     server.stop()
     assert not psutil.pid_exists(pid)
     assert not folder.exists()

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.harness.hosts import why_not
-from tests.harness.joined import TANDEM, Joined, eventually, two_machines
+from tests.harness.joined import TANDEM, Joined, two_machines
+from tests.harness.waiting import wait_until
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -93,8 +94,8 @@ def joined(tmp_path: Path) -> Iterator[Joined]:
     options = ["--routers", "2", "--prefill", "1", "--decode", "1"]
     with two_machines(tmp_path, *options) as made:
         made.scale("prefill=2", "decode=2")
-        eventually(lambda: "connect" not in why_not_ready(made), READY_S)
-        eventually(lambda: is_whole(made), READY_S)
+        wait_until(lambda: "connect" not in why_not_ready(made), READY_S)
+        wait_until(lambda: is_whole(made), READY_S)
         yield made
 
 
@@ -114,17 +115,17 @@ def test_the_second_machine_serves_on_and_says_why_it_does_not_scale(
 ) -> None:
     expected = {number: answer(joined, number) for number in range(len(PROMPTS))}
     with Chats(joined) as chats:
-        eventually(lambda: len(chats.answers) >= 2 * len(PROMPTS))
+        wait_until(lambda: len(chats.answers) >= 2 * len(PROMPTS))
         assert joined.second.has_process("raylet")
         if is_cut_off:  # no connection is closed, and nobody refuses one
             joined.network.cut(joined.first.place)
         joined.first.kill()
-        eventually(lambda: state(joined)["redis"] == "lost", 30)
+        wait_until(lambda: state(joined)["redis"] == "lost", 30)
         check_that_nothing_is_scaled(joined)
         # What Ray started there stays.
-        eventually(lambda: not joined.second.has_process("raylet"), RAY_ENDS_S)
+        wait_until(lambda: not joined.second.has_process("raylet"), RAY_ENDS_S)
         num_answers = len(chats.answers)
-        eventually(lambda: len(chats.answers) >= num_answers + 2 * len(PROMPTS))
+        wait_until(lambda: len(chats.answers) >= num_answers + 2 * len(PROMPTS))
     assert chats.faults == []
     assert set(chats.answers) == set(expected.items())
     print(f"{len(chats.answers)} answers, the slowest took {max(chats.seconds):.1f} s")

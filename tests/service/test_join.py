@@ -16,8 +16,9 @@ from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.operate import show_status
 from tandem.errors import ConfigError
 from tests.harness.hosts import why_not
-from tests.harness.joined import JOIN_PORT, TOKEN, Joined, eventually, two_machines
+from tests.harness.joined import JOIN_PORT, TOKEN, Joined, two_machines
 from tests.harness.network import Shape
+from tests.harness.waiting import wait_until
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -118,12 +119,12 @@ def test_a_worker_goes_near_its_peers_where_as_many_of_its_pool_are(
 ) -> None:
     # A pair is measured when it begins: no worker is there before the link is slow.
     joined.scale("prefill=0")
-    eventually(lambda: not joined.decode_worker()["transports"])
+    wait_until(lambda: not joined.decode_worker()["transports"])
     joined.network.shape(joined.second.place, Shape(bytes_per_s=SLOW_BYTES_PER_S))
     joined.scale("prefill=2")
     far, near = (agent["host"] for agent in joined.agents("prefill"))
     assert far in joined.second.text()
-    eventually(lambda: joined.decode_worker()["transports"].keys() == {"prefill-0", "prefill-1"})
+    wait_until(lambda: joined.decode_worker()["transports"].keys() == {"prefill-0", "prefill-1"})
     joined.scale("prefill=3")
     # The second machine has two workers less, and each of them one prefill worker.
     added = joined.agents("prefill")[-1]
@@ -144,7 +145,7 @@ def test_a_worker_goes_to_the_machine_that_joined_and_elsewhere_when_that_is_los
     (agent,) = joined.agents("prefill")
     assert agent["host"] in joined.second.text()
     # No memory is shared between the two hosts, and NIXL does not use TCP.
-    eventually(lambda: joined.decode_worker()["transports"].get("prefill-0") == "grpc")
+    wait_until(lambda: joined.decode_worker()["transports"].get("prefill-0") == "grpc")
     before = joined.chat("What is gravity?")
     assert "prefill-0" in json.dumps(joined.get(f"/v1/requests/{before['id']}"))
     (log,) = joined.second.folder.glob("state/tandem/runs/*/prefill-0.log")
@@ -153,14 +154,14 @@ def test_a_worker_goes_to_the_machine_that_joined_and_elsewhere_when_that_is_los
     assert "prefill prefill-0 ready at" in told.stdout
     assert log.read_text().startswith(told.stdout)
     joined.second.kill()
-    eventually(lambda: joined.serves("prefill-1"), 60)
+    wait_until(lambda: joined.serves("prefill-1"), 60)
     states = {agent["id"]: agent["state"] for agent in joined.agents("prefill")}
     assert states == {"prefill-0": "lost", "prefill-1": "running"}
     gone = joined.logs("prefill-0")
     assert gone.returncode == 1
     assert f"its host {agent['host']} does not answer" in gone.stderr
     assert "`tandem logs prefill-0` there" in gone.stderr
-    eventually(lambda: "prefill-1" in joined.decode_worker()["transports"], 60)
+    wait_until(lambda: "prefill-1" in joined.decode_worker()["transports"], 60)
     after = joined.chat("What is gravity?")
     assert after["choices"] == before["choices"]
 
@@ -173,7 +174,7 @@ def test_a_machine_that_leaves_hands_over_first(joined: Joined) -> None:
     joined.scale("decode=2")
     (added,) = (a for a in joined.agents("decode") if a["id"] not in before)
     assert added["host"] in joined.second.text()
-    eventually(lambda: joined.serves(added["id"]))
+    wait_until(lambda: joined.serves(added["id"]))
     joined.second.terminate()
     on_first = [a for a in joined.agents("decode") if a["host"] != added["host"]]
     assert len([a for a in on_first if a["state"] == "running"]) == 2

@@ -152,7 +152,8 @@ class Struggle:
                 while not self.living:
                     await self.is_up.wait()
                 self.num_asked += 1
-                process, name = self.rng.choice(self.living), str(self.num_asked)
+                process = self.rng.choice(self.living)
+                name = str(self.num_asked)
                 try:
                     tokens, _ = await process.answer(name, self.prompts[number])
                 except ConnectionError:
@@ -183,7 +184,8 @@ class Struggle:
             await self.take_down(each)
         for path in self.folder.glob("*/blocks*"):
             group = int(path.name.removeprefix("blocks").removeprefix("-") or 0)
-            data, size = path.read_bytes(), self.sizes[group]
+            data = path.read_bytes()
+            size = self.sizes[group]
             starts = [at for at in range(0, len(data), size) if any(data[at : at + size])]
             with path.open("r+b", buffering=0) as file:
                 for start in self.rng.sample(starts, k=-(-len(starts) // 100)):

@@ -86,7 +86,8 @@ def make_consumer() -> Iterator[MakeConsumer]:
 def test_a_slowed_pull_stays_under_way_and_can_be_cancelled(
     make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    peer, consumer = make_peer("peer", 1), make_consumer(delay_s=60.0)
+    peer = make_peer("peer", 1)
+    consumer = make_consumer(delay_s=60.0)
     assert consumer.connect(peer) == ""
     consumer.submit("slow", peer, [1, 2], [3, 4])
     consumer.submit("late", peer, [1, 2], [5, 6], deadline_s=0.2)
@@ -100,7 +101,9 @@ def test_a_slowed_pull_stays_under_way_and_can_be_cancelled(
 def test_a_producer_killed_fails_the_pull_and_leaves_other_peers_usable(
     ucx: str, make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    doomed, other, consumer = make_peer("doomed", 1), make_peer("other", 2), make_consumer()
+    doomed = make_peer("doomed", 1)
+    other = make_peer("other", 2)
+    consumer = make_consumer()
     assert consumer.connect(doomed) == ""
     assert consumer.connect(other) == ""
     doomed.kill()
@@ -121,7 +124,8 @@ def test_a_producer_killed_fails_the_pull_and_leaves_other_peers_usable(
 def test_shared_memory_reads_a_stopped_producer_before_during_and_after(
     make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    peer, consumer = make_peer("peer", 1), make_consumer()
+    peer = make_peer("peer", 1)
+    consumer = make_consumer()
     blocks = list(range(NUM_BLOCKS))
     peer.pause()
     assert consumer.connect(peer) == ""
@@ -142,7 +146,8 @@ def test_shared_memory_reads_a_stopped_producer_before_during_and_after(
 
 def test_no_port_is_opened_by_either_side(make_peer: MakePeer, make_consumer: MakeConsumer) -> None:
     before = set(listeners(os.getpid()))
-    peer, consumer = make_peer("peer", 1), make_consumer()
+    peer = make_peer("peer", 1)
+    consumer = make_consumer()
     assert consumer.connect(peer) == ""
     consumer.thread.producer(1)
     consumer.wait(lambda: bool(consumer.of_kind(transfer.ProducerReady)), "the producer")
@@ -182,7 +187,8 @@ def listeners(pid: int) -> list[str]:
 def test_connecting_to_a_dead_peer_is_an_error(
     ucx: str, make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    peer, consumer = make_peer("peer", 1), make_consumer(connect_deadline_s=3.0)
+    peer = make_peer("peer", 1)
+    consumer = make_consumer(connect_deadline_s=3.0)
     peer.kill()
     assert consumer.connect(peer) != ""
     consumer.submit("never", peer, [1], [1])
@@ -192,11 +198,9 @@ def test_connecting_to_a_dead_peer_is_an_error(
 def test_connecting_to_a_stopped_peer_is_an_error_in_time(
     tcp: None, make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    peer, other, consumer = (
-        make_peer("peer", 1),
-        make_peer("b", 2),
-        make_consumer(connect_deadline_s=3),
-    )
+    peer = make_peer("peer", 1)
+    other = make_peer("b", 2)
+    consumer = make_consumer(connect_deadline_s=3)
     peer.pause()
     consumer.thread.connect(peer.name, peer.metadata, peer.pool)
     assert consumer.connect(other) == ""  # not held up by the one that does not answer
@@ -213,7 +217,8 @@ def test_connecting_to_a_stopped_peer_is_an_error_in_time(
 def test_metadata_that_is_none_is_an_error(
     make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    peer, consumer = make_peer("peer", 1), make_consumer()
+    peer = make_peer("peer", 1)
+    consumer = make_consumer()
     peer.metadata, good = b"not metadata", peer.metadata
     assert consumer.connect(peer) != ""
     peer.metadata = good
@@ -223,7 +228,9 @@ def test_metadata_that_is_none_is_an_error(
 def test_a_given_up_read_writes_nothing_once_its_blocks_are_unfenced(
     tcp: None, make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    stopped, other, consumer = make_peer("stopped", 1), make_peer("other", 2), make_consumer()
+    stopped = make_peer("stopped", 1)
+    other = make_peer("other", 2)
+    consumer = make_consumer()
     assert consumer.connect(stopped) == ""
     assert consumer.connect(other) == ""
     stopped.pause()
@@ -252,11 +259,9 @@ def test_a_given_up_read_writes_nothing_once_its_blocks_are_unfenced(
 def test_a_read_that_ends_late_unfences_its_blocks_while_others_are_under_way(
     tcp: None, make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    stopped, other, consumer = (
-        make_peer("stopped", 1),
-        make_peer("other", 2),
-        make_consumer(delay_s=60),
-    )
+    stopped = make_peer("stopped", 1)
+    other = make_peer("other", 2)
+    consumer = make_consumer(delay_s=60)
     assert consumer.connect(stopped) == ""
     assert consumer.connect(other) == ""
     consumer.submit("other", other, [1], [100])  # stays under way, so no renewal comes
@@ -299,7 +304,8 @@ def test_past_the_budget_pulls_are_refused_until_the_consumer_is_made_anew(
 def test_a_restarted_peer_takes_the_place_of_the_old_one(
     ucx: str, make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    old, consumer = make_peer("old", 1), make_consumer(delay_s=0.5)
+    old = make_peer("old", 1)
+    consumer = make_consumer(delay_s=0.5)
     assert consumer.connect(old) == ""
     consumer.submit("cut off", old, [1], [1])
     consumer.thread.disconnect("old")
@@ -316,13 +322,15 @@ def test_a_restarted_peer_takes_the_place_of_the_old_one(
 def test_an_idle_process_with_both_agents_burns_next_to_nothing(
     ucx: str, make_peer: MakePeer, make_consumer: MakeConsumer
 ) -> None:
-    peer, consumer = make_peer("peer", 1), make_consumer()
+    peer = make_peer("peer", 1)
+    consumer = make_consumer()
     consumer.thread.producer(1)
     assert consumer.connect(peer) == ""
     consumer.wait(lambda: bool(consumer.of_kind(transfer.ProducerReady)), "the producer")
     consumer.submit("warm", peer, [1], [1])
     assert consumer.result("warm").done
-    started, cpu_started = time.monotonic(), time.process_time()
+    started = time.monotonic()
+    cpu_started = time.process_time()
     time.sleep(3.0)
     used = (time.process_time() - cpu_started) / (time.monotonic() - started)
     print(f"{ucx}: idle at {used:.2%} of a core")

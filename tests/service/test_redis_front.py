@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 from tandem.net.security.redis_front import RedisFront
 from tandem.net.store.client import UNREACHABLE, Client, connect
 from tests.harness.redis_kinds import HOST, Server
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.service
 
@@ -119,7 +119,8 @@ async def test_new_certificates_are_taken_for_new_connections(fronted: Fronted) 
     """Both ends and their root are replaced, in the three steps of docs/tls.md."""
     async with fronted.client() as client:
         assert await client.ping()
-        old, new = fronted.authority, Authority(CLUSTER)
+        old = fronted.authority
+        new = Authority(CLUSTER)
         folders: tuple[tuple[str, Kind], ...] = (("redis", "worker"), ("router", "router"))
         for authority, roots in (
             (old, old.pem + new.pem),

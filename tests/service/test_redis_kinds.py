@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tandem.net.store.registry import Registry
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.workers.pools import read_pools, request_sizes
+from tests.chains import chain
 from tests.harness.redis_kinds import (
     HOST,
     QUOTED,
@@ -31,10 +31,6 @@ from tests.service.test_registry import COMPATIBILITY, a_record
 
 pytestmark = pytest.mark.service
 QUICK = PublisherConfig(interval_s=0.002, heartbeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
 
 
 async def use_all_of_it(redis: Client, cluster: ClusterConfig) -> None:

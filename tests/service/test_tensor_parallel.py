@@ -52,7 +52,8 @@ class Rank:
                 local=[(here + part.local_offset, part.num_bytes) for part in read.parts],
                 local_device=("DRAM", 0),
             )
-            state, give_up_at = self.agent.start(handle), time.monotonic() + DEADLINE_S
+            state = self.agent.start(handle)
+            give_up_at = time.monotonic() + DEADLINE_S
             while state is ReadState.UNDER_WAY and time.monotonic() < give_up_at:
                 state = self.agent.state(handle)
             assert state is ReadState.DONE

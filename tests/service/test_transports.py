@@ -99,7 +99,8 @@ async def brings_exactly(
 ) -> None:
     """The lease ends well: its blocks are the producer's, all others as they were."""
     await pulling.end()
-    local, wanted = pulling.table[first:], producer_block_ids(len(pulling.table))[first:]
+    local = pulling.table[first:]
+    wanted = producer_block_ids(len(pulling.table))[first:]
     assert np.array_equal(consumer.blocks[local], producer.contents[wanted])
     others = np.setdiff1d(np.arange(WHOLE), local)
     assert (consumer.blocks[others] == PATTERN).all()

@@ -45,7 +45,8 @@ def _layout(model: str) -> KvLayout:
     if name != _GROUPED:
         return layout_of(model, NUM_BLOCKS)
     layers = tuple(range(18))
-    full, window = layers[5::6], tuple(layer for layer in layers if layer % 6 != 5)
+    full = layers[5::6]
+    window = tuple(layer for layer in layers if layer % 6 != 5)
     shapes = ((full, None, NUM_BLOCKS - _WINDOW_BLOCKS), (window, 512, _WINDOW_BLOCKS))
     return KvLayout(
         tuple(
@@ -57,7 +58,8 @@ def _layout(model: str) -> KvLayout:
 
 def scattered_blocks(seed: int) -> list[int]:
     """All block ids in a random order. A place in it has the same group whatever the seed."""
-    sizes, firsts = layout().sizes, layout().first_ids
+    sizes = layout().sizes
+    firsts = layout().first_ids
     places = sorted(
         (number / size, group) for group, size in enumerate(sizes) for number in range(size)
     )

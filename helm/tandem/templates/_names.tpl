@@ -185,7 +185,7 @@ labels:
      before the upgrade has taken the size over: the field has an owner. Else an upgrade states the size
      that is there, because a field that is left out falls back to 1; only a changed value of `replicas`
      replaces it. A release of a chart that did not note the value keeps a size that somebody set by the
-     scale. Nor is a size of 1 stated to which a Job has added a worker. The Job has the same rule (services/tandem/router/scaling/keep_sizes.py). */}}
+     scale. Nor is a size of 1 stated to which a Job has added a worker. The Job has the same rule (services/tandem/router/scaling/kubernetes/keep_sizes.py). */}}
 {{- define "tandem.replicas" -}}
 {{- $name := printf "%s-%s" (include "tandem.fullname" .root) .component -}}
 {{- $live := lookup "apps/v1" .kind .root.Release.Namespace $name -}}

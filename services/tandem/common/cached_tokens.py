@@ -18,7 +18,7 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        return self.device + self.host + self.disk + self.store + self.peer
+        return sum(msgspec.structs.astuple(self))
 
     def first(self, num_tokens: int) -> CachedTokens:
         """Returns the counts of the first `num_tokens` tokens only."""

@@ -13,7 +13,8 @@ the largest of their depths. A reader without support for tiers sees a tier as a
 
 from collections.abc import Mapping
 
-STORE = "store"  # the tier that all workers share
+from tandem.common.kv_tiers import STORE
+
 MARK = "#"  # separator; worker ids do not contain it
 
 

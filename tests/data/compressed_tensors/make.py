@@ -31,7 +31,8 @@ ALL = ["Linear"]
 MODELS = {preset: [(ALL, preset)] for preset in PRESETS} | {
     "MIXED": [(ALL, "W4A16_ASYM"), (["re:.*attn"], "W8A16"), (["mlp.down"], "FP8_DYNAMIC")],
 }
-NUM_OUT, NUM_IN = 2, 256
+NUM_OUT = 2
+NUM_IN = 256
 MANY = 11  # outputs: zeros of one word of them are none that the package unpacks
 MODULES = {
     "W4A16_ASYM": {"x": MANY},
@@ -70,7 +71,8 @@ def model_of(name: str) -> torch.nn.Module:
         model, QuantizationConfig(config_groups=groups, quantization_status="frozen")
     )
     for linear in linears(model).values():
-        args, weight = linear.quantization_scheme.weights, linear.weight.data.float()
+        args = linear.quantization_scheme.weights
+        weight = linear.weight.data.float()
         scales, zeros = parameters_of(weight, args)
         linear.weight_scale.data.copy_(scales.view(linear.weight_scale.shape))
         if not args.symmetric:

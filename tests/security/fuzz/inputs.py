@@ -65,7 +65,8 @@ def changed(data: bytes, others: Sequence[bytes], chance: random.Random) -> byte
     """Returns the bytes with up to four changes: flipped, replaced, cut, doubled, or joined with
     another's end."""
     for _ in range(chance.randint(1, 4)):
-        start, kind = chance.randint(0, len(data)), chance.randrange(6)
+        start = chance.randint(0, len(data))
+        kind = chance.randrange(6)
         end = min(len(data), start + chance.choice((1, 1, 2, 4, 8, 16, 64)))
         if kind == 0 and start < len(data):
             flipped = data[start] ^ 1 << chance.randrange(8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from hashlib import blake2b
 
 import pytest
 from redis.asyncio import Redis
@@ -15,13 +14,10 @@ from tandem.prefix_index.audit import Differences, Held, TreeInspector
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
+from tests.chains import chain
 
 pytestmark = pytest.mark.service
 QUICK = PublisherConfig(interval_s=0.002, heartbeat_s=0.05)
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
 
 
 def holding(hashes: set[bytes]) -> Held:
@@ -121,9 +117,11 @@ async def test_what_is_being_published_is_no_difference(
     task = asyncio.create_task(churn())
     while len(held) < 50:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    tree.looks, tree.pause_s = 6, 0.1
+    tree.looks = 6
+    tree.pause_s = 0.1
     found = await tree.audit("w", holding(truth))
-    tree.looks, tree.pause_s = 2, 0.0
+    tree.looks = 2
+    tree.pause_s = 0.0
     assert not found.any
     assert found.num_checked > 500
     # A publisher that ended without a word is found out.

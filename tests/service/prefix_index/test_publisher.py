@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,12 @@ from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.net.store.client import connect
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
+from tests.chains import chain
+from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.service
 
 QUICK = PublisherConfig(interval_s=0.002, heartbeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 class Workload:
@@ -42,7 +32,8 @@ class Workload:
     async def run(self, num_events: int) -> None:
         for _ in range(num_events):
             which = self._random.randrange(20)
-            blocks, length = self.chains[which], self.lengths[which]
+            blocks = self.chains[which]
+            length = self.lengths[which]
             target = self._random.randrange(61)
             self._publisher.add(blocks[length:target], blocks[target:length][::-1])
             self.lengths[which] = target
@@ -67,7 +58,7 @@ async def test_the_tree_equals_what_is_held_after_redis_was_killed(tmp_path: Pat
 
             await asyncio.gather(outages(), *(w.run(400) for w in workloads))
             assert all(int(p.epoch.split(":")[1]) >= 2 for p in publishers)
-            await until(lambda: all(p.in_step for p in publishers))
+            await eventually(lambda: all(p.in_step for p in publishers))
             for i, workload in enumerate(workloads):
                 assert await index.num_blocks(f"w{i}") == sum(workload.lengths)
                 for blocks, length in zip(workload.chains, workload.lengths, strict=True):
@@ -85,9 +76,9 @@ async def test_an_idle_worker_comes_back_into_an_emptied_redis(tmp_path: Path) -
             publisher.start()
             blocks = chain("a", 3000)
             publisher.add(blocks, [])
-            await until(lambda: publisher.in_step)
+            await eventually(lambda: publisher.in_step)
             epoch = publisher.epoch
             await asyncio.to_thread(server.restart)
-            await until(lambda: publisher.epoch != epoch and publisher.in_step)
+            await eventually(lambda: publisher.epoch != epoch and publisher.in_step)
             assert await index.match(blocks) == {"w": 3000}
             await publisher.aclose()

@@ -4,19 +4,15 @@ clients."""
 from __future__ import annotations
 
 import asyncio
-from hashlib import blake2b
 
 import pytest
 from redis.asyncio import Redis
 
 from tandem.net.store.client import connect
 from tandem.prefix_index.redis import RedisIndex
+from tests.chains import chain
 
 pytestmark = pytest.mark.service
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
 
 
 @pytest.fixture

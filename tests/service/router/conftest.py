@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,17 +22,11 @@ from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.store.client import connect
 from tests.harness.scripted_worker import ScriptedWorker, silent
+from tests.harness.waiting import eventually
 
 MODEL = "smollm2"
 BODY_BYTES_MAX = 1 << 20
 ANY_ADMIN_PORTS = AdminOptions(port=0, grpc_port=0)
-
-
-async def eventually(probe: Callable[[], bool], *, deadline_s: float = 10.0) -> None:
-    """Polls until `probe` says true. Raises TimeoutError."""
-    async with asyncio.timeout(deadline_s):
-        while not probe():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @dataclass

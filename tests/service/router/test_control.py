@@ -27,7 +27,8 @@ async def stub(router: RunningRouter) -> AsyncIterator[ClusterStub]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.admin.grpc_port}") as channel:
         yield ClusterStub(channel)
     for worker in router.workers:
-        worker.role, worker.state = "decode", "ready"
+        worker.role = "decode"
+        worker.state = "ready"
         await worker.write_record()
     await eventually(lambda: all(w.role == "decode" for w in router.router.view.snapshots()))
 

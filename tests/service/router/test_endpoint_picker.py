@@ -210,7 +210,8 @@ async def test_a_request_to_an_empty_pool_waits_for_the_autoscaler(
     gateway: Gateway, router: RunningRouter
 ) -> None:
     """The gateway has its 503 at once; the autoscaler still has to hear that somebody asks."""
-    view, num_held = router.router.view, router.router.autoscale._num_held
+    view = router.router.view
+    num_held = router.router.autoscale._num_held
     assert endpoints(await gateway.pick())
     assert num_held() == 0
     for worker in router.workers:

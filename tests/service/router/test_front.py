@@ -23,7 +23,8 @@ from tests.service.router.conftest import MODEL, RunningRouter, eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROUTER = {"gateway": GatewayOptions(front_of="decode-1")}
-BUSY, IDLE = "prefill-0", "prefill-1"
+BUSY = "prefill-0"
+IDLE = "prefill-1"
 _numbers = itertools.count(1)
 
 

@@ -32,13 +32,15 @@ COMPLETIONS = {
 @pytest_asyncio.fixture(loop_scope="module")
 async def owned(router: RunningRouter) -> AsyncIterator[RunningRouter]:
     """Writes the sizes as a pool controller with one worker in each pool does."""
-    view, key = router.router.view, pools_key(router)
+    view = router.router.view
+    key = pools_key(router)
     await view.redis.set(key, json.dumps({"prefill": {"wanted": 1}, "decode": {"wanted": 1}}))
     await eventually(lambda: view.pools_json is not None)
     yield router
     await view.redis.delete(key, scale_key(router))
     for worker in router.workers:
-        worker.role, worker.state = "decode", "ready"
+        worker.role = "decode"
+        worker.state = "ready"
         await worker.write_record()
     await eventually(lambda: all(w.role == "decode" for w in view.snapshots()))
 

@@ -36,7 +36,8 @@ def calm(router: RunningRouter) -> None:
     audit = router.router._audit
     audit._trust._alarmed_at.clear()
     audit._trust._watch.keep(())
-    audit._tree.looks, audit._tree.pause_s = 2, 0.05
+    audit._tree.looks = 2
+    audit._tree.pause_s = 0.05
     audit._rounds_silent.clear()
     audit._metrics.alarms.clear()
     for worker in router.workers:

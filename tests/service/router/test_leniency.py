@@ -146,7 +146,8 @@ async def test_the_model_says_what_it_is(router: RunningRouter) -> None:
 
 async def test_head_is_a_get_without_its_body(router: RunningRouter) -> None:
     for path in ("/health", "/v1/models", "/openapi.json"):
-        got, head = await router.http.get(path), await router.http.head(path)
+        got = await router.http.get(path)
+        head = await router.http.head(path)
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-type"] == got.headers["content-type"]
     assert (await router.http.head("/nothing")).status_code == 404

@@ -205,7 +205,8 @@ async def test_usage_is_counted_once_through_lost_answers_and_outages(cluster: C
     for meter in (one, two):
         meter.add("acme", prompt=10, cached=4, completion=3)
     one.add("other", prompt=1, cached=0, completion=1)
-    store, add = one._store, one._store.add
+    store = one._store
+    add = one._store.add
 
     async def lose_the_answer(*args: object) -> bool:
         await add(*args)  # type: ignore[arg-type]
@@ -233,7 +234,8 @@ async def test_usage_is_counted_once_through_lost_answers_and_outages(cluster: C
 async def test_a_batch_whose_answer_was_lost_is_not_added_again(cluster: Cluster) -> None:
     meter = cluster.meter("r1")
     meter.add("acme", prompt=10, cached=4, completion=3)
-    store, add = meter._store, meter._store.add
+    store = meter._store
+    add = meter._store.add
     calls: list[bool] = []
 
     async def lose_the_answer(*args: object) -> bool:

@@ -82,10 +82,12 @@ LEVELS = """async () => {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """Serves the page over 40 simulated workers. Yields its URL and its process."""
-    port, folder = free_port(), tmp_path_factory.mktemp("page")
+    port = free_port()
+    folder = tmp_path_factory.mktemp("page")
     command = [sys.executable, "-m", "tests.harness.page_server", "--workers", "40"]
     process = subprocess.Popen([*command, "--port", str(port), "--folder", str(folder)])
-    found, give_up_at = f"http://127.0.0.1:{port}/", time.monotonic() + DEADLINE_S
+    found = f"http://127.0.0.1:{port}/"
+    give_up_at = time.monotonic() + DEADLINE_S
     try:
         while True:
             try:

@@ -35,12 +35,14 @@ async def router(router: RunningRouter) -> AsyncIterator[RunningRouter]:
 async def tell_load(router: RunningRouter, queued_tokens: int, **load: int) -> None:
     """Every worker tells this queue, and that a token of it takes 1 ms."""
     for worker in router.workers:
-        worker.rates, worker.pairs = RATES, {"prefill-9": PairRate("nixl", 1e-3, 1.5e9)}
+        worker.rates = RATES
+        worker.pairs = {"prefill-9": PairRate("nixl", 1e-3, 1.5e9)}
         worker.load = WorkerLoad(
             queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, **load
         )
         await worker.write_record()
-    known, told = router.router.view.known, router.workers[0].load
+    known = router.router.view.known
+    told = router.workers[0].load
     shown = (told.queued_tokens, told.num_waiting)
     await eventually(
         lambda: all((w.load.queued_tokens, w.load.num_waiting) == shown for w in known())

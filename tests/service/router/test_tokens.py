@@ -10,6 +10,7 @@ import pytest
 
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.harness.models import encode_chat
 from tests.harness.scripted_worker import saying
 from tests.service.router.conftest import RunningRouter
 from tests.service.router.test_http import CHAT, ids
@@ -65,7 +66,7 @@ async def test_a_chat_has_the_same_ids_for_tokenize_for_chats_and_over_grpc(
     router: RunningRouter, flags: dict[str, bool]
 ) -> None:
     router.script(saying(ids(router, " am here")))
-    expected = router.tokenizer.encode_chat(UNFINISHED, **flags)
+    expected = encode_chat(router.tokenizer, UNFINISHED, **flags)
     made = await ask(router, "/tokenize", messages=UNFINISHED, **flags)
     assert made["tokens"] == expected
     chat = {"messages": UNFINISHED, "max_tokens": 1, **flags}

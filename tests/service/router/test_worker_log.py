@@ -124,7 +124,8 @@ async def test_the_command_follows_over_silence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log, seen = worker.log, ""
+    log = worker.log
+    seen = ""
     assert log is not None
 
     class Screen:

@@ -342,7 +342,8 @@ async def test_silent_producer_is_given_up(
         await anext(aiter(commands))
         yield accepted()
         if is_confirmed:
-            now, silences = time.monotonic(), consumer.service.planner._silences
+            now = time.monotonic()
+            silences = consumer.service.planner._silences
             for at in (now - 4, now):
                 silences.note([record("p0")], at)
         await asyncio.Event().wait()

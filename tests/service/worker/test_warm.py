@@ -30,7 +30,8 @@ CHAINS = [[bytes([n]) * 16 for n in range(4)], [bytes([0]) * 16, bytes([9]) * 16
 
 async def has_all(commands: AsyncIterator[pb.PrefillCommand], context: Any) -> Any:
     hold = (await anext(aiter(commands))).hold
-    first, last = hold.first_missing_block, len(hold.block_hashes)
+    first = hold.first_missing_block
+    last = len(hold.block_hashes)
     yield accepted()
     yield run(first, *range(100 + first, 100 + last))
     yield pb.PrefillEvent(held=pb.Held(num_blocks=last))
@@ -55,7 +56,8 @@ def lists(*chains: list[bytes]) -> Any:
 
 async def warm(consumer: PrefixConsumer, *answers: Any, warm_blocks: int = 10) -> list[Any]:
     """Runs it; `answers` are the engine's to each ImportBlocks, without their sequence's id."""
-    metrics, link = consumer.metrics, consumer.link
+    metrics = consumer.metrics
+    link = consumer.link
     engine: Any = link
     config = replace(CONFIG, transfer=replace(CONFIG.transfer, warm_blocks=warm_blocks))
     warmer = Warmer(config, engine, consumer.puller, metrics)

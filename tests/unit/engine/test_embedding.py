@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.models.folder import ModelFolder
 from tests.engine_driver import drive_all, make_spec
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 
 PROMPTS = [[5, 9, 5, 17, 100, *range(60)], [7], [8, *range(30)], list(range(40, 56))]
@@ -30,10 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, PreTrai
 
 def make(tiny: tuple[ModelFolder, PreTrainedModel], **settings: Any) -> Engine:
     settings = {"block_size": 4, "num_blocks": 128, "max_model_len": 128, **settings}
-    config = EngineConfig(
-        model="", device="cpu", dtype="float32", itl_target_s=0.0, max_num_seqs=5, **settings
-    )
-    return Engine(config, ModelRunner(tiny[0], config), "tiny")
+    return make_model_engine(tiny[0], dtype="float32", max_num_seqs=5, **settings)[0]
 
 
 def asked(sequence_id: str, prompt: list[int], **fields: Any) -> SequenceSpec:

@@ -25,6 +25,7 @@ from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
 from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
 from tests.engine_driver import GREEDY, Outcome, drive, make_spec
+from tests.model_engines import make_runner
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden_smollm2.json"
 NUM_TOKENS = 16
@@ -41,7 +42,7 @@ def golden() -> list[tuple[list[int], list[int]]]:
 @cache
 def loaded() -> tuple[ModelFolder, ModelRunner]:
     folder = resolve("smollm2")
-    return folder, ModelRunner(folder, EngineConfig(model="", device="cpu", numerics="invariant"))
+    return folder, make_runner(folder, numerics="invariant")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config.engine import EngineConfig, Kernels, Numerics
+from tandem.common.config.engine import Kernels, Numerics
 from tandem.common.sampling_params import SamplingParams
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 from tests.toy_runner import continuation
 
@@ -149,17 +148,16 @@ def test_forks_of_a_real_model_draw_as_sequences_of_their_own_do(
     # Triton's interpreter takes long.
     numerics: Numerics = "fast" if kernels == "triton" else "invariant"
     max_tokens = 6 if kernels == "triton" else 24
-    config = EngineConfig(
-        model=str(folder.path),
-        num_blocks=32,
-        numerics=numerics,
-        kernels=kernels,
-        dtype="float32",
-        itl_target_s=0.0,
-    )
     made = []
     for fork_of in ("", "0"):
-        engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
+        engine, _ = make_model_engine(
+            folder,
+            device="auto",
+            num_blocks=32,
+            numerics=numerics,
+            kernels=kernels,
+            dtype="float32",
+        )
         outcome = Outcome()
         for seed in range(3):
             sampling = SamplingParams(temperature=1.0, seed=seed)

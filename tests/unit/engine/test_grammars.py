@@ -14,12 +14,10 @@ import pytest
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from tandem.common.config.engine import EngineConfig
 from tandem.common.kv_budget import HEAVY_HITTERS, KvBudget
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine import engine as engine_module
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.sampler import StepSampler
 from tandem.engine.types import Mode, SequenceSpec, StepReport
 from tandem.models.folder import ModelFolder
@@ -30,6 +28,7 @@ from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tests.engine_driver import Outcome, drive, make_spec
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_random_speaker, make_tiny_model
 
 EOS = 2
@@ -48,9 +47,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, PreTrai
 
 def make(tiny: tuple[ModelFolder, PreTrainedModel], **settings: Any) -> Engine:
     settings = {"kernels": "native", "block_size": 4, "num_blocks": 128, **settings}
-    config = EngineConfig(model="", device="cpu", dtype="float32", itl_target_s=0.0, **settings)
     compiler = GrammarCompiler(FOLDER / "tokenizer.json", 203, (EOS,))
-    return Engine(config, ModelRunner(tiny[0], config), "tiny", compiler)
+    return make_model_engine(tiny[0], compiler, dtype="float32", **settings)[0]
 
 
 def spec(sequence_id: str, prompt: list[int], **fields: Any) -> SequenceSpec:
@@ -126,10 +124,8 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 def speaking(folder: ModelFolder, **settings: Any) -> Engine:
     settings = {"kernels": "native", "block_size": 4, "num_blocks": 128, **settings}
-    config = EngineConfig(
-        model="", device="cpu", numerics="invariant", itl_target_s=0.0, **settings
-    )
-    return Engine(config, ModelRunner(folder, config), "tiny", GrammarCompiler.of(folder))
+    compiler = GrammarCompiler.of(folder)
+    return make_model_engine(folder, compiler, numerics="invariant", **settings)[0]
 
 
 def forced_spec(sequence_id: str = "a", **fields: Any) -> SequenceSpec:

@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.common.config.engine import EngineConfig
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.folder import ModelFolder
 from tests.engine_driver import Outcome, drive_all, make_engine, make_spec
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 
 # More tokens than a step's rows of prompt logits, and more different ones than first have a place.
@@ -43,8 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, PreTrai
 
 def make(tiny: tuple[ModelFolder, PreTrainedModel], **settings: Any) -> Engine:
     settings = {"kernels": "torch", "block_size": 4, "num_blocks": 128, **settings}
-    config = EngineConfig(model="", device="cpu", dtype="float32", itl_target_s=0.0, **settings)
-    return Engine(config, ModelRunner(tiny[0], config), "tiny")
+    return make_model_engine(tiny[0], dtype="float32", **settings)[0]
 
 
 def everything(sequence_id: str, prompt: list[int] = PROMPT, **fields: Any) -> SequenceSpec:

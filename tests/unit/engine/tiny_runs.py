@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from tandem.common.config.engine import EngineConfig
 from tandem.common.kv_budget import KvBudget
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
 from tandem.models.folder import ModelFolder
 from tests.engine_driver import Outcome, drive, make_spec
+from tests.model_engines import make_model_engine
 
 Tiny = tuple[ModelFolder, PreTrainedModel]
 EngineAndKv = tuple[Engine, torch.Tensor]  # the memory of its first pool
@@ -30,16 +29,10 @@ def load(
     tiny: Tiny, *, num_blocks: int = 64, step_tokens: int = 512, **settings: object
 ) -> EngineAndKv:
     settings.setdefault("numerics", "invariant")
-    config = EngineConfig(
-        model="",
-        device="cpu",
-        num_blocks=num_blocks,
-        max_tokens_per_step=step_tokens,
-        itl_target_s=0.0,
-        **settings,  # type: ignore[arg-type]
+    engine, runner = make_model_engine(
+        tiny[0], num_blocks=num_blocks, max_tokens_per_step=step_tokens, **settings
     )
-    runner = ModelRunner(tiny[0], config)
-    return Engine(config, runner, tiny[0].fingerprint), runner.pools[0].memory
+    return engine, runner.pools[0].memory
 
 
 def specs_of(

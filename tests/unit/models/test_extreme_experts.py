@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import converted_folder
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
+from tests.model_engines import make_runner
 from tests.step_batches import mixed_steps
 from tests.tiny_models import make_tiny_model
 from tests.unit.models.gguf.test_families import file_of, make_origin
@@ -34,7 +34,7 @@ NO_WINDOW = {"sliding_window": 512}
 
 def runner_of(folder: ModelFolder, **settings: Any) -> ModelRunner:
     settings = {"dtype": "float32", "block_size": 8, "max_model_len": 96} | settings
-    return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))
+    return make_runner(folder, **settings)
 
 
 @torch.no_grad()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import pytest
 from redis.asyncio import Redis
 
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
+from tests.chains import chain
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.service)])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from hashlib import blake2b
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +12,8 @@ from redis.exceptions import ConnectionError
 
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
+from tests.chains import chain
+from tests.harness.waiting import eventually
 
 QUICK = PublisherConfig(
     interval_s=0.001,
@@ -22,16 +23,6 @@ QUICK = PublisherConfig(
     backoff_min_s=0.001,
     backoff_max_s=0.01,
 )
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def held_in(index: MemoryIndex) -> int:
@@ -90,11 +81,11 @@ async def test_publishes_in_batches_parents_first(index: Unsteady, publisher: Pu
     blocks = chain("a", 10)
     publisher.add(blocks, [])
     assert publisher.lag == 10
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     assert [stored for stored, _ in index.batches] == [blocks[:4], blocks[4:8], blocks[8:]]
     assert await index.match(blocks) == {"w": 10}
     publisher.add([], blocks[:6:-1])
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     assert index.batches[3] == ([], [blocks[9], blocks[8], blocks[7]])
     assert await index.match(blocks) == {"w": 7}
     assert publisher.num_held == 7
@@ -115,10 +106,10 @@ async def test_a_lost_tree_is_found_when_idle_and_filled_again(
 ) -> None:
     blocks = chain("a", 9)
     publisher.add(blocks, [])
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     epoch = publisher.epoch
     await index.forget("w")
-    await until(lambda: publisher.epoch != epoch and publisher.in_step)
+    await eventually(lambda: publisher.epoch != epoch and publisher.in_step)
     assert await index.match(blocks) == {"w": 9}
 
 
@@ -128,13 +119,13 @@ async def test_an_outage_neither_blocks_nor_loses(
 ) -> None:
     blocks = chain("a", 20)
     publisher.add(blocks[:5], [])
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     setattr(index, how, True)
     publisher.add(blocks[5:], [])
-    await until(lambda: not publisher._in_step)
+    await eventually(lambda: not publisher._in_step)
     publisher.add([], blocks[:10:-1])
     setattr(index, how, False)
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     assert await index.match(blocks) == {"w": 11}
     assert await index.num_blocks("w") == 11
 
@@ -144,11 +135,11 @@ async def test_a_batch_applied_without_an_answer_leads_to_a_new_epoch(
 ) -> None:
     blocks = chain("a", 3)
     publisher.add(blocks, [])
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     assert await index.publish("w", publisher.epoch, publisher._next_number, [], [])
     epoch = publisher.epoch
     publisher.add([], blocks[:1:-1])
-    await until(lambda: publisher.epoch != epoch and publisher.in_step)
+    await eventually(lambda: publisher.epoch != epoch and publisher.in_step)
     assert await index.match(blocks) == {"w": 2}
 
 
@@ -162,7 +153,7 @@ async def test_each_log_has_a_new_epoch_that_is_told_before_it_begins(index: Uns
         on_epoch=lambda epoch: told.append((epoch, "w" in index._logs)),
     )
     publisher.start()
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     await publisher.aclose()
     assert told == [("1700-ab:1", False)]
 
@@ -171,7 +162,7 @@ async def test_closing_forgets_the_worker_even_when_the_tree_hangs(index: Unstea
     publisher = Publisher(index, "w", "p", config=QUICK)
     publisher.start()
     publisher.add(chain("a", 3), [])
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     index.hangs = True
     publisher.add(chain("b", 3), [])
     await publisher.aclose()
@@ -213,7 +204,7 @@ async def _converges(steps: list[tuple[int, str, str]]) -> None:
         if then == "l":
             await index.forget("w")
     # The batch after the loss may not have been sent yet: a heartbeat finds it.
-    await until(lambda: publisher.in_step and held_in(index) == sum(lengths))
+    await eventually(lambda: publisher.in_step and held_in(index) == sum(lengths))
     for which in range(3):
         expected = {"w": lengths[which]} if lengths[which] else {}
         assert await index.match(chains[which]) == expected
@@ -223,7 +214,7 @@ async def _converges(steps: list[tuple[int, str, str]]) -> None:
 async def test_a_bug_does_not_end_publishing(index: Unsteady, publisher: Publisher) -> None:
     blocks = chain("a", 6)
     publisher.add(blocks[:3], [])
-    await until(lambda: publisher.in_step)
+    await eventually(lambda: publisher.in_step)
     publish, broken = index.publish, iter(range(2))
 
     async def break_twice(*args: object) -> bool:
@@ -233,6 +224,6 @@ async def test_a_bug_does_not_end_publishing(index: Unsteady, publisher: Publish
 
     index.publish = break_twice  # type: ignore[method-assign]
     publisher.add(blocks[3:], [])
-    await until(lambda: publisher.in_step and publisher.num_logs == 3)
+    await eventually(lambda: publisher.in_step and publisher.num_logs == 3)
     assert await index.match(blocks) == {"w": 6}
     assert publisher.num_published == 3 + 6

@@ -9,10 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tandem.common.config.engine import EngineConfig
 from tandem.common.sampling_params import SamplingParams
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.types import NewTokens
 from tandem.models.folder import ModelFolder
@@ -23,6 +20,7 @@ from tandem.router.request.job import Job, JobStep, PreparedRequest, Progress
 from tandem.router.request.request import ClientRequest
 from tests.engine_driver import make_spec
 from tests.harness.beam_reference import beams_of
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 
 ENDS = tuple(range(0, 203, 9))
@@ -39,10 +37,7 @@ class EngineRun:
     """Runs jobs on an engine, all that were begun in one step; `blocks` are those of each step."""
 
     def __init__(self, folder: ModelFolder) -> None:
-        config = EngineConfig(
-            model=str(folder.path), num_blocks=256, numerics="invariant", itl_target_s=0.0
-        )
-        runner = ModelRunner(folder, config)
+        self.engine, runner = make_model_engine(folder, num_blocks=256, numerics="invariant")
         forward = runner.forward
 
         def counted(batch: StepBatch, on_kv_written: object) -> torch.Tensor:
@@ -51,7 +46,6 @@ class EngineRun:
 
         runner.forward = counted  # type: ignore[assignment]
         self.blocks: list[int] = []
-        self.engine = Engine(config, runner, folder.fingerprint)
         self._found: dict[str, NewTokens] = {}
 
     async def __call__(self, job: Job) -> AsyncGenerator[JobStep, None]:

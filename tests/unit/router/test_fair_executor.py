@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
-from tests.service.router.conftest import eventually
+from tests.harness.waiting import eventually
 
 
 class Jobs:

@@ -18,6 +18,7 @@ from tandem.router.request.prompt.pieces import CUT_TOKENS, PIECE_CHARACTERS
 from tandem.router.request.prompt.prompts import PromptPreparer
 from tandem.router.request.request import ClientRequest, Prompt
 from tests.harness.client_requests import client_request
+from tests.harness.models import encode_chat
 
 FOLDER = resolve("smollm2").path
 MAX_LEN = 8192
@@ -47,7 +48,7 @@ def chat(*contents: str) -> Conversation:
 def ids_of(tokenizer: Tokenizer, prompt: str | Conversation) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in prompt.messages])
+    return encode_chat(tokenizer, [{"role": m.role, "content": m.content} for m in prompt.messages])
 
 
 @settings(max_examples=25, deadline=None)

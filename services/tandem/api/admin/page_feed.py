@@ -139,10 +139,6 @@ class PageFeed:
         finally:
             self._viewers.discard(viewer)
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     def close(self) -> None:
         """Ends all streams."""
         self.is_closed = True

@@ -61,10 +61,6 @@ class RayHost:
     def is_up(self) -> bool:
         return self._up is not None
 
-    @property
-    def leads(self) -> bool:
-        return self._leads
-
     def lead_first(self) -> int:
         """Takes the lease of a cluster that has no head yet, and returns the number under which the
         caller starts the head. Raises what `store.client.UNREACHABLE` lists."""

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter, Token
 
 from tandem.common.config.groups import ENGINE, ModelName, ModelRevision
+from tandem.common.kv_tiers import KV_TIERS
 from tandem.common.options import (
     Bounds,
     Constant,
@@ -147,12 +148,7 @@ class EngineOptions(Options):
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers that keep blocks evicted from the pool, fastest first."""
-        asked = {
-            "host": bool(self.kv_host_bytes),
-            "disk": bool(self.kv_disk_path),
-            "store": bool(self.kv_store_url),
-        }
-        return tuple(name for name, is_asked in asked.items() if is_asked)
+        return tuple(tier.name for tier in KV_TIERS if getattr(self, tier.option))
 
     @property
     def has_tiers(self) -> bool:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.common.kv_tiers import DISK, KV_TIERS
+
 
 class PrefillRate(msgspec.Struct, frozen=True):
     """The cost of prefill in seconds. The defaults are those of a small model on a CPU."""
@@ -74,19 +76,18 @@ class WindowBytes(msgspec.Struct, frozen=True):
     block_bytes: int  # size in these layers
 
 
-_DISK_BYTES_PER_S = 3e8
-_TIER_BYTES_PER_S = {"host": 2e9, "disk": _DISK_BYTES_PER_S, "store": 1e8}
+_TIER_BYTES_PER_S = {tier.name: tier.bytes_per_s for tier in KV_TIERS}
 
 
 class TierRate(msgspec.Struct, frozen=True):
     """The speed of loading blocks from a tier into the KV pool."""
 
-    name: str  # host, disk or store
+    name: str  # of one of KV_TIERS
     block_s: float = 0.0  # time to load a block; 0: not measured
 
     def seconds(self, num_blocks: int, block_bytes: int) -> float:
         """Returns the seconds to load blocks, by a default until a load was measured."""
-        guess_s = block_bytes / _TIER_BYTES_PER_S.get(self.name, _DISK_BYTES_PER_S)
+        guess_s = block_bytes / _TIER_BYTES_PER_S.get(self.name, _TIER_BYTES_PER_S[DISK])
         return num_blocks * (self.block_s or guess_s)
 
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from tandem.common.kv_tiers import HOST
 from tandem.engine.tiers.device.blocks import HostPages
 from tandem.engine.tiers.storage import Bytes, Entry, Storage
 
 
 class HostStorage(Storage):
-    name = "host"
+    name = HOST
 
     def __init__(self, pages: HostPages, *, block_bytes: int) -> None:
         """`pages` have room for whole blocks."""

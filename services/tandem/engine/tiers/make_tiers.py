@@ -1,12 +1,14 @@
 """Makes the tiers that an engine's settings ask for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.kv_tiers import DISK, HOST, STORE
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.tiers.device.blocks import BlocksInPlace, DeviceBlocks
@@ -26,6 +28,17 @@ from tandem.engine.tiers.tiers import Tiers
 from tandem.errors import ConfigError
 
 CHAIN_TOKENS = 8192  # of a conversation or a document
+
+
+@dataclass(frozen=True, slots=True)
+class TierInputs:
+    """What the storages of a tier are made of. The sequences have an item for each KV group."""
+
+    config: EngineConfig
+    layout: KvLayout
+    blocks: Sequence[DeviceBlocks]  # the pool's
+    identities: Sequence[str]  # name what the KV is computed with
+    seals: Sequence[Seal]
 
 
 def make_tiers(
@@ -48,43 +61,33 @@ def make_tiers(
         device_blocks(pool.view(-1, group.layout.block_bytes))
         for pool, group in zip(pools, layout.groups, strict=True)
     ]
-    places: list[list[Storage]] = []
-    if config.kv_host_bytes:
-        places.append(_host_storages(config, layout, blocks))
     identity = f"{identity} {layout.describe()}"
     names = [f"{identity} group {n}" if n else identity for n in range(len(layout.groups))]
     seals = [make_seal(config.kv_key_file, name) for name in names]
-    if config.kv_disk_path:
-        places.append(_disk_storages(config, layout, names, seals))
-    if config.kv_store_url:
-        store = open_store(config)
-        first = ObjectStorage(store, place=config.kv_store_url, identity=identity, seal=seals[0])
-        others = (first.of_group(number, seal) for number, seal in enumerate(seals) if number)
-        places.append([first, *others])
+    inputs = TierInputs(config, layout, blocks, names, seals)
     tiers = []
-    for number, storages in enumerate(places):
+    for number, name in enumerate(config.tiers):
+        storages = STORAGES[name](inputs)
         num_slots = sum(storage.num_slots for storage in storages)
         policy = keep_policy(config.kv_tier_policy, num_slots, layout.block_size)
         tiers.append(Tier(number, storages, policy, layout))
     return Tiers(kv.pools, layout, blocks, tiers, start_thread)
 
 
-def _host_storages(
-    config: EngineConfig, layout: KvLayout, blocks: Sequence[DeviceBlocks]
-) -> list[Storage]:
+def _host_storages(inputs: TierInputs) -> list[Storage]:
+    layout = inputs.layout
     sizes = [group.layout.block_bytes for group in layout.groups]
-    parts = _divide("kv-host-memory", config.kv_host_bytes, layout, sizes)
+    parts = _divide("kv-host-memory", inputs.config.kv_host_bytes, layout, sizes)
     return [
         HostStorage(of_group.host_pages(part // size * size), block_bytes=size)
-        for part, size, of_group in zip(parts, sizes, blocks, strict=True)
+        for part, size, of_group in zip(parts, sizes, inputs.blocks, strict=True)
     ]
 
 
-def _disk_storages(
-    config: EngineConfig, layout: KvLayout, names: Sequence[str], seals: Sequence[Seal]
-) -> list[Storage]:
+def _disk_storages(inputs: TierInputs) -> list[Storage]:
+    config, layout = inputs.config, inputs.layout
     sizes = [group.layout.block_bytes for group in layout.groups]
-    slots = [RECORD_BYTES + seals[0].num_extra_bytes + size for size in sizes]
+    slots = [RECORD_BYTES + inputs.seals[0].num_extra_bytes + size for size in sizes]
     parts = _divide(
         "kv-disk-size", config.kv_disk_bytes, layout, slots, HEADER_BYTES * len(layout.groups)
     )
@@ -95,13 +98,32 @@ def _disk_storages(
                 Path(config.kv_disk_path).expanduser(),
                 bytes_max=HEADER_BYTES + part,
                 block_bytes=size,
-                identity=names[number],
-                seal=seals[number],
+                identity=inputs.identities[number],
+                seal=inputs.seals[number],
                 group=number,
                 folder=storages[0].folder if storages else None,
             )
         )
     return list(storages)
+
+
+def _store_storages(inputs: TierInputs) -> list[Storage]:
+    first = ObjectStorage(
+        open_store(inputs.config),
+        place=inputs.config.kv_store_url,
+        identity=inputs.identities[0],
+        seal=inputs.seals[0],
+    )
+    others = [first.of_group(n, seal) for n, seal in enumerate(inputs.seals) if n]
+    return [first, *others]
+
+
+# Makes the storages of the KV groups of each tier in KV_TIERS.
+STORAGES: dict[str, Callable[[TierInputs], list[Storage]]] = {
+    HOST: _host_storages,
+    DISK: _disk_storages,
+    STORE: _store_storages,
+}
 
 
 def _divide(

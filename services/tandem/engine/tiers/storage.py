@@ -4,9 +4,9 @@ Only the tier's IO threads call `write` and `read`. A slot is written by one thr
 another only after its write has ended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ class BadBlock(Exception):
 
 
 class Storage(Protocol):
-    name: str  # of the tier, in metrics
+    name: str  # of the tier, from common/kv_tiers.py
     num_slots: int
     num_torn: int = 0  # slots whose block was not known any more when the storage was opened
 
@@ -67,3 +67,15 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Lets the storage go."""
+
+
+@runtime_checkable
+class SharedStorage(Storage, Protocol):
+    """A storage that other workers write to, so that it has more than this worker knows."""
+
+    def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
+        """Returns how many first blocks of a chain are there; `first` of them are known to be.
+        Raises OSError."""
+
+    def look_up_each(self, block_hashes: Sequence[bytes]) -> list[bool]:
+        """Returns which of these blocks are there. Raises OSError."""

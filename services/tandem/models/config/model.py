@@ -90,14 +90,6 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def sliding_window(self) -> int | None:
-        """Tokens that a token sees in every layer, itself and those just before it.
-
-        None: all before it, in one layer at least."""
-        windows = {layer.window for layer in self.layers}
-        return windows.pop() if len(windows) == 1 else None
-
-    @property
     def attention_scale(self) -> float:
         """The factor of q . k."""
         if self.latent is not None:

@@ -69,12 +69,8 @@ class ControlStrings:
         renamed = self._any.sub(lambda found: self._name(found[0]), rendered)
         return self._mark_pattern.sub(lambda found: self._strings[int(found[1])], renamed)
 
-    def encode_renamed(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self.encoding(text, add_special_tokens=add_special_tokens).ids
-        return ids
-
     def encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Returns what `encode_renamed` returns, with the places of the tokens in the text."""
+        """Returns the tokens of a text that `rename` returned, with their places in it."""
         return self._twin.encode(text, add_special_tokens=add_special_tokens)
 
     def _pattern(self, is_tool: bool) -> re.Pattern[str]:

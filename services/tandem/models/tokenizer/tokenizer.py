@@ -121,29 +121,6 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
         )
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] = NO_OPTIONS,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[int]:
-        """Returns the token ids of a chat's prompt. Special tokens come from the template only:
-        those that the chat spells out are plain text.
-
-        Raises BadRequest when the model has no chat template, or its template refuses the chat.
-        """
-        rendered = self.render_prompt(
-            messages,
-            tools,
-            options,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return self.encode_rendered(rendered)
-
     def render_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -153,7 +130,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> RenderedText:
-        """Returns the text that `encode_chat` encodes. Raises as `encode_chat` does."""
+        """Returns the text of a chat's prompt, which `encode_rendered` encodes. Special tokens come
+        from the template only: those that the chat spells out are plain text.
+
+        Raises BadRequest when the model has no chat template, or its template refuses the chat.
+        """
         chat = (messages, tools, options)
         is_renamed = self._control_strings.are_in(chat)
         if is_renamed:

@@ -41,7 +41,7 @@ def configure_logging(process: str) -> None:
     logging.basicConfig(handlers=[handler], level=level, force=True)
     faulthandler.enable(file=2)  # a crash in native code says where each thread was
     faulthandler.register(STACKS_SIGNAL, file=2)  # so does a process that hangs, when asked
-    for noisy in ("httpx", "httpcore", "asyncio", "urllib3"):
+    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "asyncio", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

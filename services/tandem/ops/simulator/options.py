@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.common.config.engine import KvTierPolicy
+from tandem.common.kv_tiers import DISK, HOST, STORE
 from tandem.common.options import Count, NotNegative, Options, Positive, Seconds, Switch, Text
 from tandem.common.perf_model.rates import TierRate, WorkerRates
 from tandem.ops.simulator.policies import POLICIES
@@ -22,7 +23,6 @@ from tandem.ops.simulator.traces import (
     rename_prefixes,
     shift_time,
 )
-from tandem.prefix_index.holders import STORE
 from tandem.router.admission.predict import TtftLimit
 
 
@@ -145,7 +145,7 @@ class SimulateOptions(Options):
 
     def _tier_blocks(self, block_bytes: int) -> dict[str, int]:
         """Returns how many blocks each tier of a worker has, the fastest one first."""
-        sizes = {"host": self.kv_host_memory, "disk": self.kv_disk_size}
+        sizes = {HOST: self.kv_host_memory, DISK: self.kv_disk_size}
         if not block_bytes and (self.kv_store or any(sizes.values())):
             raise UsageError("--rates: tiers need block_bytes")
         for name, size in sizes.items():
@@ -156,7 +156,7 @@ class SimulateOptions(Options):
 
     def _tier_rates(self, rates: WorkerRates, names: Iterable[str]) -> tuple[TierRate, ...]:
         told = {tier.name: tier.block_s for tier in rates.tiers}
-        asked = {"host": self.kv_host_rate, "disk": self.kv_disk_rate, STORE: self.kv_store_rate}
+        asked = {HOST: self.kv_host_rate, DISK: self.kv_disk_rate, STORE: self.kv_store_rate}
         return tuple(
             TierRate(name, rates.block_bytes / asked[name] if asked[name] else told.get(name, 0.0))
             for name in names

@@ -15,11 +15,13 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
+from tandem.common.kv_tiers import KV_TIERS
+
 STEP_S = 5.0
 SAMPLES_MAX = 180  # 15 minutes
 _WELL = ("stop", "length")
 _NO_ERRORS = (*_WELL, "cancelled")
-_KV_TIERS = ("host", "disk", "store")
+_KV_TIERS = tuple(tier.name for tier in KV_TIERS)
 _TIERS = (*_KV_TIERS, "peer")
 # The columns of a sample. A share is 0 to 1. None: nothing was measured, or no worker has such a
 # tier.

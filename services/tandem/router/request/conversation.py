@@ -144,7 +144,7 @@ class Conversation:
     def template_input(
         self,
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]] | None, Mapping[str, Any]]:
-        """Returns (messages, tools, options), the arguments of `Tokenizer.encode_chat`."""
+        """Returns (messages, tools, options), the arguments of `Tokenizer.render_prompt`."""
         messages = [message.template_input() for message in self.messages]
         return messages, list(self.tools) or None, self.template_options
 

@@ -23,7 +23,7 @@ from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.pools import decode_pools, request_sizes
 
 if TYPE_CHECKING:
-    from tandem.router.scaling.kubernetes import KubernetesScale
+    from tandem.router.scaling.kubernetes.scale import KubernetesScale
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class SizeOwner:
         self._read_at = -math.inf
         if config.scale_objects:
             # Import late, because it loads an HTTP client that other routers do not need.
-            from tandem.router.scaling.kubernetes import KubernetesScale
+            from tandem.router.scaling.kubernetes.scale import KubernetesScale
 
             self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))
 

@@ -157,7 +157,7 @@ async def test_viewers_are_bounded_and_leave_their_place(fed: SimulatedRouter) -
         page_feed.LiveStream(fed.feed)
     places[0].__exit__(None, None, None)
     page_feed.LiveStream(fed.feed)
-    assert fed.feed.num_viewers == page_feed.VIEWERS_MAX - 1
+    assert len(fed.feed._viewers) == page_feed.VIEWERS_MAX - 1
 
 
 async def test_nothing_is_looked_at_while_nobody_looks(

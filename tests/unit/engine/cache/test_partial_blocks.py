@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.adapter import Adapter
-from tandem.common.config.engine import EngineConfig
-from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
 from tests.grouped_toy import continuation as grouped_continuation
 from tests.grouped_toy import make_grouped_engine
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 from tests.toy_runner import continuation
 
@@ -239,19 +237,8 @@ def test_tokens_of_real_models_are_those_without_a_cache(
     for kept in (3, 17, 63, 70, 100, 127, 149):
         prompts.append(base[:kept] + [rng.randrange(3, 90) for _ in range(20)])
     for block_size in (16, 64):
-        settings = EngineConfig(
-            model="",
-            device="cpu",
-            block_size=block_size,
-            num_blocks=30,
-            max_tokens_per_step=48,
-            numerics="invariant",
-            itl_target_s=0.0,
-            **config,
-        )
-        engines = [
-            Engine(settings, ModelRunner(folder, settings), folder.fingerprint) for _ in range(2)
-        ]
+        settings = {"block_size": block_size, "num_blocks": 30, "max_tokens_per_step": 48, **config}
+        engines = [make_model_engine(folder, numerics="invariant", **settings)[0] for _ in range(2)]
         num_copied = 0
         for i, prompt in enumerate(prompts):
             made = [drive_all(each, make_spec(str(i), prompt, max_tokens=8)) for each in engines]

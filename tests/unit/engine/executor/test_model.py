@@ -11,6 +11,7 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.folder import ModelFolder
+from tests.model_engines import make_runner
 from tests.step_batches import logits_after, mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -76,7 +77,7 @@ def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:
 
 
 def test_bfloat16_stays_near_float32(tiny: Tiny) -> None:
-    runner = ModelRunner(tiny.folder, EngineConfig(model="", dtype="bfloat16", device="cpu"))
+    runner = make_runner(tiny.folder, dtype="bfloat16")
     logits = logits_after(runner, PROMPTS[-1])
     expected = tiny.expected[-1][-1]
     correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]

@@ -32,6 +32,7 @@ from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_fp8 import FixedScales
 from tests.engine_driver import GREEDY, drive, drive_all, make_spec
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.executor.native import native_shapes
 from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
@@ -47,22 +48,21 @@ class Bench:
 
     def __init__(self, folder: ModelFolder, kernels: Kernels, kv_dtype: KvDtype) -> None:
         self._folder = folder
-        self._config = EngineConfig(
-            model="",
-            device="cpu",
-            numerics="invariant",
-            kernels=kernels,
-            kv_dtype=kv_dtype,
-            num_blocks=64,
-            itl_target_s=0.0,
-        )
+        self._kernels = kernels
+        self._kv_dtype = kv_dtype
         self.specs = [self.spec(f"s{i}", PROMPT[: 20 + 13 * i], seed=i) for i in range(5)]
         self.expected = drive_all(self.engine()[0], *self.specs).token_ids
 
     def engine(self, num_blocks: int = 64, budget: int = 512) -> tuple[Engine, torch.Tensor]:
-        config = replace(self._config, num_blocks=num_blocks, max_tokens_per_step=budget)
-        runner = ModelRunner(self._folder, config)
-        return Engine(config, runner, self._folder.fingerprint), runner.pools[0].memory
+        engine, runner = make_model_engine(
+            self._folder,
+            numerics="invariant",
+            kernels=self._kernels,
+            kv_dtype=self._kv_dtype,
+            num_blocks=num_blocks,
+            max_tokens_per_step=budget,
+        )
+        return engine, runner.pools[0].memory
 
     def spec(self, name: str, prompt: list[int], seed: int, **fields: object) -> SequenceSpec:
         """Odd seeds sample, even ones are greedy."""

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
+from tests.model_engines import make_runner
 from tests.step_batches import Progress, logits_after, mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -34,10 +34,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def make_runner(folder: ModelFolder, **settings: object) -> ModelRunner:
-    return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))  # type: ignore[arg-type]
 
 
 def random_prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]:
@@ -186,4 +182,4 @@ class TestChoices:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_a_device_that_is_not_there_is_refused(self, folder: ModelFolder) -> None:
         with pytest.raises(ConfigError, match="cuda"):
-            ModelRunner(folder, EngineConfig(model="", device="cuda"))
+            make_runner(folder, device="cuda")

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.decoder_weights import LayerWeights, Linear, Mlp, ModelWeights
@@ -21,6 +20,7 @@ from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.gguf.tensors import Blocks
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
+from tests.model_engines import make_runner
 from tests.random_blocks import random_blocks
 from tests.step_batches import logits_after
 from tests.tiny_models import make_tiny_model
@@ -176,7 +176,7 @@ def checkpoint(
 
 
 def runner_of(path: Path, **settings: Any) -> ModelRunner:
-    return ModelRunner(read_folder(path), EngineConfig(model="", device="cpu", **settings))
+    return make_runner(read_folder(path), **settings)
 
 
 def logprobs_of(path: Path, **settings: Any) -> torch.Tensor:

@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 
 from tandem.common.cached_tokens import CachedTokens
-from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.soonest import Producer
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.common.retention import Retention
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.disk.manifest import HEADER_BYTES
 from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.types import Mode, TierStats
@@ -28,6 +26,7 @@ from tandem.errors import ConfigError
 from tandem.models.source import resolve
 from tests.engine_driver import Outcome, make_engine, make_spec
 from tests.late_device import WAYS, choose
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 from tests.toy_runner import continuation
 
@@ -426,16 +425,9 @@ def test_a_real_models_tokens_are_those_without_a_tier(
     tokens = [[(n * 7 + i * 13) % vocabulary + 2 for i in range(70)] for n in range(3)]
 
     def answers(**settings: Any) -> tuple[list[list[int]], list[int]]:
-        config = EngineConfig(
-            model="smollm2",
-            device="cpu",
-            num_blocks=9,
-            kv_dtype=kv_dtype,  # type: ignore[arg-type]
-            kv_tier_policy="lru",
-            itl_target_s=0.0,
-            **settings,
+        engine, _ = make_model_engine(
+            folder, num_blocks=9, kv_dtype=kv_dtype, kv_tier_policy="lru", **settings
         )
-        engine = Engine(config, ModelRunner(folder, config), folder.fingerprint)
         outcome = run(engine, *tokens, tokens[0])
         engine.close()
         names = [str(n) for n in range(4)]

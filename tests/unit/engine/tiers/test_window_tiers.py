@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from tandem.common.cached_tokens import CachedTokens
-from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers import make_tiers
 from tandem.engine.tiers.disk.manifest import HEADER_BYTES
 from tandem.engine.tiers.tier import LoadRate
@@ -25,6 +23,7 @@ from tandem.errors import ConfigError
 from tests.engine_driver import Outcome, make_spec
 from tests.grouped_toy import Windows, continuation, make_grouped_engine
 from tests.late_device import WAYS, choose
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 
 WAIT_S = 600.0
@@ -267,19 +266,16 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
     tokens = [[(n * 7 + i * 13) % 200 + 2 for i in range(150)] for n in range(5)]
 
     def engine(**settings: Any) -> Engine:
-        config = EngineConfig(
-            model="",
-            device="cpu",
+        return make_model_engine(
+            folder,
             num_blocks=14,
             max_num_seqs=1,
             max_tokens_per_step=64,
-            kv_dtype=kv_dtype,  # type: ignore[arg-type]
+            kv_dtype=kv_dtype,
             kv_tier_policy="lru",
             numerics="invariant",
-            itl_target_s=0.0,
             **settings,
-        )
-        return Engine(config, ModelRunner(folder, config), folder.fingerprint)
+        )[0]
 
     def answer(engine: Engine, prompt: list[int]) -> tuple[list[int], list[float], CachedTokens]:
         outcome = Outcome()

@@ -13,11 +13,11 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.gguf.convert import converted_folder
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
+from tests.model_engines import make_runner
 from tests.step_batches import logits_after
 from tests.unit.models.conftest import gguf_tensors, split_latent, write_gguf
 
@@ -289,7 +289,7 @@ def file_of(
 
 def runner_of(file: Path, **settings: Any) -> ModelRunner:
     folder = read_folder(converted_folder(file, cache_dir=file.parent))
-    return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))
+    return make_runner(folder, **settings)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.errors import ConfigError, TandemError
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import BYTE_OF_LETTER, Tokenizer
+from tests.harness.models import encode_chat
 
 DOCS = Path(__file__).parents[4] / "docs"
 CJK = "東京タワー、中文汉字的文本、한국어 문장, Ünïcödé naïve café ЖУРНАЛ журнал "
@@ -219,7 +220,7 @@ def test_a_chat_is_rendered_by_the_folders_template(ranked: list[bytes], tmp_pat
     tokenizer = Tokenizer.of(resolve(str(folder), cache_dir=tmp_path))
     hello = encode(ranked, PATTERNS["kimi"], "the <|im_end|>")
     chat = [{"role": "user", "content": "the <|im_end|>"}]  # plain text, as the client wrote it
-    assert tokenizer.encode_chat(chat) == [first + 3, *hello, first + 2]
+    assert encode_chat(tokenizer, chat) == [first + 3, *hello, first + 2]
 
 
 def test_a_changed_file_is_converted_again(ranked: list[bytes], tmp_path: Path) -> None:

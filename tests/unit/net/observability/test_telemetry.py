@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
+import httpx2
 import pytest
 
 from tandem.errors import ConfigError
@@ -74,6 +77,17 @@ def test_text_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("a.b").warning("%d things", 3)
     line = capsys.readouterr().err
     assert re.fullmatch(r"20.* WARNING decode-0/io a\.b: 3 things\n", line)
+
+
+@pytest.mark.parametrize("library", [httpx, httpx2])
+def test_requests_of_http_clients_are_not_logged(
+    library: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("router-0")
+    transport = library.MockTransport(lambda _: library.Response(200))
+    with library.Client(transport=transport) as client:
+        client.get("http://localhost/")
+    assert capsys.readouterr().err == ""
 
 
 def test_json_has_the_request_and_what_else_was_given(

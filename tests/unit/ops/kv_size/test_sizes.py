@@ -28,6 +28,7 @@ from tandem.ops.kv_size.sizes import (
     rank_layout,
     side_by_side,
 )
+from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 
 GIB = 1 << 30
@@ -80,9 +81,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Model
 
 
 def engine_of(folder: Any, **settings: Any) -> tuple[Engine, ModelRunner]:
-    config = EngineConfig(model="", device="cpu", dtype="float32", kernels="torch", **settings)
-    runner = ModelRunner(folder, config)
-    return Engine(config, runner, "fingerprint"), runner
+    return make_model_engine(folder, **{"dtype": "float32", "kernels": "torch"} | settings)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -122,8 +121,7 @@ def test_an_engine_of_int8_latents_allocates_what_was_computed(
     )
     settings = {"kv_dtype": "int8", "block_size": block_size, "num_blocks": NUM_BLOCKS}
     config = EngineConfig(model="", device="cpu", dtype=computed_dtype, kernels="torch", **settings)
-    runner = ModelRunner(folder, config)
-    engine = Engine(config, runner, "fingerprint")
+    engine, runner = engine_of(folder, dtype=computed_dtype, **settings)
     assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
     key_bytes = 16 * (2 if computed_dtype == "bfloat16" else 4)
     part_bytes = -(-block_size * (48 + key_bytes + 2) // 64) * 64

@@ -80,11 +80,6 @@ class BlockPool:
         return len(self._cached)
 
     @property
-    def num_copied(self) -> int:
-        """Unreferenced blocks that `match` still finds and a lower tier has."""
-        return self._cached.num(Copy.WHOLE)
-
-    @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out."""
         return self.num_free + self.num_cached - self._cached.num(Copy.WRITING)

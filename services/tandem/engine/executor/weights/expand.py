@@ -30,11 +30,6 @@ def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]
         yield weight, None if matrix.bias is None else matrix.bias[first:end]
 
 
-def expanded(matrix: Linear) -> torch.Tensor:
-    """Returns all numbers of a matrix [out, in]."""
-    return torch.cat([weight for weight, _ in pieces(matrix)])
-
-
 def embedded(weights: ModelWeights, token_ids: torch.Tensor) -> torch.Tensor:
     """Returns the embeddings of tokens [tokens, hidden]."""
     if weights.embedding_blocks is None:

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 import numpy as np
 import xxhash
 
+from tandem.common.kv_tiers import DISK
 from tandem.engine.tiers.disk.folder import DiskFolder, claim
 from tandem.engine.tiers.disk.manifest import (
     HEADER_BYTES,
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class DiskStorage(Storage):
-    name = "disk"
+    name = DISK
 
     def __init__(
         self,

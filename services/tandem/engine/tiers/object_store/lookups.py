@@ -21,8 +21,8 @@ from queue import SimpleQueue
 from tandem.common.retention import PRIORITY_MIN
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.tiers.io_thread import JobThread
-from tandem.engine.tiers.object_store.search import Found, SharedStorage, search
-from tandem.engine.tiers.storage import Entry
+from tandem.engine.tiers.object_store.search import Found, search
+from tandem.engine.tiers.storage import Entry, SharedStorage
 from tandem.engine.tiers.tier import LoadRate, Tier, TierGroup
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ class Lookups:
         """`depth` says how many first blocks of a chain can be loaded."""
         self._layout = layout
         self._depth = depth
-        self._tier = next((tier for tier in tiers if hasattr(tier.storage, "look_up")), None)
+        self._tier = next((t for t in tiers if isinstance(t.storage, SharedStorage)), None)
+        groups = self._tier.groups if self._tier else []
+        self._storages = [g.storage for g in groups if isinstance(g.storage, SharedStorage)]
         self._thread = start_thread("store-lookups") if self._tier else None
         self._clock = clock
         self._asked: dict[str, _Lookup] = {}  # by sequence
@@ -110,9 +112,14 @@ class Lookups:
             self._rate.decline()
             return False
         deadline = self._clock() + wait_s
-        storages: list[SharedStorage] = [group.storage for group in tier.groups]  # type: ignore[misc]
         lookup = _Lookup(
-            storages, self._layout, block_hashes, known, self._clock, self._ended.put, deadline
+            self._storages,
+            self._layout,
+            block_hashes,
+            known,
+            self._clock,
+            self._ended.put,
+            deadline,
         )
         self._asked[sequence_id] = lookup
         self._num_in_flight += 1

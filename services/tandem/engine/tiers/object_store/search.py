@@ -11,22 +11,11 @@ window has a block at each stride of the window's length, so few requests find t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.tiers.storage import SharedStorage
 
 AT_ONCE = 8  # strides
-
-
-class SharedStorage(Protocol):
-    """A storage that other workers write to."""
-
-    def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
-        """Returns how many first blocks of a chain are there; `first` of them are known to be.
-        Raises OSError."""
-
-    def look_up_each(self, block_hashes: Sequence[bytes]) -> list[bool]:
-        """Returns which of these blocks are there. Raises OSError."""
 
 
 Found = list[list[int]]  # of each group, indexes of blocks in the chain that are in the store

@@ -29,9 +29,10 @@ import numpy as np
 import xxhash
 
 from tandem.common.backoff import Backoff, doubling
+from tandem.common.kv_tiers import STORE
 from tandem.engine.tiers.object_store.client import REQUEST_S
 from tandem.engine.tiers.seal import Seal
-from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
+from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, SharedStorage
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ _PAUSE_S_MAX = 30.0
 _CHECKSUM_BYTES = 8
 
 
-class ObjectStorage(Storage):
-    name = "store"
+class ObjectStorage(SharedStorage):
+    name = STORE
     num_slots = REMEMBERED
 
     def __init__(self, client: Any, *, place: str, identity: str, seal: Seal) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tandem.common.kv_tiers import DISK, STORE
 from tandem.common.perf_model.rates import PrefillRate, TierRate
 from tandem.common.perf_model.soonest import LoadChoice, Offer, Producer, Prompt, choose_soonest
 from tandem.engine.cache.block_table import UnfilledBlock
@@ -22,7 +23,6 @@ from tandem.engine.tiers.sources import Sources, Tables
 from tandem.engine.tiers.storage import Bytes, Entry, Storage
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.types import TierBlocks
-from tandem.prefix_index.holders import STORE
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +159,7 @@ class WorkerTiers:
         host memory has nothing, and nothing is known of the store."""
         self._free_s = [0.0] * len(self._tiers)
         for tier in self._tiers:
-            if tier.storage.name != "disk":
+            if tier.storage.name != DISK:
                 tier.pool.drop_cached()
             tier.groups[0].follow_evictions()
             tier.take_events()

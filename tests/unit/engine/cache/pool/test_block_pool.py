@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.common.block_hash import hash_blocks
+from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool, Reservation
 from tandem.engine.types import StoredBlock
 
@@ -123,7 +124,7 @@ def test_evicts_what_no_write_waits_for_first_and_what_is_being_written_never() 
         pool.start_write(block)
         pool.end_write(block, is_whole=is_whole)
     pool.start_write(3)
-    assert (pool.num_available, pool.num_copied) == (6, 2)
+    assert (pool.num_available, pool._cached.num(Copy.WHOLE)) == (6, 2)
     taken: list[int] = []
     for expected, num_dropped in (
         ([5, 6], 0),  # free

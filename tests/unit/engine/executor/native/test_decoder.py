@@ -21,6 +21,7 @@ from tandem.errors import ConfigError
 from tandem.models.source import resolve
 from tandem_kernels.native import library
 from tandem_kernels.sampling import Draw
+from tests.model_engines import make_runner
 from tests.step_batches import place
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.executor.native import native_shapes
@@ -217,15 +218,15 @@ def test_what_cannot_be_native_falls_back_or_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = make_tiny_model("llama-small-heads", tmp_path)
-    runner = ModelRunner(folder, EngineConfig(model="", device="cpu", numerics="invariant"))
+    runner = make_runner(folder, numerics="invariant")
     assert runner.numerics_name == "invariant"
     assert "head size 8 is not a multiple of 16" in caplog.text
     with pytest.raises(ConfigError, match="head size 8"):
-        ModelRunner(folder, EngineConfig(model="", device="cpu", kernels="native"))
+        make_runner(folder, kernels="native")
     with pytest.raises(ConfigError, match="weights=int8 needs the native kernels"):
-        ModelRunner(folder, EngineConfig(model="", device="cpu", weights="int8"))
+        make_runner(folder, weights="int8")
     whole, _ = make_tiny_model("llama", tmp_path / "whole")
-    native = ModelRunner(whole, EngineConfig(model="", device="cpu", numerics="invariant"))
+    native = make_runner(whole, numerics="invariant")
     same = INSTRUCTIONS[0].replace("amx", "avx512").replace("avx512_bf16", "avx512")
     assert native.numerics_name == f"invariant-{same}"
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import NativeDecoder
-from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LayerWeights,
@@ -26,6 +24,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.quantized.fp8 import RUN, Fp8
 from tandem.models.source import read_folder
 from tandem_kernels.native import library
+from tests.model_engines import make_runner
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.executor.native import native_shapes
 from tests.unit.engine.executor.native.native_shapes import BASE, Shape
@@ -165,4 +164,4 @@ def test_the_file_and_the_tensor_of_a_weight_that_is_no_number_are_named(
     config_file.write_text(json.dumps(config))
     where = re.escape(f"{file}: model.layers.1.{part}.weight has a weight")
     with pytest.raises(UnsupportedModel, match=where):
-        ModelRunner(read_folder(folder.path), EngineConfig(model="", device="cpu"))
+        make_runner(read_folder(folder.path))

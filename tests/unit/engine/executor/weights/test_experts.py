@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.decoder_weights import ExpertWeights
 from tandem.engine.executor.weights.load import load_weights
@@ -20,6 +19,7 @@ from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.folder import ModelFolder
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
+from tests.model_engines import make_runner
 from tests.step_batches import logits_after
 from tests.tiny_models import make_tiny_model
 
@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 def runner_of(folder: ModelFolder, **settings: object) -> ModelRunner:
     settings = {"dtype": "float32", "block_size": 8, "max_model_len": 96} | settings
-    return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))  # type: ignore[arg-type]
+    return make_runner(folder, **settings)
 
 
 def tensors_of(path: Path) -> Tensors:

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.common.config.engine import EngineConfig, KvDtype
+from tandem.common.config.engine import KvDtype
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import UnsupportedModel
 from tandem.models.folder import ModelFolder
 from tandem.models.source import read_folder
+from tests.model_engines import make_runner
 from tests.step_batches import place
 from tests.tiny_models import make_tiny_model
 
@@ -54,17 +55,7 @@ def folder_of(
 
 
 def runner_of(folder: ModelFolder, kernels: str, kv_dtype: KvDtype = "fp8_e4m3") -> ModelRunner:
-    return ModelRunner(
-        folder,
-        EngineConfig(
-            model="",
-            device="cpu",
-            dtype="float32",
-            kernels=kernels,  # type: ignore[arg-type]
-            kv_dtype=kv_dtype,
-            num_blocks=4,
-        ),
-    )
+    return make_runner(folder, dtype="float32", kernels=kernels, kv_dtype=kv_dtype, num_blocks=4)
 
 
 @pytest.fixture

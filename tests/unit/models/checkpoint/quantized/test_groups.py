@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.runner import ModelRunner
 from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.folder import ModelFolder
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
+from tests.model_engines import make_runner
 from tests.step_batches import logits_after
 from tests.tiny_models import make_tiny_model
 from tests.unit.models.checkpoint.quantized import test_tensors as forms
@@ -159,18 +158,14 @@ def make_awq(path: Path, family: str, **sizes: int) -> ModelFolder:
     return read_folder(path)
 
 
-def runner_of(folder: ModelFolder, **settings: Any) -> ModelRunner:
-    return ModelRunner(folder, EngineConfig(model="", device="cpu", **settings))
-
-
 SIZES = {"intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])
 def test_a_checkpoint_stays_as_it_is(family: str, tmp_path: Path) -> None:
     folder = make_awq(tmp_path, family, **SIZES)
-    kept = runner_of(folder)
-    wide = runner_of(folder, dtype="float32")
+    kept = make_runner(folder)
+    wide = make_runner(folder, dtype="float32")
     assert kept.dtype_name.endswith("+blocks")
     assert not wide.dtype_name.endswith("+blocks")
     assert kept.native is not None
@@ -192,8 +187,8 @@ def test_a_matrix_that_no_blocks_hold_is_converted_and_said(
     stored[name] = stored[name].float() * 1.001
     save_file(stored, file, metadata={"format": "pt"})
     with caplog.at_level(logging.WARNING):
-        kept = runner_of(folder)
-        wide = runner_of(folder, dtype="float32")
+        kept = make_runner(folder)
+        wide = make_runner(folder, dtype="float32")
     said = [line for line in caplog.messages if "cannot be repacked" in line]
     assert len(said) == 1
     assert "model.layers.1.self_attn.k_proj.weight" in said[0]

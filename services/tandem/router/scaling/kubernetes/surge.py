@@ -1,7 +1,8 @@
 """Adds a worker to pools of one during an upgrade of the chart. Two Jobs run this.
 
-    python -m tandem.router.scaling.surge add SECONDS statefulsets/NAME ...    before the upgrade
-    python -m tandem.router.scaling.surge end SECONDS statefulsets/NAME ...    after it
+    python -m tandem.router.scaling.kubernetes.surge add SECONDS statefulsets/NAME ...
+    python -m tandem.router.scaling.kubernetes.surge end SECONDS statefulsets/NAME ...
+`add` runs before the upgrade, and `end` after it.
     size 1  --add-->  size 2, which the manager `tandem-surge` owns  --end-->  size 1
                         '-- another manager sets a size: that size is kept
 The owner of the size is the only state. A Job that is run again continues, and the next upgrade
@@ -11,17 +12,16 @@ and the next one when that is ready. So one of the two is ready at any time.
 https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#rolling-updates
 """
 
-import asyncio
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import httpx
+from lightkube import Client
 
 from tandem.errors import DeadlineExceeded, ScaleAway
-from tandem.router.scaling.keep_sizes import (
+from tandem.router.scaling.kubernetes.keep_sizes import (
     MANAGER,
     SURGE,
     is_surged,
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 
 
-async def add(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: float) -> None:
+def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     """Adds a worker to each pool of one ready worker and waits until the new one is ready.
 
     A pool whose only worker is not ready gets none, because the upgrade may repair it and nothing
@@ -44,23 +44,23 @@ async def add(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: floa
     the errors of `set_size`.
     """
     for owner in owners:
-        await set_size(client, owner, _one_more, SURGE)
-    if late := await _wait(client, owners, _is_added, deadline_s):
-        await _take_back(client, owners)
+        set_size(client, owner, _one_more, SURGE)
+    if late := _wait(client, owners, _is_added, deadline_s):
+        _take_back(client, owners)
         raise DeadlineExceeded(
             f"the worker that was added to {' and '.join(late)} was not ready in {deadline_s:g} s,"
             " and is taken back: is there room for it?"
         )
 
 
-async def end(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: float) -> None:
+def end(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     """Removes the added workers after their pools have been replaced.
 
     Raises DeadlineExceeded if that takes too long. Their added workers then stay, because the
     controller would otherwise replace the only worker that serves.
     """
-    late = await _wait(client, owners, _is_replaced, deadline_s)
-    await _take_back(client, [owner for owner in owners if owner not in late])
+    late = _wait(client, owners, _is_replaced, deadline_s)
+    _take_back(client, [owner for owner in owners if owner not in late])
     if late:
         raise DeadlineExceeded(
             f"{' and '.join(late)}: the workers were not replaced in {deadline_s:g} s; the added"
@@ -68,9 +68,9 @@ async def end(client: httpx.AsyncClient, owners: Sequence[str], deadline_s: floa
         )
 
 
-async def _take_back(client: httpx.AsyncClient, owners: Iterable[str]) -> None:
+def _take_back(client: Client, owners: Iterable[str]) -> None:
     for owner in owners:
-        await set_size(client, owner, _one_less, MANAGER)
+        set_size(client, owner, _one_less, MANAGER)
 
 
 def _one_more(live: Mapping[str, Any]) -> int | None:
@@ -102,8 +102,8 @@ def _is_replaced(live: Mapping[str, Any]) -> bool:
     return _is_ready(live) and status.get("currentRevision") == status.get("updateRevision")
 
 
-async def _wait(
-    client: httpx.AsyncClient,
+def _wait(
+    client: Client,
     owners: Sequence[str],
     done: Callable[[Mapping[str, Any]], bool],
     deadline_s: float,
@@ -115,28 +115,26 @@ async def _wait(
     """
     give_up_at = time.monotonic() + deadline_s
     left = list(owners)
-    while left := [owner for owner in left if not await _holds(client, owner, done)]:
+    while left := [owner for owner in left if not _holds(client, owner, done)]:
         if time.monotonic() > give_up_at:
             break
-        await asyncio.sleep(_POLL_S)
+        time.sleep(_POLL_S)
     return left
 
 
-async def _holds(
-    client: httpx.AsyncClient, owner: str, done: Callable[[Mapping[str, Any]], bool]
-) -> bool:
+def _holds(client: Client, owner: str, done: Callable[[Mapping[str, Any]], bool]) -> bool:
     try:
-        live = await read_object(client, owner)
-    except (ScaleAway, httpx.HTTPError) as error:
-        log.warning("%s: asked again: %r", owner, error)
+        live = read_object(client, owner)
+    except ScaleAway as error:
+        log.warning("%s: asked again: %s", owner, error.message)
         return False
     return live is None or not is_surged(live) or done(live)
 
 
-async def run(client: httpx.AsyncClient, words: Sequence[str]) -> None:
+def run(client: Client, words: Sequence[str]) -> None:
     """Runs the program with its arguments. Raises the errors of `add` and `end`."""
     step, deadline_s, *owners = words
-    await {"add": add, "end": end}[step](client, owners, float(deadline_s))
+    {"add": add, "end": end}[step](client, owners, float(deadline_s))
 
 
 def main() -> int:

@@ -1,0 +1,63 @@
+"""Clients of Kubernetes' API server, with the service account of this pod.
+
+The service account is a folder (token, ca.crt, namespace). kubelet rewrites its files before they
+expire, so a client is opened for each use.
+https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
+"""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import httpx2
+from lightkube import ApiError, AsyncClient, Client, KubeConfig
+from lightkube.core.exceptions import ConfigError
+from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
+from lightkube.resources.apps_v1 import Deployment, StatefulSet
+
+from tandem.errors import NotNow
+
+DEADLINE_S = 3.0  # shorter than the time that `tandem scale` waits for its answer
+UNREADABLE = (KeyError, ValueError)  # raised for an answer that is not from an API server
+_MESSAGE_MAX = 500  # characters of the API server's reason
+_C = TypeVar("_C", Client, AsyncClient)
+
+Resource = type[StatefulSet] | type[Deployment] | type[GenericNamespacedResource]
+_RESOURCES: dict[str, Resource] = {
+    "statefulsets": StatefulSet,
+    "deployments": Deployment,
+    "rayclusters": create_namespaced_resource("ray.io", "v1", "RayCluster", "rayclusters"),
+}
+
+
+def open_client(kind: type[_C], account: Path) -> _C:
+    """Opens a client for the pod's namespace. `account` is the service account's folder.
+
+    Raises NotNow outside a pod, or if the pod has no token.
+    """
+    for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
+        if not os.environ.get(name):
+            raise NotNow(
+                f"sizes are set by Kubernetes, and {name} is not set: this router is in no pod"
+            )
+    try:
+        config = KubeConfig.from_service_account(account)
+        # trust_env=False: a proxy that the environment names may not get the token.
+        return kind(config, timeout=httpx2.Timeout(DEADLINE_S), trust_env=False)
+    except (OSError, ConfigError) as error:
+        raise NotNow(
+            f"this router's pod has no service account that could set sizes: {error}"
+        ) from error
+
+
+def resource_and_name(owner: str) -> tuple[Resource, str]:
+    """Returns the class of the resource and the name that RESOURCE/NAME states."""
+    resource, _, name = owner.partition("/")
+    return _RESOURCES[resource], name
+
+
+def answer_of(error: httpx2.HTTPStatusError, owner: str) -> str:
+    """Returns the API server's refusal for an object as text, with its reason."""
+    message = f"the Kubernetes API server answers {error.response.status_code} for {owner}"
+    reason = (error.status.message or "")[:_MESSAGE_MAX] if isinstance(error, ApiError) else ""
+    return f"{message}: {reason}" if reason else message

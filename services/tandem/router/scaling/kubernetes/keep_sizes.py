@@ -1,0 +1,232 @@
+"""Keeps the sizes of pools during an upgrade of the chart. A Job runs this before the upgrade.
+
+    python -m tandem.router.scaling.kubernetes.keep_sizes statefulsets/NAME=2 deployments/NAME=3
+Each argument is RESOURCE/NAME of an object, with the chart's value of `replicas` after `=`. Without
+a value, something other than the chart owns the size.
+In server-side apply, a size falls back to 1 when the only manager that owns the field stops stating
+it, and a manager that applies a different size gets a conflict. This program applies the scale of
+each object as the manager `tandem-size`, so that the chart need not state a size.
+https://kubernetes.io/docs/reference/using-api/server-side-apply/#transferring-ownership
+
+The API server treats all worker groups of a RayCluster as one field. Ray's autoscaler patches the
+number of replicas of one group and then owns the whole field, so a manager that applies other
+groups gets a conflict. For rayclusters/NAME, this program takes the field from every manager that
+has patched it. The chart states the present numbers, and the autoscaler continues from them.
+https://kubernetes.io/docs/reference/using-api/server-side-apply/#conflicts
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from lightkube import Client
+from lightkube.types import PatchType
+
+from tandem.common.config.router import SERVICE_ACCOUNT
+from tandem.errors import DeadlineExceeded, ScaleAway, TandemError
+from tandem.router.scaling.kubernetes.client import (
+    UNREADABLE,
+    answer_of,
+    open_client,
+    resource_and_name,
+)
+
+log = logging.getLogger(__name__)
+
+MANAGER = "tandem-size"
+SURGE = "tandem-surge"  # owns a size that is one larger during an upgrade (surge.py)
+REPLICAS_ANNOTATION = "tandem.dev/replicas"  # annotation with the chart's last value of `replicas`
+_RAY_CLUSTERS = "rayclusters/"
+_WORKER_GROUPS = "f:workerGroupSpecs"
+LATE = 3  # exit status of a Job that would miss its deadline again
+_ATTEMPTS = 10  # an object changes often while its pods start
+
+
+def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
+    """Returns the size of an object after the upgrade.
+
+    It is the present size unless the chart's value `replicas` has changed. If the chart did not
+    record the value, a size that was set by the object's scale is kept. The chart's template
+    `tandem.replicas` has the same rule. A worker that an earlier upgrade added and left is not
+    counted.
+    """
+    current = int(live["spec"]["replicas"]) - is_surged(live)
+    noted = live["metadata"].get("annotations", {}).get(REPLICAS_ANNOTATION)
+    if replicas is None or noted == str(replicas):
+        return current
+    return current if noted is None and _scalers(live) else replicas
+
+
+def is_surged(live: Mapping[str, Any]) -> bool:
+    """Returns whether one of an object's replicas exists only for an upgrade.
+
+    That ends when another manager sets a size.
+    """
+    return SURGE in _scalers(live)
+
+
+def _scalers(live: Mapping[str, Any]) -> set[str]:
+    """Returns the field managers that own an object's size by its scale."""
+    return {
+        entry["manager"]
+        for entry in live["metadata"].get("managedFields", [])
+        if entry.get("subresource") == "scale"
+        and "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
+    }
+
+
+def read_objects(words: Sequence[str]) -> dict[str, int | None]:
+    """Returns the chart's value of each RESOURCE/NAME. Raises ValueError if one is no number."""
+    pairs = (word.partition("=") for word in words)
+    return {owner: int(value) if value else None for owner, _, value in pairs}
+
+
+def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a RayCluster's `managedFields` without the worker groups of managers that patched
+    them.
+
+    Managers that apply the groups keep them.
+    """
+    kept = []
+    for entry in deepcopy([dict(entry) for entry in managers]):
+        spec = entry.get("fieldsV1", {}).get("f:spec", {})
+        if entry.get("operation") == "Update" and _WORKER_GROUPS in spec:
+            del spec[_WORKER_GROUPS]
+            if not spec:
+                del entry["fieldsV1"]["f:spec"]
+            if not entry["fieldsV1"]:
+                continue
+        kept.append(entry)
+    return kept
+
+
+def keep_sizes(client: Client, objects: Mapping[str, int | None]) -> None:
+    """Takes over the sizes of these objects. Objects that do not exist yet are skipped.
+
+    Raises ScaleAway if the API server refuses it or cannot be reached.
+    """
+    for owner, replicas in objects.items():
+        if owner.startswith(_RAY_CLUSTERS):
+            free_groups(client, owner)
+        else:
+            set_size(client, owner, partial(kept_size, replicas=replicas), MANAGER)
+
+
+def free_groups(client: Client, owner: str) -> None:
+    """Takes the worker groups of `owner` (rayclusters/NAME) from managers that patched them.
+
+    Raises the errors of `keep_sizes`.
+    """
+    resource, name = resource_and_name(owner)
+    for _ in range(_ATTEMPTS):
+        live = read_object(client, owner)
+        if live is None:
+            return
+        managers = live["metadata"].get("managedFields", [])
+        if (kept := without_patches(managers)) == managers:
+            return
+        version = live["metadata"]["resourceVersion"]
+        patch = {"metadata": {"resourceVersion": version, "managedFields": kept}}
+        with _unless(409, owner):
+            client.patch(resource, name, patch, patch_type=PatchType.MERGE)
+            log.info("%s: the upgrade may change its worker groups", owner)
+            return
+    raise ScaleAway(f"{owner} changed while it was read, {_ATTEMPTS} times")
+
+
+def set_size(
+    client: Client,
+    owner: str,
+    choose: Callable[[Mapping[str, Any]], int | None],
+    manager: str,
+) -> int | None:
+    """Applies the size that `choose` returns for an object, as the field manager `manager`.
+
+    Returns the size; None if the object does not exist or `choose` returns None. Raises the errors
+    of `keep_sizes`.
+    """
+    resource, name = resource_and_name(owner)
+    for _ in range(_ATTEMPTS):
+        live = read_object(client, owner)
+        size = None if live is None else choose(live)
+        if live is None or size is None:
+            return None
+        scale = {
+            "apiVersion": "autoscaling/v1",
+            "kind": "Scale",
+            "metadata": {"name": name, "resourceVersion": live["metadata"]["resourceVersion"]},
+            "spec": {"replicas": size},
+        }
+        with _unless(409, f"{owner}/scale"):
+            client.patch(
+                resource.Scale,
+                name,
+                scale,
+                patch_type=PatchType.APPLY,
+                field_manager=manager,
+                force=True,
+            )
+            log.info("%s: %d replicas", owner, size)
+            return size
+    raise ScaleAway(f"{owner} changed while its size was read, {_ATTEMPTS} times")
+
+
+def read_object(client: Client, owner: str) -> dict[str, Any] | None:
+    """Returns an object, or None if it does not exist. Raises the errors of `keep_sizes`."""
+    resource, name = resource_and_name(owner)
+    with _unless(404, owner):
+        live: dict[str, Any] = client.get(resource, name).to_dict()
+        return live
+    log.info("%s: not there yet", owner)
+    return None
+
+
+@contextmanager
+def _unless(status: int, owner: str) -> Iterator[None]:
+    """Continues after its block if the API server answers `status`; raises ScaleAway for others."""
+    try:
+        yield
+    except httpx2.HTTPStatusError as error:
+        if error.response.status_code != status:
+            raise ScaleAway(answer_of(error, owner)) from error
+    except httpx2.HTTPError as error:
+        raise ScaleAway(f"the Kubernetes API server cannot be reached: {error!r}") from error
+    except UNREADABLE as error:
+        raise ScaleAway(f"{owner}: the API server's answer cannot be read: {error!r}") from error
+
+
+def run(client: Client, words: Sequence[str]) -> None:
+    """Runs the program with its arguments. Raises the errors of `keep_sizes`."""
+    keep_sizes(client, read_objects(words))
+
+
+def run_job(run: Callable[[Client, Sequence[str]], None]) -> int:
+    """Runs a Job's program against the API server of its pod; returns the exit status.
+
+    1 stops the upgrade, and a retry may help; LATE (3) means that a retry does not help.
+    """
+    try:
+        with open_client(Client, Path(SERVICE_ACCOUNT)) as client:
+            run(client, sys.argv[1:])
+    except TandemError as error:
+        log.error("the upgrade fails: %s", error.message)
+        return LATE if isinstance(error, DeadlineExceeded) else 1
+    return 0
+
+
+def main() -> int:
+    """Runs the program; returns the exit status. 1 stops the upgrade before it changes anything."""
+    from tandem.net.observability.logs import configure_logging
+
+    configure_logging("keep-sizes")
+    return run_job(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

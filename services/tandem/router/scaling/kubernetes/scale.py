@@ -1,0 +1,131 @@
+"""Reads and sets pool sizes that Kubernetes owns, by the scale of the object of a pool's pods.
+
+    GET   /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
+    PATCH /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
+    {"spec": {"replicas": 2}}    a merge patch of an autoscaling/v1 Scale, as `kubectl scale` sends
+This module waits for no pod and knows no workers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+
+import httpx2
+from lightkube import AsyncClient
+from lightkube.models.autoscaling_v1 import Scale, ScaleSpec, ScaleStatus
+from lightkube.types import PatchType
+
+from tandem.errors import DeadlineExceeded, NotNow, ScaleAway, ScaleRefused, TandemError
+from tandem.router.scaling.kubernetes.client import (
+    DEADLINE_S,
+    UNREADABLE,
+    answer_of,
+    open_client,
+    resource_and_name,
+)
+
+log = logging.getLogger(__name__)
+
+_MANAGER = "tandem-router"  # owner of `replicas` in the object's managedFields
+
+
+class KubernetesScale:
+    def __init__(self, objects: Mapping[str, str], account: Path) -> None:
+        """`objects` maps a pool to RESOURCE/NAME. `account` is the service account's folder."""
+        self._objects = objects
+        self._account = account
+
+    async def set_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Sets all sizes at the API server.
+
+        Raises NotNow before the first request if this router may not set one of them. Otherwise
+        raises the first error; its message has the result of each size.
+        """
+        if foreign := [pool for pool in sizes if pool not in self._objects]:
+            raise NotNow(
+                f"the size of {' and '.join(foreign)} is not this router's to set (that of "
+                f"{', '.join(self._objects)} is): its HPA, KEDA or RayCluster owns it",
+                param=foreign[0],
+            )
+        async with open_client(AsyncClient, self._account) as client:
+            results = await asyncio.gather(
+                *(self._set(client, pool, n) for pool, n in sizes.items()), return_exceptions=True
+            )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, TandemError):
+                raise result
+        if errors := [result for result in results if isinstance(result, TandemError)]:
+            outcomes = zip(sizes, results, strict=True)
+            taken = [f"{pool} is set to {sizes[pool]}" for pool, error in outcomes if error is None]
+            raise type(errors[0])("; ".join([*(e.message for e in errors), *taken]))
+
+    async def sizes(self) -> dict[str, int]:
+        """Returns the requested replicas of each pool of workers. Raises the errors of
+        `set_sizes`.
+        """
+        scales = await self._scales([pool for pool in self._objects if pool != "router"])
+        return {pool: _replicas(scale.spec) for pool, scale in scales.items()}
+
+    async def pools(self) -> dict[str, dict[str, int]]:
+        """Returns the requested and running pods of each pool. Raises the errors of `set_sizes`."""
+        scales = await self._scales(list(self._objects))
+        return {
+            pool: {"wanted": _replicas(scale.spec), "running": _replicas(scale.status)}
+            for pool, scale in scales.items()
+        }
+
+    async def _scales(self, pools: list[str]) -> dict[str, Scale]:
+        async with open_client(AsyncClient, self._account) as client:
+            scales = await asyncio.gather(*(self._read(client, pool) for pool in pools))
+            return dict(zip(pools, scales, strict=True))
+
+    async def _read(self, client: AsyncClient, pool: str) -> Scale:
+        resource, name = resource_and_name(self._objects[pool])
+        return await self._answer(client.get(resource.Scale, name), pool, "read")
+
+    async def _set(self, client: AsyncClient, pool: str, size: int) -> None:
+        resource, name = resource_and_name(self._objects[pool])
+        patch = {"spec": {"replicas": size}}
+        call = client.patch(
+            resource.Scale, name, patch, patch_type=PatchType.MERGE, field_manager=_MANAGER
+        )
+        await self._answer(call, pool, "set")
+        log.debug("%s: %d replicas are wanted of %s", pool, size, self._objects[pool])
+
+    async def _answer(self, call: Awaitable[object], pool: str, done: str) -> Scale:
+        owner = self._objects[pool]
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                scale = await call
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            raise DeadlineExceeded(
+                f"{pool} may be {done} or not: the Kubernetes API server did not answer in "
+                f"{DEADLINE_S:g} s"
+            ) from error
+        except httpx2.HTTPStatusError as error:
+            raise _refusal(error, pool, owner, done) from error
+        except httpx2.HTTPError as error:
+            raise ScaleAway(
+                f"{pool} is not {done}: the Kubernetes API server cannot be reached: {error}"
+            ) from error
+        except UNREADABLE as error:
+            raise ScaleAway(f"{owner}: the API server's answer is no Scale: {error}") from error
+        assert isinstance(scale, Scale)
+        return scale
+
+
+def _replicas(part: ScaleSpec | ScaleStatus | None) -> int:
+    """Returns the number of replicas; the API server leaves out a zero."""
+    return (part and part.replicas) or 0
+
+
+def _refusal(error: httpx2.HTTPStatusError, pool: str, owner: str, done: str) -> TandemError:
+    """Returns the API server's message as the error that says whether a retry may help."""
+    status = error.response.status_code
+    message = f"{pool} is not {done}: {answer_of(error, owner)}"
+    if status in (401, 403):
+        return ScaleRefused(f"{message} (the router's service account needs to patch its scale)")
+    if status == 429 or status >= 500:
+        return ScaleAway(message)
+    return NotNow(message)

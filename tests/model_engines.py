@@ -1,0 +1,25 @@
+"""Runners and engines of real models, on the CPU unless a test says otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.common.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.models.folder import ModelFolder
+from tandem.models.grammars.compiler import GrammarCompiler
+
+
+def make_runner(folder: ModelFolder, **settings: Any) -> ModelRunner:
+    return ModelRunner(folder, EngineConfig(**{"model": "", "device": "cpu"} | settings))
+
+
+def make_model_engine(
+    folder: ModelFolder, compiler: GrammarCompiler | None = None, **settings: Any
+) -> tuple[Engine, ModelRunner]:
+    """Makes an engine; what its steps have does not depend on the clock."""
+    settings = {"model": "", "device": "cpu", "itl_target_s": 0.0} | settings
+    config = EngineConfig(**settings)
+    runner = ModelRunner(folder, config)
+    return Engine(config, runner, folder.fingerprint, compiler), runner
