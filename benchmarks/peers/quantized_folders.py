@@ -1,6 +1,6 @@
 """Checkpoints to measure: the built-in model's weights in AWQ, GPTQ and fp8, AWQ's as GGUF, too.
 
-    python benchmarks/peers/quantized_folders.py AWQ
+    python -m benchmarks.peers.quantized_folders AWQ
 
 makes one, if it is not there, and prints its path. Numbers are rounded to the nearest. Embeddings,
 which are the output matrix too, are bf16 in all of them.
@@ -18,8 +18,6 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.quantized_files import FOLDER, written
 from benchmarks.peers.vllm_processes import dense_folder
