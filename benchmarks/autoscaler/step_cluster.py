@@ -1,4 +1,4 @@
-"""A cluster of sleeping engines (`sleeping_engine.py`), its load and its size, for autoscaler_step.
+"""A cluster of sleeping engines (`sleeping_engine.py`), its load and its size.
 
 `tandem up` with Ray, Redis and a router runs as it does for everybody; only its workers' engines
 sleep instead of computing.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cluster.overload [--seconds 60] [--prefill 1] [--decode 1]
 
-A real cluster of SmolLM2 on this machine, and short chats (`chat_load.py`) in an open loop: Poisson
-arrivals, sent at their times whether the cluster keeps up or not. Three parts:
+A real cluster of SmolLM2 on this machine, and short chats (shared/chats.py) in an open loop:
+Poisson arrivals, sent at their times whether the cluster keeps up or not. Three parts:
 
     quiet      one chat at a time: the SLO is 10 times its time to first token and 5 times its
                inter-token latency (as in Mooncake, FAST 2025), in the median
@@ -34,7 +34,7 @@ import httpx
 from benchmarks.shared.chats import Chat, LoopLag, Seen, ask, chats
 from benchmarks.shared.cluster import up
 from benchmarks.shared.requests import client_of
-from tandem_bench.framework import RESULTS, Report, options, quantile, run_main
+from tandem_bench.framework import RESULTS, Report, options, quantile, run_main, table
 
 LOADS = (0.5, 0.8, 1.0, 1.5, 2.0, 3.0)
 TENANTS = (("flood", 2.5), ("steady", 0.5))  # of the capacity
@@ -220,28 +220,31 @@ def print_tables(result: dict[str, Any]) -> None:
         f"SLO {1000 * slo['ttft_s']:,.0f} ms and {1000 * slo['itl_s']:.0f} ms; "
         f"capacity {result['capacity_per_s']:.2f} requests/s"
     )
-    print(
-        "| load | offered/s | goodput/s | taken | TTFT p50, p99 (ms) | inter-token p50, p99 (ms) "
-        "| refusal p50, p99, max (ms) | Retry-After (s) |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
     tenants = result.get("tenants", {})
     rows = [(f"{row['load']:g}", row) for row in result["sweep"]]
     rows += [(f"3, {name}", row) for name, row in tenants.get("tenants", {}).items()]
-    for name, row in rows:
-        ttft, itl, late, retry = (
-            row[key] for key in ("ttft_ms", "itl_ms", "refusal_ms", "retry_after_s")
-        )
-        share = row["taken"] / max(1, row["taken"] + row["refused"] + len(row["failed"]))
-        print(
-            f"| {name} | {row['offered_per_s']:.2f} | {row['goodput_per_s']:.2f} | {share:.0%} "
-            f"| {ttft['p50']:,.0f}, {ttft['p99']:,.0f} | {itl['p50']:.0f}, {itl['p99']:.0f} "
-            f"| {late['p50']:.0f}, {late['p99']:.0f}, {late['max']:.0f} "
-            f"| {retry['min']} to {retry['max']} |"
-        )
+    columns = "load | offered/s | goodput/s | taken | TTFT p50, p99 (ms)"
+    columns += " | inter-token p50, p99 (ms) | refusal p50, p99, max (ms) | Retry-After (s)"
+    print(table(columns, (cells_of(name, row) for name, row in rows)))
     for claim, found in result["claims"].items():
-        numbers = ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k != "holds")
-        print(f"{'PASS' if found['holds'] else 'FAIL'}: {claim} ({numbers})")
+        figures = ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k != "holds")
+        print(f"{'PASS' if found['holds'] else 'FAIL'}: {claim} ({figures})")
+
+
+def cells_of(name: str, row: dict[str, Any]) -> list[str]:
+    names = ("ttft_ms", "itl_ms", "refusal_ms", "retry_after_s")
+    ttft, itl, late, retry = (row[key] for key in names)
+    share = row["taken"] / max(1, row["taken"] + row["refused"] + len(row["failed"]))
+    return [
+        name,
+        f"{row['offered_per_s']:.2f}",
+        f"{row['goodput_per_s']:.2f}",
+        f"{share:.0%}",
+        f"{ttft['p50']:,.0f}, {ttft['p99']:,.0f}",
+        f"{itl['p50']:.0f}, {itl['p99']:.0f}",
+        f"{late['p50']:.0f}, {late['p99']:.0f}, {late['max']:.0f}",
+        f"{retry['min']} to {retry['max']}",
+    ]
 
 
 if __name__ == "__main__":

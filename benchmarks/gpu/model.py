@@ -1,4 +1,4 @@
-"""The shapes that benchmarks/gpu.py measures, and random weights for them."""
+"""The shapes that benchmarks/gpu/kernels.py measures, and random weights for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs transformers' continuous batching on the same weights, for benchmarks/gpu.py."""
+"""Runs transformers' continuous batching on the same weights, for benchmarks/gpu/kernels.py."""
 
 from __future__ import annotations
 

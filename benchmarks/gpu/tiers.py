@@ -1,4 +1,4 @@
-"""Measures the copies of KV tiers on a GPU, for benchmarks/gpu.py."""
+"""Measures the copies of KV tiers on a GPU, for benchmarks/gpu/kernels.py."""
 
 from __future__ import annotations
 

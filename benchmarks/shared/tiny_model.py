@@ -22,11 +22,15 @@ _SIZES = {
 }
 _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"num_hidden_layers": 2}),
-    # Three layers in four see a window of 32 tokens.
+    # Two layers of three see a window of 32 tokens.
     "gemma3": (
         Gemma3ForCausalLM,
         Gemma3TextConfig,
-        {"num_hidden_layers": 4, "sliding_window": 32, "sliding_window_pattern": 4},
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
 }
 
