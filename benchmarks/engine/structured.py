@@ -9,12 +9,15 @@ Each batch runs with and without the schema in turn; the fastest of the repeats 
 import json
 import time
 from functools import partial
+from itertools import count
 
-from tandem import LLM, SamplingParams, StructuredOutputsParams
+from benchmarks.shared.engines import drained, first_tokens, make_engine, sequence
 from tandem.common.config.engine import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.types import SequenceSpec
+from tandem.models.grammars.text import StructuredOutput, grammar_text
 from tandem_bench.framework import in_turn, options, run_main
 
-FIRST = 100  # second token of the first prompt
 SCHEMA = {
     "type": "array",
     "items": {
@@ -38,45 +41,45 @@ class Options:
     """Largest number of tokens that the grammar forces in one step."""
 
 
-def tokens_per_s(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+def tokens_per_s(engine: Engine, specs: list[SequenceSpec]) -> float:
     """Returns the speed of decode, from when all sequences have their first token."""
-    num_tokens, begun, started = dict.fromkeys(range(len(prompts)), 0), 0, 0.0
-    for output in llm.generate_stream(prompts, params):
-        num_tokens[output.prompt_token_ids[1] - FIRST] = len(output.outputs[0].token_ids)
-        if not started and all(num_tokens.values()):
-            started, begun = time.perf_counter(), sum(num_tokens.values())
-    return (sum(num_tokens.values()) - begun) / (time.perf_counter() - started)
+    for spec in specs:
+        engine.add(spec)
+    while engine.awaits_threads():
+        time.sleep(0.001)
+    first_tokens(engine, [spec.sequence_id for spec in specs])
+    started = time.perf_counter()
+    num_tokens = sum(len(new.token_ids) for r in drained(engine) for new in r.new_tokens)
+    return num_tokens / (time.perf_counter() - started)
 
 
 def main(options: Options = Options()) -> None:
     """Prints a line for each batch."""
-    llm = LLM(
+    engine = make_engine(
         options.model,
-        device="cpu",
         num_threads=options.threads,
         num_blocks=1024,
         itl_target_s=0.0,
         forced_max=options.forced_max,
     )
-    form = StructuredOutputsParams(json=json.dumps(SCHEMA))
-    ways = {"without": None, "with": form}
+    grammar = grammar_text(StructuredOutput("schema", "json_schema", json.dumps(SCHEMA)))
+    names = count()
+
+    def take_turn(batch: int, text: str) -> float:
+        prompts = [[1, 100 + place, *range(200, 230)] for place in range(batch)]
+        specs = [
+            sequence(str(next(names)), prompt, options.tokens, grammar=text) for prompt in prompts
+        ]
+        return tokens_per_s(engine, specs)
+
     for batch in (1, 8, 32):
-        prompts = [[1, FIRST + place, *range(200, 230)] for place in range(batch)]
-        taken = in_turn(
-            {
-                name: partial(
-                    tokens_per_s,
-                    llm,
-                    prompts,
-                    SamplingParams(
-                        temperature=0, max_tokens=options.tokens, structured_outputs=each
-                    ),
-                )
-                for name, each in ways.items()
-            },
-            options.repeats,
+        ways = {
+            "without": partial(take_turn, batch, ""),
+            "with": partial(take_turn, batch, grammar),
+        }
+        without, with_schema = (
+            max(taken) for taken in in_turn(ways, options.repeats, warm_up=0).values()
         )
-        without, with_schema = (max(found) for found in taken.values())
         print(
             f"batch {batch}: {without:.1f} tokens/s without, {with_schema:.1f} with the schema, "
             f"ratio {with_schema / without:.3f}",

@@ -214,6 +214,7 @@ class Replay:
             if not self._tiers.has_news:
                 break
             self._tiers.turn()
+            self._tiers.write()
             self._tiers.take_events()
         self._writer.step()
 

@@ -120,6 +120,7 @@ class OwnTier:
     def settle(self) -> None:
         while self._tiers.has_news:
             self._tiers.turn()
+            self._tiers.write()
             self._tiers.take_events()
 
     def check(self) -> None:
