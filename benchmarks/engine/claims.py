@@ -232,7 +232,7 @@ class Options:
     threads: int = 2
     repeats: int = 5
     long_prompt: int = LONG_PROMPT
-    """Of chunked-prefill."""
+    """Tokens of the long prompt of chunked-prefill."""
     only: str = ",".join(CLAIMS)
     output: Path = RESULTS / "claims.json"
 

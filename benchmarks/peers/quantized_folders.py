@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.quantized_files import FOLDER, written
 from benchmarks.peers.vllm_processes import dense_folder
+from tandem_bench.framework import run_main
 
 GROUP = 64  # inputs; the built-in model's rows are no multiple of 128
 _BLOCK = 128  # outputs and inputs that share a scale in fp8
@@ -140,5 +141,9 @@ def _q5_0(numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> n
     )
 
 
+def main(kind: Literal["AWQ", "GPTQ", "fp8"], /) -> None:
+    print(checkpoint(kind))
+
+
 if __name__ == "__main__":
-    print(checkpoint(sys.argv[1]))
+    run_main(main)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,8 @@ from tandem_bench.framework import (
     write,
 )
 
+ROOT = Path(__file__).parents[3]
+SOURCES = sorted((ROOT / "benchmarks").rglob("*.py"))
 PROGRAM = '''"""What it measures.
 
     python -m program [--tokens 1]
@@ -127,3 +131,22 @@ def test_results_that_are_not_there_are_empty(tmp_path: Path) -> None:
 
 def test_a_table_is_markdown() -> None:
     assert table("a | b", [(1, "x")]) == "| a | b |\n|---|---|\n| 1 | x |"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_benchmark_imports_tests(source: Path) -> None:
+    assert not re.findall(r"^\s*(?:from|import) tests\b.*", source.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_of_a_docstring_are_those_of_its_program(source: Path) -> None:
+    text = source.read_text()
+    usage = ast.get_docstring(ast.parse(text)) or ""
+    if source.name == "framework.py":  # the docstring's command is an example
+        return
+    module = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+    for named, options in re.findall(r"python -m (benchmarks\.[\w.]*\w)(.*(?:\n {8}.*)*)", usage):
+        assert named == module
+        for option in re.findall(r"(?<!\S)\[?--([a-z-]+)", options):
+            field = option.replace("-", "_")
+            assert f'"--{option}"' in text or re.search(rf"^    {field}: ", text, re.MULTILINE)
