@@ -1,6 +1,6 @@
 """Joins vLLM's two servers into one, as vLLM's own toy proxy server for NixlConnector does.
 
-    python benchmarks/peers/proxy.py --port P --prefill URL --decode URL
+    python -m benchmarks.peers.proxy --port P --prefill URL --decode URL
 
 POST /v1/completions: first to the prefill server with max_tokens=1, which answers where the KV
 lies (kv_transfer_params); then, with that, to the decode server, whose stream goes to the client.
