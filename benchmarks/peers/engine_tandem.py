@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.engine_turns import redirect, serve
 
@@ -21,43 +18,28 @@ def main(
     answers = redirect()
     import torch
 
-    from tandem.common.config.engine import EngineConfig
-    from tandem.common.sampling_params import SamplingParams
+    from benchmarks.shared.engines import first_tokens, make_engine, sequence
     from tandem.engine.cache.layout.pool_memory import populate
-    from tandem.engine.engine import Engine
-    from tandem.engine.executor.runner import ModelRunner
-    from tandem.engine.types import Mode, SequenceSpec
-    from tandem.models.source import resolve
 
     torch.set_num_threads(int(threads))
-    config = EngineConfig(
-        model=model,
-        device="cpu",
-        dtype=dtype,  # type: ignore[arg-type]
+    engine = make_engine(
+        model,
+        dtype=dtype,
         # In 16 bits, as the peers', whichever numbers the weights' products are computed in.
         kv_dtype="auto" if dtype == "float32" else "bfloat16",
-        weights=weights,  # type: ignore[arg-type]
-        kernels=kernels,  # type: ignore[arg-type]
+        weights=weights,
+        kernels=kernels,
         num_threads=int(threads),
         itl_target_s=0.0,  # prefill is measured alone, and decode after it
     )
-    folder = resolve(model)
-    runner = ModelRunner(folder, config)
-    engine = Engine(config, runner, folder.fingerprint)
-    populate(runner.kv.data_ptr(), runner.kv.nbytes).join()  # as a worker does in its first second
+    pool = engine._runner.kv
+    populate(pool.data_ptr(), pool.nbytes).join()  # as a worker does in its first second
     count = 0
 
     def add(prompt: list[int], max_tokens: int) -> None:
         nonlocal count
         count += 1
-        spec = SequenceSpec(
-            str(count),
-            prompt,
-            len(prompt),
-            Mode.LOCAL,
-            SamplingParams(temperature=0, max_tokens=max_tokens),
-        )
-        engine.add(spec)
+        engine.add(sequence(str(count), prompt, max_tokens))
 
     def step() -> list[Any]:
         return engine.step().new_tokens
@@ -72,9 +54,7 @@ def main(
     def decode(prompts: list[list[int]], steps: int) -> float:
         for prompt in prompts:
             add(prompt, 1_000)
-        first: set[str] = set()
-        while len(first) < len(prompts):
-            first |= {each.sequence_id for each in step()}
+        first_tokens(engine, [str(count - number) for number in range(len(prompts))])
         began = time.perf_counter()
         for _ in range(steps):
             assert len(step()) == len(prompts)

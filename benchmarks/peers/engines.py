@@ -2,7 +2,7 @@
 
     benchmarks/peers/install_vllm.sh             (once, and so install_llama_cpp.sh,
                                                   install_openvino.sh, install_zentorch.sh)
-    python benchmarks/peers/engines.py [--threads 1,2] [--repeats 5] [--engines 'tandem bf16,...']
+    python -m benchmarks.peers.engines [--threads 1,2] [--repeats 5] [--engines 'tandem bf16,...']
 
 Each engine is a process of its own that takes prompts of token ids and gives tokens, with its own
 scheduler, KV cache and greedy sampling, without any server. Prompts are random and never repeat.
@@ -15,10 +15,7 @@ and Tandem's ratios to peers and to its own bf16.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -31,16 +28,13 @@ from typing import IO, Any, Self
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks.peers.quantized_files import num_bytes, quantized, random_model
 from benchmarks.peers.quantized_folders import awq_as_q5_0, checkpoint, checkpoint_bytes
 from benchmarks.peers.vllm_processes import ENVIRONMENT, dense_folder, preloads
 from tandem.models.source import built_in_file
-from tandem_bench.engine import idle_percent
+from tandem_bench.framework import RESULTS, Report, numbers, options, ratios, run_main, table
 
 LOCAL = Path(__file__).parent
-RESULTS = LOCAL.parent / "results" / "engines_peers.json"
 _PEERS = Path.home() / ".cache" / "tandem" / "peers"
 PYTHONS = {
     "tandem": Path(sys.executable),
@@ -191,43 +185,43 @@ class Engine:
             process.send_signal(number)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--engines", default="", help="default: all that are installed")
-    parser.add_argument("--work", default="", help="such as 'prefill 512,decode 1'; default: all")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of decode in a turn")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    names = args.work.split(",") if args.work else list(map(label, WORK))
-    if unknown := set(names) - set(map(label, WORK)):
-        parser.error(f"no such work: {', '.join(unknown)}; there is {', '.join(map(label, WORK))}")
-    works = [work for work in works_of(args.steps) if label(work) in names]
-    wanted = args.engines.split(",") if args.engines else list(NAMES)
-    if unknown := set(wanted) - set(NAMES):
-        parser.error(f"no such engine: {', '.join(unknown)}; there is {', '.join(NAMES)}")
-    idle = idle_percent(2.0)
+@options
+class Options:
+    model: str = "smollm2"
+    threads: str = "1,2"
+    repeats: int = 5
+    engines: str = ""
+    """Engines. Default: all that are installed."""
+    work: str = ""
+    """Work, such as 'prefill 512,decode 1'. Default: all."""
+    steps: int = STEPS
+    """Steps of decode in a turn."""
+    output: Path = RESULTS / "engines_peers.json"
+
+
+def main(options: Options = Options()) -> None:
+    report = Report(options.output)
+    names = chosen_of("--work", options.work, list(map(label, WORK)))
+    works = [work for work in works_of(options.steps) if label(work) in names]
+    wanted = chosen_of("--engines", options.engines, list(NAMES))
     rows: list[dict[str, Any]] = []
-    for threads in (int(word) for word in args.threads.split(",")):
+    for threads in numbers(options.threads):
         chosen = [name for name in wanted if PYTHONS[name.split()[0]].exists()]
         for name in set(wanted) - set(chosen):
             print(f"{name} is left out: it is not installed", flush=True)
-        built = {name: command(name, args.model, threads) for name in chosen}
-        rows += measure(built, threads, works, args.repeats)
-    results = {
-        "machine": {
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-            "idle_percent_before": round(idle, 1),
-        },
-        "model": args.model,
-        "repeats": args.repeats,
-        "rows": rows,
-    }
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(rows))
+        built = {name: command(name, options.model, threads) for name in chosen}
+        rows += measure(built, threads, works, options.repeats)
+    report.write(model=options.model, repeats=options.repeats, rows=rows)
+    print(tables(rows))
+
+
+def chosen_of(option: str, given: str, known: list[str]) -> list[str]:
+    """Returns the names in the text of an option, or all that are known. An unknown one ends the
+    program."""
+    names = given.split(",") if given else known
+    if unknown := set(names) - set(known):
+        sys.exit(f"{option}: no such name: {', '.join(unknown)}; there is {', '.join(known)}")
+    return names
 
 
 def measure(
@@ -278,24 +272,29 @@ def figures(work: str, taken: list[float]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def tables(rows: list[dict[str, Any]]) -> str:
     """Returns two tables: tokens a second, and Tandem's ratios to others with the same weights.
 
     A ratio is the median of those of each turn, with the quartiles behind it."""
     names = [name for name in map(label, WORK) if name in rows[0]]
-    lines = [f"| threads | engine | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
-    for row in rows:
-        cells = [f"{row[name]['tokens_per_s']:,.0f}" for name in names]
-        lines.append(f"| {row['threads']} | {row['engine']} | {' | '.join(cells)} |")
-    lines += ["", f"| threads | engine | beside | {' | '.join(names)} |"]
-    lines.append("|---" * (len(names) + 3) + "|")
-    for row in rows:
-        for other in rows:
-            if row["threads"] == other["threads"] and is_beside(row["engine"], other["engine"]):
-                cells = [_ratio(row[name]["turns"], other[name]["turns"]) for name in names]
-                start = f"| {row['threads']} | {row['engine']} | {other['engine']} |"
-                lines.append(f"{start} {' | '.join(cells)} |")
-    return "\n".join(lines)
+    speeds = (
+        (row["threads"], row["engine"], *(f"{row[name]['tokens_per_s']:,.0f}" for name in names))
+        for row in rows
+    )
+    beside = (
+        (
+            row["threads"],
+            row["engine"],
+            other["engine"],
+            *(_ratio(row[name]["turns"], other[name]["turns"]) for name in names),
+        )
+        for row in rows
+        for other in rows
+        if row["threads"] == other["threads"] and is_beside(row["engine"], other["engine"])
+    )
+    columns = " | ".join(names)
+    first = table(f"threads | engine | {columns}", speeds)
+    return f"{first}\n\n{table(f'threads | engine | beside | {columns}', beside)}"
 
 
 def is_beside(engine: str, other: str) -> bool:
@@ -312,12 +311,11 @@ def is_beside(engine: str, other: str) -> bool:
 
 
 def _ratio(turns: list[float], others: list[float]) -> str:
-    ratios = [a / b for a, b in zip(turns, others, strict=True)]
-    if len(ratios) == 1:
-        return f"{ratios[0]:.2f}"
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+    ratio = ratios(turns, others)
+    if len(turns) == 1:
+        return f"{ratio.median:.2f}"
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

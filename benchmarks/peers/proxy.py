@@ -1,6 +1,6 @@
 """Joins vLLM's two servers into one, as vLLM's own toy proxy server for NixlConnector does.
 
-    python benchmarks/peers/proxy.py --port P --prefill URL --decode URL
+    python -m benchmarks.peers.proxy --port P --prefill URL --decode URL
 
 POST /v1/completions: first to the prefill server with max_tokens=1, which answers where the KV
 lies (kv_transfer_params); then, with that, to the decode server, whose stream goes to the client.
@@ -8,7 +8,6 @@ lies (kv_transfer_params); then, with that, to the decode server, whose stream g
 
 from __future__ import annotations
 
-import argparse
 import uuid
 from collections.abc import AsyncIterator
 
@@ -16,6 +15,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
+
+from tandem_bench.framework import options, run_main
 
 WANTED = {
     "do_remote_decode": True,
@@ -55,15 +56,19 @@ def make_app(prefill_url: str, decode_url: str) -> FastAPI:
     return app
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--prefill", required=True)
-    parser.add_argument("--decode", required=True)
-    options = parser.parse_args()
+@options
+class Options:
+    port: int
+    prefill: str
+    """URL of the server that computes prompts."""
+    decode: str
+    """URL of the server that decodes."""
+
+
+def main(options: Options) -> None:
     app = make_app(options.prefill, options.decode)
     uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -15,12 +15,17 @@ import gguf
 import numpy as np
 
 from tandem.models.source import built_in_file
-from tests.random_blocks import random_blocks
 
 FOLDER = Path.home() / ".cache" / "tandem" / "peers" / "gguf"
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 12, 1024, 2816, 16, 4, 64
 VOCABULARY = 49152  # the built-in model's, whose tokenizer the random one has
 _SIZE = 64.0  # of random weights: so much larger than usual that no float16 scale is denormal
+# Bytes of a block where its float16 scales are, and their sizes for weights of about 1.
+_SCALES = {
+    "Q4_K": {0: 0.7 / 31 / 4.6, 2: 0.7 * 7.5 / 31 / 4.6},
+    "Q5_K": {0: 0.7 / 31 / 9.2, 2: 0.7 * 15.5 / 31 / 9.2},
+    "Q6_K": {208: 1 / 74 / 18},
+}
 _SIZES = {
     "block_count": LAYERS,
     "embedding_length": HIDDEN,
@@ -60,8 +65,14 @@ def random_model(name: str) -> str:
     """Returns the path of the random model, all of whose matrices are of one type."""
 
     def add_matrix(writer: gguf.GGUFWriter, tensor: str, shape: tuple[int, int]) -> None:
-        blocks = random_blocks(name, *shape, seed=len(writer.tensors[-1]), size=_SIZE)
-        writer.add_tensor(f"{tensor}.weight", blocks.data.numpy(), raw_dtype=blocks.type)
+        kind = gguf.GGMLQuantizationType[name]
+        block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        rng, (num_out, num_in) = np.random.default_rng(len(writer.tensors[-1])), shape
+        blocks = rng.integers(0, 256, (num_out * num_in // block_inputs, block_bytes), np.uint8)
+        for at, scale in _SCALES[name].items():
+            sizes = _SIZE * scale / num_in**0.5 * rng.uniform(0.7, 1.3, (len(blocks), 1))
+            blocks[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
+        writer.add_tensor(f"{tensor}.weight", blocks.reshape(num_out, -1), raw_dtype=kind)
 
     def add_tensors(_: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
         add_matrix(writer, "token_embd", (VOCABULARY, HIDDEN))

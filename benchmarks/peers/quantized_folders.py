@@ -1,6 +1,6 @@
 """Checkpoints to measure: the built-in model's weights in AWQ, GPTQ and fp8, AWQ's as GGUF, too.
 
-    python benchmarks/peers/quantized_folders.py AWQ
+    python -m benchmarks.peers.quantized_folders AWQ
 
 makes one, if it is not there, and prints its path. Numbers are rounded to the nearest. Embeddings,
 which are the output matrix too, are bf16 in all of them.
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks.peers.quantized_files import FOLDER, written
 from benchmarks.peers.vllm_processes import dense_folder
+from tandem_bench.framework import run_main
 
 GROUP = 64  # inputs; the built-in model's rows are no multiple of 128
 _BLOCK = 128  # outputs and inputs that share a scale in fp8
@@ -142,5 +141,9 @@ def _q5_0(numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> n
     )
 
 
+def main(kind: Literal["AWQ", "GPTQ", "fp8"], /) -> None:
+    print(checkpoint(kind))
+
+
 if __name__ == "__main__":
-    print(checkpoint(sys.argv[1]))
+    run_main(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.peers.vllm_processes import VllmProcesses
-from tests.harness.cluster import free_port
+from benchmarks.shared.cluster import free_port
 
 # Its own default on a GPU; on the CPU its NIXL path goes over memory of the host.
 KV_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}

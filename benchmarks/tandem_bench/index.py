@@ -17,7 +17,6 @@ or not at all. `--blocks` may be given several times: each is a run with a serve
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import random
@@ -40,6 +39,7 @@ from tandem.errors import ConfigError
 from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.redis import RedisIndex
+from tandem_bench.framework import write
 from tandem_bench.index_publisher import BATCH_BLOCKS, READY, SILENT_S, random_chain
 from tandem_bench.index_trees import Trees, exists, fill, fill_others, hold
 from tandem_bench.radix_tree import RadixTree
@@ -93,8 +93,7 @@ def main(
         results["runs"].append(run)
         show(run, console)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+        write(output, results)
         console.print(f"written to {output}")
 
 

@@ -8,7 +8,6 @@ the differences of the windows, and is much smaller than that of either perplexi
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -31,6 +30,7 @@ from tandem.errors import ConfigError, InternalError, TandemError
 from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
+from tandem_bench.framework import write
 from tandem_bench.prose import english_prose
 
 _Positive = Number(gte=1)
@@ -106,8 +106,7 @@ def main(
             "dtype": dtype,
             "against_dtype": pairs[1][1],
         }
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(settings | asdict(result), indent=1) + "\n")
+        write(output, settings | asdict(result))
 
 
 def cut(tokenizer: Tokenizer, text: str, *, tokens: int, window: int) -> list[list[int]]:

@@ -8,7 +8,6 @@ within a row; medians. Nothing else should run on the machine.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import sys
@@ -24,6 +23,7 @@ from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import Incompatible, TandemError
 from tandem.transfer.nixl.agent import load_nixl
 from tandem_bench import table
+from tandem_bench.framework import write
 from tandem_bench.sizes import BLOCKS, MODELS, POOL_BYTES_MAX, Plan, plan
 
 GOALS = {"from_blocks": 64, "nixl": 0.90, "grpc": 0.85}
@@ -63,8 +63,7 @@ def main(
     results["pool_bytes_max"] = pool_bytes
     table.show(results, console)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+        write(output, results)
         console.print(f"written to {output}")
 
 

@@ -1,4 +1,4 @@
-"""A few short slices of `benchmarks/chaos_slices.py`, which runs very many requests.
+"""A few short slices of `tests/chaos/slices.py`, which runs very many requests.
 
 The script has all kinds of faults at once, of workers and of what is beside them. It fails for a
 wrong token, a request that failed, KV that is still held, and an error that was logged.
@@ -25,11 +25,19 @@ if reason := why_not():
 @pytest.mark.timeout(1800)
 def test_slices_have_no_problem_and_the_second_run_goes_on_after_the_first(tmp_path: Path) -> None:
     books = tmp_path / "books.json"
-    script = ROOT / "benchmarks" / "chaos_slices.py"
     for num_requests, more in ((300, ()), (600, ("--keep-router",))):
-        command = [sys.executable, script, "--slice", "300", "--books", books, *more]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.chaos.slices",
+            "--slice",
+            "300",
+            "--books",
+            books,
+            *more,
+        ]
         done = subprocess.run(
-            [*command, "--requests", str(num_requests)], capture_output=True, text=True
+            [*command, "--requests", str(num_requests)], capture_output=True, text=True, cwd=ROOT
         )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         assert json.loads(books.read_text())["sums"]["requests"] == num_requests

@@ -89,7 +89,13 @@ def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]
     folder = tmp_path_factory.mktemp("documents")
     write_adapter(folder / "adapter", resolve("smollm2").config)
     agents = folder / "agents.jsonl"
-    make_trace = [sys.executable, "benchmarks/agents_trace.py", str(agents), "--requests", "60"]
+    make_trace = [
+        sys.executable,
+        *("-m", "benchmarks.simulator.agents_trace"),
+        str(agents),
+        "--requests",
+        "60",
+    ]
     subprocess.run(make_trace, cwd=ROOT, check=True, timeout=60)
     cluster = Documented(folder / "adapter", agents, *(free_port() for _ in range(4)))
     options = f"--port {cluster.http_port} --grpc-port {cluster.grpc_port} --kv-memory 67108864"

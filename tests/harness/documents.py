@@ -282,7 +282,13 @@ def _check_pip(arguments: list[str]) -> None:
 
 def _check_script(script: str, arguments: list[str]) -> None:
     text = (ROOT / script).read_text()
-    missing = [o for o in _named_options(arguments) if o.startswith("--") and f'"{o}"' not in text]
+    missing = [
+        option
+        for option in _named_options(arguments)
+        if option.startswith("--")
+        and f'"{option}"' not in text
+        and not re.search(rf"^    {option[2:].replace('-', '_')}: ", text, re.MULTILINE)
+    ]
     assert not missing, f"{script} has no {missing}"
 
 

@@ -27,8 +27,8 @@ from tests.harness.keyed_routers import (
     until,
 )
 from tests.harness.scripted_worker import Say, silent, update
-from tests.harness.tenant_load import measure
 from tests.harness.waiting import eventually
+from tests.security.tenant_limits import measure
 from tests.service.router.test_http import EOS
 
 __all__ = ["routers"]
@@ -344,7 +344,7 @@ async def test_a_search_costs_what_it_made(routers: Routers) -> None:
 
 @pytest.mark.slow
 async def test_nobody_exceeds_a_limit_in_any_minute(tmp_path: Path) -> None:
-    """The long form, with real minutes: `benchmarks/tenant_limits.py` prints its figures."""
+    """The long form, with real minutes: `tests/security/tenant_limits.py` prints its figures."""
     figures = await measure(tmp_path, 60.0)
     assert set(figures.statuses) == {200, 429}
     assert max(figures.with_redis.values()) <= 1.02

@@ -19,7 +19,7 @@ NUM_SLOW = 1000
 ROUTER = {"connections_max": NUM_SLOW // 2}
 KINDS_TRIED = ("partial-header", "keep-alive", "grpc-idle")
 SECONDS = 1.2
-# The long form, benchmarks/slow_connections.py, asks for 1.5 times. A second on a machine whose
+# The long form, tests/security/slow_connections.py, asks for 1.5 times. A second on a machine whose
 # cores others use, too, has pauses of its own.
 RATIO_MAX, PAUSE_MS = 1.5, 250.0
 TIMES_MAX = 3

@@ -29,7 +29,7 @@ def test_the_readme_starts_a_cluster_and_asks_it() -> None:
         "make no-such-target",
         "make test ARGS='tests/no/such/folder'",
         "pytest -m nosuchmarker tests/unit",
-        "python benchmarks/served.py --no-such-option",
+        "python -m benchmarks.cluster.served --no-such-option",
         "pip install 'tandem-llm[no-such-extra]'",
         "docker build -f deploy/Dockerfile --build-arg NO_SUCH=1 .",
         "docker build -f deploy/Dockerfile --target no-such .",

@@ -23,7 +23,7 @@ except ImportError:
 _ROWS = 4  # a block hash has 16 bytes: 4 for each row
 _PARTS = Struct("<4I")  # of a block hash
 _CELLS_PER_BLOCK = 4
-_HALF_LIFE = 4  # uses of each block: the best of four in benchmarks/tier_policies.py
+_HALF_LIFE = 4  # uses of each block: the best of four in benchmarks/tiers/policies.py
 _PREFAULT_BYTES_MAX = 1 << 26  # of the cells; 524,288 blocks take as much
 _RESCALE_AT = 64.0  # log2 of a use's weight
 
