@@ -91,10 +91,12 @@ def expect(
     lowest_s = best_compute_s = prefill_seconds(rates, num_tokens, cached_tokens)
     best_pull_s = 0.0
     start = cached_tokens
+    token_s = rates.prefill.token_s
     for holder in holders:
         reached = holder.num_tokens
         pair = holder.rate
-        if reached <= cached_tokens:
+        # computing the rest takes no less than its tokens without steps and attention
+        if reached <= cached_tokens or (num_tokens - reached) * token_s >= lowest_s:
             continue
         pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)
         pull_s = ASK_S + pair.latency_s + pulled_bytes / pair.bytes_per_s
