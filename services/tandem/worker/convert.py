@@ -1,4 +1,4 @@
-"""Converts between the messages of proto/tandem/v1/worker.proto and plain data types."""
+"""What a worker adds to the mapping of net/rpc/convert.py: the spec of a sequence, and its load."""
 
 import time
 
