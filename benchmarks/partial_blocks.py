@@ -42,7 +42,7 @@ def make_engine(kind: str, threads: int) -> Engine:
     files = resolve(config.model)
     engine = Engine(config, ModelRunner(files, config), files.fingerprint)
     if kind == "whole blocks":
-        engine._kv.find_beginning = lambda *_: None  # type: ignore[method-assign]
+        engine._kv.find_partial_block = lambda *_: None  # type: ignore[method-assign]
     return engine
 
 
