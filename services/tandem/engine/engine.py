@@ -110,7 +110,7 @@ class Engine:
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
-            # This comes before the tiers look at its cached blocks again.
+            # The uses must count before the tiers look at its cached blocks again.
             self._scheduler.loads.use(sequence)
             self._pending.admitted(sequence)
         self._tiers.write()
@@ -240,8 +240,8 @@ class Engine:
         return self._kv.hot_prefixes(blocks_max)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the cached block hashes h with `first` <= h < `end`, sorted; an empty `end` means
-        no upper bound."""
+        """Returns the cached block hashes h with `first` <= h < `end`; an empty `end` means no
+        upper bound."""
         return self._kv.block_hashes(first, end)
 
     def tier_block_hashes(self, tier: str, first: bytes, end: bytes) -> list[bytes]:

@@ -235,8 +235,8 @@ class Sequence:
     @property
     def last_depth(self) -> int:
         """Number of full blocks before the last token, which is the most that a sequence of the
-        same tokens can reuse. A sequence whose KV moves to a peer therefore moves what the token
-        after these blocks sees."""
+        same tokens can reuse. A transfer to a peer therefore covers the blocks that the token at
+        this depth sees."""
         return (len(self.token_ids) - 1) // self.block_size
 
     @property
@@ -483,8 +483,8 @@ class Sequence:
         self.num_prefix_blocks = 0
 
     def _countable(self, cached: CachedTokens) -> CachedTokens:
-        """Returns the part of `cached` that counts as reused: of the prompt only, or of all tokens
-        for a peer."""
+        """Returns `cached` limited to the prompt's tokens; for a PREFILL_ONLY sequence, to all its
+        tokens."""
         counts_output = self.mode is Mode.PREFILL_ONLY
         return cached.first(self.num_tokens if counts_output else self.spec.num_prompt_tokens)
 

@@ -110,6 +110,6 @@ def border_tokens(block_size: int) -> int:
 
 
 def least_tokens(sinks: int, block_size: int) -> int:
-    """Returns the smallest budget in tokens: the sinks, and three eviction intervals, of which one
-    can be chosen."""
+    """Returns the smallest budget in tokens: the sinks, plus one eviction interval each for new
+    tokens, recent blocks and heavy hitters."""
     return -(-sinks // block_size) * block_size + 3 * border_tokens(block_size)

@@ -70,10 +70,11 @@ class KvCache:
         return self.pools[group].find(block_hash) is not None
 
     def find_partial_block(self, parent_hash: bytes, token_ids: Sequence[int]) -> BlockPart | None:
-        """Returns the longest part of a cached block that continues a chain as these tokens do.
+        """Returns the cached block that shares the most first tokens with `token_ids`, and their
+        number.
 
-        `parent_hash` is the hash of the chain's last block. Returns None if no block starts with
-        the first token. References no block.
+        Only blocks that follow the chain ending in `parent_hash` count. Returns None if none of
+        them starts with the first token. References no block.
         """
         for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
             found = [pool.find(block_hash) for pool in self.pools]
@@ -398,7 +399,7 @@ class KvCache:
         """Returns the hashes of the most recently used chains, each from its root to where it can
         be resumed."""
         if self.layout.groups[0].window is not None:
-            return []  # a pool with a window knows no chains
+            return []  # a pool with a window does not record chains
         chains = _hot_prefixes(self.pools[0], blocks_max)
         return [cut for chain in chains if (cut := chain[: self.match(chain)])]
 

@@ -6,8 +6,8 @@
 The first check predicts far ahead, so it refuses only sequences that are late even if the rates are
 off by a factor of `RATES_OFF`. The second check is precise, because it predicts little more than
 the sequence's own prompt. It enforces the limit for requests that several routers admitted
-independently. A sequence that finds the engine idle is never refused: no other worker could be
-faster to start it.
+independently. A sequence that finds the engine idle is never refused, because refusing it would
+help no other sequence.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -85,8 +85,8 @@ def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 
 def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether at least half of the blocks that `other` awaits, and half of the missing ones
-    of `hashes`, are the same.
+    """Returns whether `other` awaits mostly blocks that `hashes` lacks too: the common ones are at
+    least half of the longer of the two lists.
 
     All blocks that a sequence awaits become usable together, when the last one has arrived.
     """

@@ -263,7 +263,8 @@ class Load:
         return self.parts[len(self.parts) - self.num_read :]
 
     def _read_tier(self) -> int | None:
-        """Returns the next tier that has parts to read, or None."""
+        """Reads the parts of the current tier. Returns the next tier with parts to read; None if
+        there is none or a read failed."""
         first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
         self._since = self.clock(), self.num_read, first
         begun: deque[Callable[[Bytes], None]] = deque()

@@ -133,7 +133,8 @@ def _pool_bytes(layout: KvLayout) -> list[int]:
 
 
 def device_blocks(rows: torch.Tensor) -> DeviceBlocks:
-    """Returns the access of the tiers' threads to a pool, uint8 [num_blocks, block_bytes]."""
+    """Returns the interface through which tier threads access a pool, uint8 [num_blocks,
+    block_bytes]."""
     if rows.device.type == "cpu":
         return BlocksInPlace(rows.numpy())
     return StagedBlocks(rows, CudaDevice(rows.device))

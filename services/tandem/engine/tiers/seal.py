@@ -37,7 +37,8 @@ class Seal(Protocol):
         """Returns a buffer for the sealed bytes of a block that will be opened into `target`."""
 
     def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
-        """Decrypts `sealed`, the filled result of `buffer`, into `target`. Raises BadBlock."""
+        """Unseals `sealed`, which is the filled result of `buffer`, into `target`. Raises
+        BadBlock."""
 
 
 class Plain:

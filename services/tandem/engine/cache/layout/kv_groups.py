@@ -264,8 +264,8 @@ def model_layout(
     """Returns the layout of a model's pools, for an engine or for a calculation of sizes.
 
     `num_blocks` has one number for each group; by default each group has one block.
-    `computed_dtype` is the dtype of rotated keys beside quantized latents. Raises ConfigError for a
-    dtype that the model's KV cannot have.
+    `computed_dtype` is the dtype of the rotated keys that are stored with quantized latents. Raises
+    ConfigError for a dtype that the model's KV cannot have.
     """
     if why := why_not_kv_dtype(model, dtype):
         raise ConfigError(why)

@@ -44,7 +44,7 @@ from tandem.engine.types import StoredBlock
 @dataclass(frozen=True, slots=True)
 class Reservation:
     block_table: list[int]
-    num_cached_blocks: int  # the table's first blocks, whose KV is cached
+    num_cached_blocks: int  # number of the table's first blocks whose KV is cached
 
 
 class BlockPool:

@@ -71,7 +71,7 @@ _KV_KINDS = {
 }
 # by the dtype of the rotated keys
 _LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}
-_ANGLES_MIN = 2048  # in positions
+_ANGLES_MIN = 2048  # smallest number of positions in the angle table
 
 
 def why_not_native(config: ModelConfig) -> str:
@@ -368,8 +368,8 @@ def _other_groups(
 class _AngleTable:
     """Rotary angles of all positions up to twice the largest one so far.
 
-    A lookup is faster than computing the angles. And computed angles would depend on the other
-    positions of the step, in their last bits.
+    A lookup is faster than a computation, and the last bits of computed angles would depend on the
+    other positions of the step.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -465,7 +465,7 @@ def _static_fields(static: StaticKv | None) -> dict[str, int]:
 
 
 class _Results:
-    """Memory for a step's results. It is reused, because the system would have to find and zero
+    """Memory for a step's results. It is reused; otherwise the system would allocate and zero
     megabytes in each step."""
 
     def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:

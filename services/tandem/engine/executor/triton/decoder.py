@@ -48,7 +48,7 @@ from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 
 def _nothing() -> None:
-    """Does nothing; the default for steps whose KV nothing waits for."""
+    """Does nothing; the default if no caller waits for the KV."""
 
 
 class TritonDecoder:
@@ -172,7 +172,8 @@ class TritonDecoder:
         return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
 
     def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
-        """Returns delta after its norm and multiplier, as it is added to the residual stream."""
+        """Returns delta after its norm and the residual multiplier, ready to be added to the
+        residual stream."""
         if post_norm is not None:
             delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
         multiplier = self._config.multipliers.residual

@@ -35,7 +35,7 @@ class LatentAttention:
     def attend(
         self, projected: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
     ) -> torch.Tensor:
-        """Returns the values that heads attended to, [T, heads * value].
+        """Returns the attention output mapped to values, [T, heads * value].
 
         `projected` has the queries or their latent, and the tokens' KV, side by side.
         `on_kv_launched` is called when the kernels that write the KV are in the stream.

@@ -94,7 +94,8 @@ class _TritonStepLora:
 
 
 def _fields(layer: LoraLayer) -> list[list[list[int]]]:
-    """Returns the fields by which kernels find the parts of each product."""
+    """Returns the addresses and sizes of each product's parts for the kernels,
+    [products][parts][5]."""
     products = []
     for name in _PRODUCTS:
         parts = [part_fields(part) for part in getattr(layer, name)]

@@ -119,7 +119,8 @@ def make_layers(
                 short = short.replace("mlp.", SHARED_MLP)
             if (found := factors(f"model.layers.{layer}.{short}")) is not None:
                 a, b = found
-                if product == "qkv" and order is not None:  # in the row order of a fused matrix
+                # the rows of a fused matrix are reordered
+                if product == "qkv" and order is not None:
                     b = b[order]
                 elif short in rotated:
                     b = rotated[short].in_halves(b)

@@ -1,4 +1,4 @@
-"""A CUDA device for tiers: streams beside the engine's, events, and pinned host memory.
+"""A CUDA device for tiers: streams separate from the engine's, events, and pinned host memory.
 
 A copy waits for an event on the engine's stream, and the host waits for an event after the copy. So
 the engine submits no step that reads a block before its copy is known to be done.

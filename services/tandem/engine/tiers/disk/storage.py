@@ -109,8 +109,8 @@ class DiskStorage(Storage):
         return [self._lost.get_nowait() for _ in range(self._lost.qsize())]
 
     def _find_lost(self) -> None:
-        """Checks whether the file was truncated from outside, so that all slots beyond its end have
-        lost their bytes.
+        """Checks whether another process has truncated the file. All slots beyond its end have lost
+        their bytes then.
 
         Raises OSError.
         """

@@ -4,7 +4,7 @@
 
 A worker knows the blocks that it wrote or found. It keeps no list of the blocks of others, and
 reads none when it starts, because a store may have millions. Instead it looks up each prompt; for a
-prompt that nobody stored this is a single short request. A prompt waits only for a small fraction
+prompt that is not stored this is a single short request. A prompt waits only for a small fraction
 of its compute time. A later result helps the next prompt.
 """
 
@@ -77,7 +77,7 @@ class Lookups:
         self._num_in_flight = 0
         self._current: _Lookup | None = None  # the look-up whose result is being added
         self._unadded: deque[tuple[TierGroup, list[Entry]]] = deque()
-        self._rate = LoadRate()  # duration of a look-up
+        self._rate = LoadRate()  # measured duration of look-ups
 
     @property
     def are_on(self) -> bool:

@@ -112,7 +112,7 @@ class ObjectStorage(Storage):
         if not self._has(block_hashes[first]):
             return first
         low = first + 1  # lower bound of the result
-        high = len(block_hashes)  # upper bound
+        high = len(block_hashes)  # upper bound of the result
         while low < high:
             step = -(-(high - low) // (_AT_ONCE + 1))
             probes = [*range(low + step, high, step), high][:_AT_ONCE]

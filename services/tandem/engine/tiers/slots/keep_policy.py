@@ -119,11 +119,8 @@ class MostValuable:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Counts each block as used as often as it was to be accepted, because later uses are
-        unknown.
-
-        A block that several KV groups have is counted once.
-        """
+        """Counts for each block the uses that it needs to be accepted, because its actual uses are
+        unknown. A block that several KV groups have is counted once."""
         new = [each for each in block_hashes if not self._sketch.estimate(each)]
         self._sketch.add(new, _KEPT_USES)
 
@@ -144,8 +141,8 @@ class MostValuable:
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
 
     def _growth(self, rate: PrefillRate) -> float:
-        """Returns the relative growth of a block's compute time with each block before it, compared
-        to a chain's first block."""
+        """Returns the increase of a block's compute time per block before it, relative to the
+        compute time of a chain's first block."""
         size = self._block_size
         context_s = rate.token_context_s
         first_s = rate.token_s + context_s * (size - 1) / 2 or context_s  # per token

@@ -82,7 +82,7 @@ class SlotPool(BlockPool):
         return entry
 
     def adopt(self, slot: int, entry: Entry) -> bool:
-        """Makes a slot that was written findable.
+        """Caches a slot that was written, so that its block can be found.
 
         Returns False, and frees the slot, if the tier lacks the block's parent or another slot has
         the block.
