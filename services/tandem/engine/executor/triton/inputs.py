@@ -125,8 +125,8 @@ def _in_order(batch: StepBatch) -> list[SequenceSlice]:
 class DecodeRows:
     """The host array of a decode step with a fixed number of rows, kept between steps.
 
-    Most of the array is block tables, which rarely change. Entries that equal those of the previous step
-    are not written again.
+    Most of the array is block tables, which rarely change. Entries that equal those of the previous
+    step are not written again.
     """
 
     def __init__(self, array: torch.Tensor, shape: StepShape) -> None:
