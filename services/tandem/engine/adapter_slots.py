@@ -43,7 +43,7 @@ class AdapterRunner(Protocol):
 
 class AdapterState(Enum):
     LOADED = "loaded"
-    LOADING = "loading"  # it is being read
+    LOADING = "loading"  # its files are being read
     NO_SLOT = "no_slot"  # all slots are in use
 
 

@@ -133,7 +133,7 @@ class ModelRunner:
         self._large: NativeDecoder | TorchSteps | TritonSteps
         self._triton: TritonSteps | None = None
         if kernels == "triton":
-            # imported lazily, because Triton is not installed on every machine
+            # Imported here, because Triton is not installed on every machine.
             from tandem.engine.executor.triton.steps import TritonSteps
 
             self._small = self._large = self._triton = TritonSteps(
@@ -269,8 +269,8 @@ class ModelRunner:
 
 def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
     if kv_dtype == "int4":
-        # imported lazily, because it imports a tokenizer, which GPU benchmarks need not have
-        # installed
+        # Imported here, because it imports a tokenizer, which need not be installed for GPU
+        # benchmarks.
         from tandem.engine.executor.kv_calibration import key_channels
 
         return key_channels(folder)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _AHEAD = 16  # maximum number of reads of a load in flight
 # Read errors that may be temporary: a busy device, or a path to it that was just changed. A second
-# try costs less than computing the block and all blocks after it.
+# try costs less than computing the block and all blocks before it.
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO})
 
 

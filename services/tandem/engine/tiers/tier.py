@@ -155,7 +155,7 @@ class Tier:
             )
             for storage, group in zip(storages, layout.groups, strict=True)
         ]
-        self.rate = LoadRate()  # for one block in every group
+        self.rate = LoadRate()  # measured for one block in every group together
         self.paused_until = 0.0  # no write starts before this time of the tiers' clock
         self.num_written = 0
         self.num_loaded = 0

@@ -36,7 +36,8 @@ class KvGroup:
     """Layers with the same rule, and the layout of their pool."""
 
     layers: tuple[int, ...]  # indices of the model's layers, ascending
-    window: int | None  # tokens that a token sees, including itself; None: all tokens before it
+    # number of tokens that a token sees, including itself; None: all tokens before it
+    window: int | None
     layout: BlockLayout
     num_first: int = 0  # number of first tokens that every token sees besides the window
 

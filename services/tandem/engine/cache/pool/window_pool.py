@@ -24,7 +24,7 @@ _PASSED = 1 << 62
 class WindowPool(BlockPool):
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         super().__init__(num_blocks, report_tokens=report_tokens)
-        # of hashed blocks; empty for a chain's first block
+        # parent's hash of each hashed block, by block id; empty for a chain's first block
         self._parent_hashes: dict[int, bytes] = {}
 
     def release(self, block_table: Sequence[int]) -> None:

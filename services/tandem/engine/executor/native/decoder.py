@@ -69,7 +69,7 @@ _KV_KINDS = {
     "k8v4": Kind.I8_I4,
     "int4": Kind.I4,
 }
-# by the dtype of the rotated keys
+# kinds of latent KV rows by the dtype of the rotated keys
 _LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}
 _ANGLES_MIN = 2048  # smallest number of positions in the angle table
 

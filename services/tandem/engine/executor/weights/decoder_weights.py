@@ -65,7 +65,7 @@ class LayerWeights:
     q_norm: torch.Tensor | None = None  # [head_dim], or [all heads * head_dim]
     k_norm: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [heads]: attention scores that have no key
-    # with it, `qkv` computes queries or their latent, and a token's KV
+    # if set, `qkv` computes queries or their latent, and a token's KV
     latent: LatentWeights | None = None
 
 

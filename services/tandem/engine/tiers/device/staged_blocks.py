@@ -16,8 +16,8 @@ from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event
 from tandem.engine.tiers.storage import Bytes
 
 RING_BYTES = 64 << 20  # bytes of one channel's ring
-RING_MIN = 2  # in buffers
-RING_MAX = 16  # in buffers
+RING_MIN = 2  # smallest number of buffers in a ring
+RING_MAX = 16  # largest number of buffers in a ring
 
 
 class Stream(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
 
-REQUEST_S = 2.0  # a load without a new block for longer is cancelled anyway
+REQUEST_S = 2.0  # limit on a request; a load that gets no block for longer is cancelled anyway
 _CONNECT_S = 1.0
 _FIELDS = {
     "aws_access_key_id": "access_key_id",

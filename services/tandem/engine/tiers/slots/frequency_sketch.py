@@ -43,7 +43,7 @@ class FrequencySketch:
         self._width = width
         self._half_life = _HALF_LIFE * max(num_blocks, 16)
         self._weight_log2 = 0.0  # log2 of the weight that a current use adds to cells
-        self._scale_log2 = 0.0  # the factor by which the cells have been scaled down
+        self._scale_log2 = 0.0  # log2 of the factor by which the cells have been scaled down
 
     def add(self, block_hashes: Sequence[bytes], num_uses: int = 1) -> None:
         """Counts `num_uses` uses of each of these blocks, which must be distinct."""

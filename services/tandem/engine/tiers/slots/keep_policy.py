@@ -145,7 +145,8 @@ class MostValuable:
         compute time of a chain's first block."""
         size = self._block_size
         context_s = rate.token_context_s
-        first_s = rate.token_s + context_s * (size - 1) / 2 or context_s  # per token
+        # seconds per token of a chain's first block
+        first_s = rate.token_s + context_s * (size - 1) / 2 or context_s
         return size * context_s / first_s if first_s else 0.0
 
 
