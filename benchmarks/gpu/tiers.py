@@ -40,7 +40,7 @@ class HostTier:
         after = self._blocks.mark()
         writes = []
         for block_id in range(self._num_blocks):
-            target = Target(0, self._storage, [block_id], is_mended=False)
+            target = Target(0, self._storage, [block_id], is_rewrite=False)
             entry = Entry(block_id.to_bytes(16, "little"), b"")
             write = Write(block_id, entry, after, [target], 0, lambda *_: None)
             writes.append((write, target))
@@ -64,7 +64,7 @@ class HostTier:
             after=self._blocks.mark(),
             clock=time.perf_counter,
             on_end=lambda _: None,
-            go_on=lambda *_: None,
+            continue_in=lambda *_: None,
         )
         load()
         if load.num_read != len(parts):
@@ -83,12 +83,14 @@ def measure_tiers(bench: Bench, steps: TritonSteps, pools: list[KvPool]) -> None
     else:
         blocks = BlocksInPlace(memory.numpy())
     pages = blocks.host_pages(num_bytes)
-    print(f"host memory is {'pinned' if pages.is_reached else 'not pinned'}")
+    print(f"host memory is {'pinned' if pages.is_device_accessible else 'not pinned'}")
     out_s, in_s = copy_seconds(bench, memory[:num_blocks])
     what = f"{num_bytes / 1e6:,.0f} MB of blocks"
     tiers = {
         "straight": HostTier(blocks, pages, block_bytes),
-        "by buffers": HostTier(blocks, HostPages(pages.data, is_reached=False), block_bytes),
+        "by buffers": HostTier(
+            blocks, HostPages(pages.data, is_device_accessible=False), block_bytes
+        ),
     }
     for how, tier in tiers.items():
         check_bytes(tier, memory, num_blocks, first)

@@ -87,7 +87,7 @@ class Pool(BlockPool):
         for leaf in sorted(lost, key=lambda number: self._blocks[number].last_used)[:LEAVES]:
             self._tried.add(leaf)
             for block_id in self.chain(leaf):
-                block_hash, _ = self.names_of(block_id)
+                block_hash, _ = self.hashes_of(block_id)
                 if self._blocks[block_id].copy is Copy.LOST and self._policy.takes(block_hash):
                     self._set_copy(block_id, Copy.NONE)
                     self._unwritten[block_id] = None
@@ -104,7 +104,7 @@ class Pool(BlockPool):
         leaves = next(each for half in self._cached._leaves for each in half.values() if each)
         leaf = leaves.oldest()
         assert leaf is not None
-        block_hash, _ = self.names_of(leaf)
+        block_hash, _ = self.hashes_of(leaf)
         self._tried.discard(leaf)
         copy = super()._evict()
         if copy in (Copy.NONE, Copy.LOST):
@@ -211,9 +211,9 @@ class Replay:
                 self._running.remove(running)
         self._pool.rescue()
         for _ in range(TURNS):
-            if not self._tiers.has_news:
+            if not self._tiers.has_results:
                 break
-            self._tiers.turn()
+            self._tiers.settle()
             self._tiers.write()
             self._tiers.take_events()
         self._writer.step()

@@ -118,8 +118,8 @@ class OwnTier:
                 pool.pin(b"", 1, request.blocks, request.at + PIN_S)
 
     def settle(self) -> None:
-        while self._tiers.has_news:
-            self._tiers.turn()
+        while self._tiers.has_results:
+            self._tiers.settle()
             self._tiers.write()
             self._tiers.take_events()
 

@@ -1,12 +1,13 @@
-"""The LoRA adapters in an engine's memory: a bounded number, read when a sequence wants one.
+"""The LoRA adapters in an engine's memory. Their number is bounded, and each is read when a
+sequence needs it.
 
-    absent --wanted, and a slot is free or idle--> loading --settle--> loaded
-      ^ ^                                             `--> failed, for a while
-      | '------ idle the longest, and its slot is wanted --------'
+    absent --needed, and a slot is free or idle--> loading --settle--> loaded
+      ^ ^                                             `--> failed, for FAILED_S
+      | '------ least recently used, and its slot is needed -----'
 
-A slot is in use while a sequence that was admitted wants its adapter, and is never taken then. The
-files are read in a thread, beside the steps; `settle`, between two steps, hands over what is read.
-If reading hangs, the process ends.
+A slot is in use while an admitted sequence needs its adapter; it is not evicted then. A thread
+reads the files while the engine steps, and `settle` installs the adapters between two steps. If
+reading hangs, the process ends.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tandem.errors import AdapterUnavailable, TandemError
 
 log = logging.getLogger(__name__)
 
-READ_DEADLINE_S = 120.0  # a process that reads an adapter for longer ends itself
-FAILED_S = 30.0  # so long an adapter that could not be read is refused without another try
+READ_DEADLINE_S = 120.0  # a process whose read of an adapter takes longer ends itself
+FAILED_S = 30.0  # for this time, an adapter that could not be read is refused without another try
 
 
 class AdapterRunner(Protocol):
-    """Reads and keeps adapters for steps. Only `load_adapter` may run beside a step."""
+    """Reads adapters and keeps them for the steps. Only `load_adapter` may run during a step."""
 
     def load_adapter(self, adapter: Adapter) -> Any: ...
 
@@ -40,14 +41,14 @@ class AdapterRunner(Protocol):
     def drop_adapter(self, digest: str) -> None: ...
 
 
-class Answer(Enum):
+class AdapterState(Enum):
     LOADED = "loaded"
-    AWAITED = "awaited"  # it is being read
-    FULL = "full"  # all slots are in use
+    LOADING = "loading"  # its files are being read
+    NO_SLOT = "no_slot"  # all slots are in use
 
 
 class AdapterSlots:
-    """The places in memory for an engine's adapters. With `num_slots` 0 all are refused."""
+    """The slots for an engine's adapters. With `num_slots` 0, every adapter is refused."""
 
     def __init__(
         self,
@@ -61,7 +62,8 @@ class AdapterSlots:
         self._num_slots = num_slots
         self._rank_max = rank_max
         self._clock = clock
-        self._loaded: OrderedDict[str, None] = OrderedDict()  # digests, the last used last
+        # Digests, the most recently used last.
+        self._loaded: OrderedDict[str, None] = OrderedDict()
         self._reading: dict[str, tuple[Adapter, Future[Any]]] = {}
         self._failed: dict[str, tuple[float, AdapterUnavailable]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -73,7 +75,7 @@ class AdapterSlots:
 
     @property
     def failed(self) -> list[str]:
-        """Digests of those that could not be read of late."""
+        """Digests of adapters whose last read failed less than FAILED_S ago."""
         self._forget_failed()
         return list(self._failed)
 
@@ -82,12 +84,12 @@ class AdapterSlots:
         return bool(self._reading)
 
     @property
-    def has_news(self) -> bool:
-        """True if `settle` would do something."""
+    def has_results(self) -> bool:
+        """True if `settle` has an adapter to install or an error to return."""
         return any(future.done() for _, future in self._reading.values())
 
     def check(self, adapter: Adapter | None) -> None:
-        """Raises AdapterUnavailable for one that can have no slot here."""
+        """Raises AdapterUnavailable if the adapter cannot be loaded on this worker."""
         if adapter is None:
             return
         if not self._num_slots:
@@ -101,26 +103,29 @@ class AdapterSlots:
         if (failed := self._failed.get(adapter.digest)) is not None:
             raise failed[1]
 
-    def want(self, adapter: Adapter, in_use: Callable[[], Collection[str]]) -> Answer:
-        """Says whether an adapter is loaded, and has it read if there is a slot. `in_use` returns
-        the digests whose slots may not be taken."""
+    def request(self, adapter: Adapter, in_use: Callable[[], Collection[str]]) -> AdapterState:
+        """Returns the state of an adapter, and starts to read it if a slot is free or idle.
+
+        `in_use` returns the digests of the adapters that must not be evicted.
+        """
         digest = adapter.digest
         if digest in self._loaded:
             self._loaded.move_to_end(digest)
-            return Answer.LOADED
+            return AdapterState.LOADED
         if digest in self._reading:
-            return Answer.AWAITED
+            return AdapterState.LOADING
         if len(self._loaded) + len(self._reading) >= self._num_slots and not self._evict(in_use()):
-            return Answer.FULL
+            return AdapterState.NO_SLOT
         self._reading[digest] = adapter, self._thread.submit(self._read, adapter)
-        return Answer.AWAITED
+        return AdapterState.LOADING
 
     def _read(self, adapter: Adapter) -> Any:
         with hang_limit(READ_DEADLINE_S):
             return self._runner.load_adapter(adapter)
 
     def settle(self) -> dict[str, AdapterUnavailable]:
-        """Takes in what was read; returns the errors of those that cannot be, by digest."""
+        """Installs the adapters that were read. Returns the errors of those that failed, by
+        digest."""
         errors = {}
         for digest, (adapter, future) in list(self._reading.items()):
             if not future.done():
@@ -134,7 +139,7 @@ class AdapterSlots:
                 log.warning(
                     "the adapter %s of %s cannot be loaded: %s", adapter.name, adapter.path, why
                 )
-                # A client gets the error, and no path of this machine.
+                # The client gets the error without a path of this machine.
                 why = why.replace(str(Path(adapter.path).expanduser()), "its folder")
                 failed = AdapterUnavailable(f"the adapter {adapter.name!r} cannot be loaded: {why}")
                 self._failed[digest] = self._clock() + FAILED_S, failed
@@ -142,7 +147,7 @@ class AdapterSlots:
         return errors
 
     def _evict(self, in_use: Collection[str]) -> bool:
-        """Frees the slot that is idle the longest; returns whether there was one."""
+        """Evicts the least recently used idle adapter. Returns False if all are in use."""
         idle = next((digest for digest in self._loaded if digest not in in_use), None)
         if idle is None:
             return False

@@ -1,9 +1,10 @@
-"""One model, its KV pool and its sequences, moved on by `step`: schedule, run, postprocess.
+"""The engine: one model, its KV pool and its sequences. Each call of `step` schedules, runs the
+model once and processes the results.
 
-Synchronous; knows no network, no asyncio, no Redis and no Ray. Everything that happens, also
-between steps, comes out in the next `StepReport`. While `has_work` is False, only a call from
-outside changes that. The states of a sequence are in sequence.py, of a block in
-cache/pool/block_pool.py.
+The engine is synchronous. It knows no network, no asyncio, no Redis and no Ray. Every event, also
+one between two steps, is in the next `StepReport`. While `has_work` is False, only a call from
+outside can change that. sequence.py lists the states of a sequence, and cache/pool/block_pool.py
+those of a block.
 """
 
 import time
@@ -47,8 +48,11 @@ class Engine:
         compiler: GrammarCompiler | None = None,
         start_thread: Callable[[str], JobThread] = IoThread,
     ) -> None:
-        """Allocates the KV pool. Without `compiler` grammars are refused. `start_thread` starts the
-        threads of the tiers below the pool. Raises ConfigError."""
+        """Allocates the KV pool.
+
+        Without `compiler`, sequences with a grammar are refused. `start_thread` starts the threads
+        of the tiers below the pool. Raises ConfigError.
+        """
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
         self.layout = divide_pool(runner.layout, config, step_tokens=self.max_tokens_per_step)
@@ -70,7 +74,8 @@ class Engine:
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
-        # Each decodes a token in every step, and one is left for a prompt.
+        # Each running sequence decodes one token per step; one token of the budget is left for a
+        # prompt.
         max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))
         self._scheduler = Scheduler(
             self._kv,
@@ -88,16 +93,16 @@ class Engine:
         self._steps = count(1)
 
     def step(self, on_final: OnFinal | None = None) -> StepReport:
-        """Runs the model once and answers all that happened since the step before.
+        """Runs the model once and returns all events since the last step.
 
-        Blocks that consumers wait for go to `on_final` as soon as they are final, before the
-        tokens; without it they are in the report.
+        `on_final` receives the final blocks that consumers wait for as soon as they are final,
+        before the step's tokens are reported. Without it, these blocks are in the report.
         """
         started = time.perf_counter()
         work = StepWork()
         self._settle_adapters()
-        self._tiers.turn()
-        self.kept.turn()
+        self._tiers.settle()
+        self.kept.expire()
         loaded = self._settle_loads()
         for sequence, error in self._scheduler.find_late():
             self._fail(sequence, error)
@@ -106,11 +111,12 @@ class Engine:
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
-            self._scheduler.loads.use(sequence)  # before tiers look again at its cached blocks
+            # The uses must count before the tiers look at its cached blocks again.
+            self._scheduler.loads.use(sequence)
             self._pending.admitted(sequence)
         self._tiers.write()
-        self._pending.tell_final(on_final)
-        # Peers wait for what admission found out: tell them first, compute in the next step.
+        self._pending.report_final(on_final)
+        # Peers wait for the result of admission: report it now and compute in the next step.
         if schedule.chunks and not self._pending.starts_a_transfer:
             self._run(schedule, on_final)
             work = schedule.work
@@ -121,7 +127,8 @@ class Engine:
     def add(self, spec: SequenceSpec) -> None:
         """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits, QueueFull or Overloaded.
 
-        One that is over already (a moved one, whose last token ended it) is reported as such.
+        A sequence whose last token already ends it, such as a migrated one, is reported as
+        finished.
         """
         self._check_new(spec.sequence_id)
         self._new_sequences.check(spec)
@@ -131,14 +138,16 @@ class Engine:
         self._enter(sequence)
 
     def start_local_prefill(self, sequence_id: str) -> None:
-        """Computes a WAITING_FOR_REMOTE_KV sequence here after all; no block of it is filled."""
-        self._scheduler.start_here(self._sequences.awaiting_all(sequence_id))
+        """Lets this engine compute a WAITING_FOR_REMOTE_KV sequence of which no block was
+        filled."""
+        self._scheduler.start_local(self._sequences.awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
-        """Gives up pulled KV: the sequence waits again with `spec`, by its age at the queue's head.
+        """Discards pulled KV and queues the sequence again with `spec`, ordered by its first
+        arrival.
 
-        `unsafe_blocks` are its blocks that a read may still write; they are quarantined. Raises as
-        `add` does, except QueueFull; the sequence is gone then.
+        `unsafe_blocks` are blocks of the sequence that a read may still write; they are
+        quarantined. Raises the errors of `add` except QueueFull; the sequence is removed then.
         """
         old = self._sequences.find(spec.sequence_id)
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
@@ -152,13 +161,15 @@ class Engine:
         self._enter(new)
 
     def commit(self, sequence_id: str, first_token_id: int, sums: Iterable[float] = ()) -> None:
-        """Moves a WAITING_FOR_REMOTE_KV sequence, whose KV is all in place and trusted, to decode.
+        """Moves a WAITING_FOR_REMOTE_KV sequence, whose KV is complete and trusted, to decode.
 
-        The first token, and sums of its blocks, came in `Prefilled`. The client has it already: it
-        is not reported again, only an end that it may bring."""
+        `first_token_id`, and the attention sums of its blocks, come from the producer's
+        `Prefilled`. The client already has the first token, so it is not reported again; if it ends
+        the sequence, the end is reported.
+        """
         sequence = self._sequences.awaiting_all(sequence_id)
         sequence.advance(sequence.num_missing_tokens)
-        sequence.tables.take_sums(sequence.num_tokens, list(sums))
+        sequence.tables.set_sums(sequence.num_tokens, list(sums))
         self._store_full_blocks(sequence)
         sequence.append(first_token_id)
         if not self._end_if_over(sequence):
@@ -167,12 +178,13 @@ class Engine:
     def continue_prefill(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
     ) -> None:
-        """The first `num_blocks` blocks of a sequence that awaits its prefix are in place and
-        trusted; the rest is computed here. With the cached ones only, nothing came.
+        """Continues a sequence that awaits its prefix: its first `num_blocks` blocks are filled and
+        trusted, and this engine computes the rest. If `num_blocks` is the number of cached blocks,
+        no block was pulled.
 
-        `unsafe_blocks` are own blocks after them that a read may still write; they are quarantined,
-        and others take their place. Raises QueueFull when there are none, and InternalError for
-        blocks that cannot be trusted; the sequence is gone then.
+        `unsafe_blocks` are the sequence's own blocks after these that a read may still write; they
+        are quarantined and replaced. Raises QueueFull if no blocks are free to replace them, and
+        InternalError for blocks that cannot be trusted; the sequence is removed then.
         """
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
@@ -190,9 +202,9 @@ class Engine:
             self._drop(sequence, unsafe_blocks)
             raise
         if is_short:
-            self._scheduler.begin_again(sequence, unsafe_blocks)
+            self._scheduler.restart_local(sequence, unsafe_blocks)
             return
-        # At least the last token is computed, whatever came.
+        # At least the last token is computed, even if all blocks are filled.
         sequence.take_prefix(min(num_blocks, len(sequence.reusable_hashes)))
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
@@ -202,44 +214,53 @@ class Engine:
     def pin_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
-        """Keeps what is cached of a chain for a consumer until `remove`: reported at once."""
+        """Holds the cached blocks of a chain for a consumer until `remove`. The next report has
+        them."""
         self._check_chain(sequence_id)
         self._peer_blocks.pin_prefix(sequence_id, block_hashes, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """Takes blocks for a chain that comes from outside, until `commit_import` or `remove`. It
-        evicts nothing: the chain is cut short where no FREE block is left."""
+        """Reserves blocks for a chain whose KV comes from a peer, until `commit_import` or
+        `remove`.
+
+        It evicts nothing: the chain is cut where no FREE block is left.
+        """
         self._check_chain(sequence_id)
         self._peer_blocks.import_blocks(sequence_id, block_hashes)
 
     def commit_import(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
     ) -> None:
-        """The first `num_blocks` blocks of an imported chain are in place and trusted: they are
-        cached from now on, and the chain is gone."""
+        """Caches the first `num_blocks` blocks of an imported chain, which are filled and trusted,
+        and removes the chain."""
         self._peer_blocks.commit(sequence_id, num_blocks, unsafe_blocks)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Hashes of the chains used last, root to leaf; `blocks_max` different blocks at most."""
+        """Returns the hashes of the most recently used chains, each from root to leaf, with at most
+        `blocks_max` distinct blocks in all."""
         return self._kv.hot_prefixes(blocks_max)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Hashes held here from `first` on and before `end`; empty `end`: to the last."""
+        """Returns the cached block hashes h with `first` <= h < `end`; an empty `end` means no
+        upper bound."""
         return self._kv.block_hashes(first, end)
 
     def tier_block_hashes(self, tier: str, first: bytes, end: bytes) -> list[bytes]:
-        """Hashes that a tier can give back, as `block_hashes`; none of a tier that is not here."""
+        """Returns the hashes that a tier can load, in the same range as `block_hashes`; empty if
+        there is no such tier."""
         return self._tiers.block_hashes(tier, first, end)
 
     def reset_prefix_cache(self) -> int:
-        """Drops blocks that nobody uses, and copies in tiers; returns how many blocks."""
+        """Drops all unreferenced cached blocks and all copies in tiers; returns the number of
+        blocks dropped from the pool."""
         self._tiers.reset()
         return self._kv.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
-        """Ends a sequence or chain in any state and frees its blocks; an unknown one is no error.
+        """Ends a sequence or chain in any state and frees its blocks. An unknown id is no error.
 
-        It is not heard of again, also when it just ended and that was not reported yet."""
+        Nothing more is reported about it, also if it just ended and its end was not reported yet.
+        """
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
         elif sequence_id in self._peer_blocks:
@@ -247,32 +268,39 @@ class Engine:
         self._pending.forget(sequence_id)
 
     def return_waiting(self, sequence_ids: Collection[str], count: int) -> None:
-        """Ends at most `count` of these sequences, the oldest first, of which nothing was begun and
-        which wait for a running slot, blocks or other prompts. Each is reported as failed."""
+        """Ends at most `count` of these sequences, the oldest first, so that the router can place
+        them on another worker.
+
+        It takes only those of which nothing is computed yet and that wait for a running slot,
+        blocks or other prompts. Each one is reported as failed.
+        """
         for sequence in self._scheduler.returnable(sequence_ids)[:count]:
             self._fail(sequence, Returned("it would wait here for others"))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees quarantined blocks that no read writes any more."""
+        """Frees quarantined blocks that no read can write any more."""
         self._kv.unquarantine(block_ids)
 
     def block_ids(self, sequence_id: str) -> list[int]:
-        """The block table of a sequence or chain; while KV is awaited it stays as it is."""
+        """Returns the block ids of a sequence or chain. They do not change while it awaits KV."""
         if sequence_id in self._peer_blocks:
             return self._peer_blocks.block_ids(sequence_id)
         return self._kv.global_ids(self._sequences.find(sequence_id).tables)
 
     def has_work(self) -> bool:
-        has_news = self._pending.has_news or self._kv.has_events or self._adapters.has_news
-        return has_news or self._tiers.has_news or self._scheduler.has_work()
+        has_events = self._pending.has_events or self._kv.has_events or self._adapters.has_results
+        return has_events or self._tiers.has_results or self._scheduler.has_work()
 
     def awaits_threads(self) -> bool:
-        """Returns True while threads make a grammar or an adapter, or move blocks of a tier:
-        `has_work` may turn True then. Only a tier's threads tell when they have done a job."""
+        """Returns True while threads compile a grammar, read an adapter or move blocks of a tier.
+
+        `has_work` may turn True when they finish. Only the threads of tiers wake the engine then.
+        """
         return self.awaits_silent_threads() or self._tiers.is_busy
 
     def awaits_silent_threads(self) -> bool:
-        """Returns True while threads make a grammar or an adapter."""
+        """Returns True while threads that do not wake the engine compile a grammar or read an
+        adapter."""
         return self._scheduler.awaits_threads()
 
     def load(self) -> WorkerLoad:
@@ -284,14 +312,15 @@ class Engine:
         return measure_stats(sequences, self._kv, self._adapters, self._tiers, self.kept)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError naming what is wrong with the blocks or the queues."""
+        """Raises AssertionError if blocks or queues are inconsistent, and says how."""
         tables = [s.tables for s in self._sequences.values()]
         self._kv.check_integrity([*tables, *self._peer_blocks.tables])
         self._scheduler.check_integrity(self._sequences.values())
         self._tiers.check_integrity()
 
     def close(self) -> None:
-        """Ends the tiers' threads, which first write what has no copy, for a few seconds."""
+        """Ends the threads of the tiers. They first write blocks without a copy, for a few seconds
+        at most."""
         self._tiers.close()
 
     def _enter(self, sequence: Sequence) -> None:
@@ -302,7 +331,8 @@ class Engine:
     def _end_if_over(
         self, sequence: Sequence, *new_token_ids: int, logprobs: TokenLogprobs | None = None
     ) -> bool:
-        """Reports the new tokens; drops the sequence if the last of all its tokens ended it."""
+        """Reports the new tokens, and drops the sequence if its last token ends it. Returns True if
+        it ended."""
         reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
         if reason or new_token_ids:
             self._pending.tokens(sequence, list(new_token_ids), reason, logprobs)
@@ -311,7 +341,8 @@ class Engine:
         return bool(reason)
 
     def _settle_loads(self) -> list[Sequence]:
-        """Returns sequences whose admission is told now that their loads ended."""
+        """Handles finished and stalled loads. Returns the sequences whose admission is reported
+        now."""
         loaded = []
         for load in self._tiers.take_ended():
             sequence = self._sequences[load.sequence_id]
@@ -325,7 +356,7 @@ class Engine:
             elif sequence.mode is Mode.PREFILL_ONLY:
                 self._pending.final_blocks(sequence)
         for name in self._scheduler.loads.find_slow(self._scheduler.loading):
-            self._scheduler.compute_instead(self._sequences[name], self._tiers.give_up(name))
+            self._scheduler.compute_instead(self._sequences[name], self._tiers.cancel_load(name))
         return loaded
 
     def _settle_adapters(self) -> None:
@@ -336,8 +367,10 @@ class Engine:
                 self._fail(sequence, errors[adapter.digest])
 
     def _settle_masks(self) -> list[GrammarMatcher]:
-        """Returns the masks that are late; their sequences skip the next step. Begins those that
-        are made before their sequences join one."""
+        """Returns the matchers whose masks are late; their sequences skip the next step.
+
+        It also starts the masks that must be ready before their sequence's last token is computed.
+        """
         late = []
         for sequence in list(self._scheduler.running):
             grammar = sequence.grammar
@@ -346,7 +379,7 @@ class Engine:
             if sequence.needs_mask_first:
                 self._grammars.begin(grammar)
             elif sequence.awaits_mask and (error := grammar.skip()):
-                self._fail(sequence, _cannot_go_on(error))
+                self._fail(sequence, _grammar_error(error))
                 continue
             if sequence.awaits_mask:
                 late.append(grammar)
@@ -360,21 +393,23 @@ class Engine:
         def on_kv_written() -> None:
             for chunk in schedule.chunks:
                 self._scheduler.computed(chunk)
-                # If its mask is late, the last token will be computed again.
+                # If the mask is late, the last token is computed again.
                 may_be_late = chunk.samples and chunk.sequence.grammar is not None
                 self._count(chunk.sequence, chunk.num_tokens - may_be_late)
-            self._pending.tell_final(on_final)
+            self._pending.report_final(on_final)
 
-        # Only a peer is told of KV before the step ends; else the device is waited for just once.
+        # Only a peer needs to know before the step ends that KV is written; otherwise one wait for
+        # the device at the end is enough.
         is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
         sampler = StepSampler(schedule.chunks)
         wait_until = time.perf_counter() + MASK_WAIT_S
         self._grammars.start(sampler.grammars)
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
         self._grammars.wait(wait_until)
-        sampler.leave_out_late()
+        sampler.skip_late()
         sampled = sampler.run(self._runner, logits)
-        # A peer may write what is freed now: nothing may read it any more. Tokens came last.
+        # Blocks that are freed below may be written by a peer, so the device must have read them.
+        # Sampled tokens imply that: they are copied from the device last.
         if logits.is_cuda and not sampled:
             torch.cuda.current_stream(logits.device).synchronize()
         if not is_awaited:
@@ -387,17 +422,21 @@ class Engine:
             self._advance(sequence, token_id, logprobs)
 
     def _count(self, sequence: Sequence, num_tokens: int) -> None:
-        """Records that the KV of so many more tokens is in place. Stores a block before a consumer
-        hears of it: after that it is never swapped for a twin."""
+        """Records that the KV of `num_tokens` more tokens is in the pool, and caches the blocks
+        that are full now.
+
+        A block is cached before its consumer learns of it, because caching may replace it by an
+        equal cached block.
+        """
         sequence.advance(num_tokens)
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
 
     def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Handles the token that was sampled for a sequence of which nothing is missing."""
+        """Handles a token that was sampled for a sequence without missing tokens."""
         if sequence.grammar is not None and sequence.grammar.error:
-            self._fail(sequence, _cannot_go_on(sequence.grammar.error))
+            self._fail(sequence, _grammar_error(sequence.grammar.error))
         elif sequence.mode is Mode.PREFILL_ONLY:
             self._scheduler.withdraw(sequence)
             sequence.status = Status.HELD
@@ -411,8 +450,8 @@ class Engine:
         self._scheduler.loads.use(sequence)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
-        """The one place where a sequence leaves the engine and its blocks are freed."""
-        unsafe_blocks = [*unsafe_blocks, *self._tiers.give_up(sequence.sequence_id)]
+        """Removes a sequence from the engine and frees its blocks. No other function does this."""
+        unsafe_blocks = [*unsafe_blocks, *self._tiers.cancel_load(sequence.sequence_id)]
         own = self._kv.global_ids(sequence.tables, sequence.num_stored_blocks)
         check_own(sequence.sequence_id, own, unsafe_blocks)
         del self._sequences[sequence.sequence_id]
@@ -422,7 +461,7 @@ class Engine:
         spec = sequence.spec
         self.kept.keep(spec.cache_salt, spec.retention, stored)
         self._scheduler.withdraw(sequence)
-        self._kv.give_back(sequence.let_go(), unsafe_blocks)
+        self._kv.release(sequence.release_tables(), unsafe_blocks)
 
     def _check_new(self, sequence_id: str) -> None:
         if sequence_id in self._sequences or sequence_id in self._peer_blocks:
@@ -454,28 +493,29 @@ class Engine:
         return report
 
 
-def _cannot_go_on(why: str) -> BadRequest:
+def _grammar_error(why: str) -> BadRequest:
     return BadRequest(f"its grammar cannot go on: {why}")
 
 
 class LiveSequences(dict[str, Sequence]):
-    """The sequences of one engine by their ids."""
+    """The sequences of one engine by id."""
 
     def find(self, sequence_id: str) -> Sequence:
-        """Raises InternalError for an unknown one."""
+        """Returns the sequence with this id. Raises InternalError if there is none."""
         if sequence_id not in self:
             raise InternalError(f"no sequence {sequence_id} is on this engine")
         return self[sequence_id]
 
     def awaiting(self, sequence_id: str) -> Sequence:
-        """Returns a sequence that awaits KV from outside. Raises InternalError if it does not."""
+        """Returns the sequence if it awaits KV from a peer. Raises InternalError if it does not."""
         sequence = self.find(sequence_id)
         if sequence.status is not Status.WAITING_FOR_KV:
             raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
         return sequence
 
     def awaiting_all(self, sequence_id: str) -> Sequence:
-        """Returns one that awaits all its KV, not a prefix only. Raises InternalError."""
+        """Returns the sequence if it awaits the KV of its whole prompt. Raises InternalError if it
+        does not."""
         sequence = self.awaiting(sequence_id)
         if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")

@@ -1,9 +1,9 @@
-"""Chains of blocks that clients want to find again, pinned in the KV pools and in the tiers.
+"""Chains of blocks that clients want to reuse, pinned in the KV pools and in the tiers.
 
-    sequence ends, or its router asks --keep--> pinned (cache/pins.py) --turn--> expired
+    sequence ends, or its router calls keep --> pinned (cache/pool/pins.py) --> expired
 
-The pool's pins are of blocks that are there. A tier's are of all of the chain: their copies may be
-on their way.
+In the pool only cached blocks can be pinned. In a tier all blocks of the chain are pinned, because
+their copies may still be in flight.
 """
 
 import time
@@ -20,7 +20,7 @@ from tandem.engine.types import PinStats
 
 class KeptChains:
     def __init__(self, kv: KvCache, tiers: Tiers, share: float) -> None:
-        """`share` is the part of each pool and tier that may be pinned, 0 to 1."""
+        """`share` is the fraction of each pool and tier that may be pinned, 0 to 1."""
         self._kv = kv
         self._tiers = tiers
         self.clock = time.monotonic
@@ -33,8 +33,12 @@ class KeptChains:
             pool.pins.capacity = int(share * pool.num_blocks)
 
     def keep(self, tenant: bytes, retention: Retention, block_hashes: Sequence[bytes]) -> Kept:
-        """Pins a chain for `pin_s` from now on, or its full blocks within `num_tokens`. `tenant` is
-        what its hashes are salted with. Tiers copy what windows need after it in any case."""
+        """Pins the full blocks of a chain within its first `num_tokens` tokens (0: all) for `pin_s`
+        seconds.
+
+        `tenant` is the salt of its hashes. In any case, tiers copy the blocks that windows need to
+        resume after the chain.
+        """
         self._kv.want_copies(block_hashes)
         if retention.num_tokens:
             block_hashes = block_hashes[: retention.num_tokens // self._kv.layout.block_size]
@@ -46,11 +50,11 @@ class KeptChains:
         is_refused = False
         for group, pool in zip(self._kv.layout.groups, self._kv.pools, strict=True):
             if group.window is None:
-                here = block_hashes[: len(pool.match(block_hashes))]
+                cached = block_hashes[: len(pool.match(block_hashes))]
             else:
-                here = [h for h in block_hashes if pool.find(h) is not None]
-            num_pinned = pool.pin(tenant, retention.weight, here, until)
-            is_refused |= num_pinned < len(here)
+                cached = [h for h in block_hashes if pool.find(h) is not None]
+            num_pinned = pool.pin(tenant, retention.weight, cached, until)
+            is_refused |= num_pinned < len(cached)
             if group.window is None:
                 depth = min(depth, num_pinned)
         resume = len(block_hashes) * self._kv.layout.block_size
@@ -63,14 +67,15 @@ class KeptChains:
             return Kept(depth, f"the tenant's share is {share} blocks")
         return Kept(depth, "" if depth == len(block_hashes) else "the others are not cached")
 
-    def turn(self) -> None:
-        """Ends the pins whose time is over."""
+    def expire(self) -> None:
+        """Ends the pins that have expired."""
         now = self.clock()
         for pool in self._all_pools:
             pool.expire_pins(now)
 
     def stats(self) -> list[PinStats]:
-        """Returns the pins of the KV pools together and of each tier, once there were any."""
+        """Returns the pins of the KV pools together and of each tier; a place that never had a pin
+        is left out."""
         found = []
         for place, pools in self._pools.items():
             if any(pool.pins.fates for pool in pools):

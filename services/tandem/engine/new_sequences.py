@@ -1,5 +1,5 @@
-"""Checks specs and makes sequences of them: with the root of their block hashes, their grammar and
-logit edits."""
+"""Checks specs and makes sequences from them, with the root of their block hashes, their grammar
+and their logit edits."""
 
 from functools import partial
 from itertools import count
@@ -17,7 +17,8 @@ from tandem.models.grammars.masks import GrammarMasks
 
 
 class NewSequences:
-    """Knows what the KV of all sequences of an engine depends on."""
+    """Makes the sequences of one engine. It knows everything that the KV of all of them depends
+    on."""
 
     def __init__(
         self,
@@ -50,15 +51,16 @@ class NewSequences:
 
     @property
     def identity(self) -> str:
-        """Names what the KV of all sequences depends on."""
+        """Hash of everything that the KV of all sequences depends on, in hex."""
         return self._root().hex()
 
     def make(self, spec: SequenceSpec, arrival: int | None = None) -> Sequence:
-        """Returns the sequence of a spec that `check` let pass. By default it arrives after all
-        others."""
+        """Returns the sequence of a spec that passed `check`. Without `arrival` it is the
+        youngest."""
         arrival = next(self._arrivals) if arrival is None else arrival
         salt = spec.cache_salt
-        if spec.kv_budget is not None:  # its hashes are no other sequence's: nothing is shared
+        # Its hashes must differ from those of all other sequences: its blocks are never shared.
+        if spec.kv_budget is not None:
             salt += f"#{arrival}".encode()
         root = self._root(cache_salt=salt, adapter=digest_of(spec.adapter))
         sequence = Sequence.from_spec(

@@ -1,11 +1,12 @@
-"""Chains of blocks that a peer reads or fills, known by their hashes alone: no tokens, no steps.
+"""Chains of blocks that a peer reads or fills. They are known by their hashes alone: no tokens, no
+steps.
 
-    hold  --> held: what is cached of a chain, for a consumer        --remove--> gone
-    import --> imported: a chain's blocks, to be filled from outside --commit--> gone, blocks CACHED
-                  `--remove--> gone, blocks FREE
+    pin_prefix    --> held: the cached blocks of a chain, for a consumer   --remove--> gone
+    import_blocks --> imported: blocks of a chain, to be filled by a pull  --commit--> gone, CACHED
+                         `--remove--> gone, FREE
 
-Neither waits nor evicts: a hold references what is there, an import takes FREE blocks besides. So
-no cycle of workers can wait for each other's blocks through them.
+Neither call waits or evicts: `pin_prefix` references cached blocks, and `import_blocks` also takes
+FREE blocks. So workers cannot wait for each other's blocks in a cycle through these chains.
 """
 
 from collections.abc import Collection
@@ -16,24 +17,25 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.report import PendingReport
 from tandem.errors import InternalError
 
-_ROOT_UNKNOWN = b""  # hashes come without their chain's root, and nobody looks for it
+_ROOT_UNKNOWN = b""  # hashes come without the root of their chain, and nothing looks for it
 
 
 @dataclass(slots=True)
 class Chain:
-    """Blocks of a chain that a peer reads, or fills from `num_cached_blocks` on if imported."""
+    """Blocks of a chain that a peer reads. If the chain is imported, blocks from
+    `num_cached_blocks` on are filled by a pull."""
 
     tables: BlockTables
-    block_hashes: list[bytes]  # of the tables' blocks
+    block_hashes: list[bytes]  # one hash for each block of the tables
     num_cached_blocks: int
     is_imported: bool
 
 
 class PeerBlocks:
-    """All chains of one engine, by the id of the sequence that a peer knows them under."""
+    """All chains of one engine, by the sequence id that the peer uses."""
 
     def __init__(self, kv: KvCache, pending: PendingReport) -> None:
-        """`pending` is told of the blocks of each new chain."""
+        """`pending` receives the blocks of each new chain."""
         self._kv = kv
         self._pending = pending
         self._chains: dict[str, Chain] = {}
@@ -58,10 +60,10 @@ class PeerBlocks:
     def pin_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int
     ) -> None:
-        """References what is cached of the chain, until `remove`.
+        """References the cached blocks of the chain until `remove`.
 
-        With windows it is all of the chain or nothing: what a window has of one depth is of no use
-        to a consumer that asked for another.
+        With windows it references the whole chain or nothing: the blocks that a window needs at one
+        depth are of no use to a consumer that resumes at another depth.
         """
         depth = self._kv.match(block_hashes)
         if self._kv.has_windows and depth < len(block_hashes):
@@ -70,8 +72,11 @@ class PeerBlocks:
         self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """References what is cached of the chain and as many FREE blocks after it as there are;
-        with windows as many as the chain needs, or none."""
+        """References the cached blocks of the chain, and takes FREE blocks for the next ones until
+        none is left.
+
+        With windows it takes as many as the chain needs, or none.
+        """
         depth = self._kv.match(block_hashes)
         room = self._kv.room_for_import(block_hashes, depth)
         chain = self._take(sequence_id, block_hashes[:room], depth, is_imported=True)
@@ -90,9 +95,9 @@ class PeerBlocks:
         return chain
 
     def commit(self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int]) -> None:
-        """The first `num_blocks` blocks of an imported chain are good: whoever looks finds them.
+        """Caches the first `num_blocks` blocks of an imported chain, which are filled and trusted.
 
-        The chain is gone then, also when InternalError is raised for what cannot be.
+        The chain is removed, also if InternalError is raised because the blocks cannot be trusted.
         """
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
@@ -102,7 +107,7 @@ class PeerBlocks:
         try:
             check_trusted(sequence_id, num_blocks, num_cached, num_held)
             if self._kv.has_windows and num_blocks < num_held:
-                num_blocks = num_cached  # what came is of no use without the rest
+                num_blocks = num_cached  # with windows, a part of the chain is of no use
             check_own(sequence_id, self._kv.global_ids(chain.tables, num_blocks), unsafe_blocks)
             self._kv.store(
                 chain.tables,
@@ -122,4 +127,4 @@ class PeerBlocks:
         own = self._kv.global_ids(chain.tables, chain.num_cached_blocks)
         check_own(sequence_id, own, unsafe_blocks)
         del self._chains[sequence_id]
-        self._kv.give_back(chain.tables, unsafe_blocks)
+        self._kv.release(chain.tables, unsafe_blocks)

@@ -1,4 +1,4 @@
-"""Gathers what happens on an engine after its last report, until the step's end."""
+"""Gathers the events of an engine since its last report, for the report of the step."""
 
 import time
 
@@ -30,8 +30,8 @@ class PendingReport:
         self._report = StepReport()
 
     @property
-    def has_news(self) -> bool:
-        """True if something waits to be reported, also when the model has nothing to compute."""
+    def has_events(self) -> bool:
+        """True if there is an event to report, even if the model has nothing to compute."""
         report = self._report
         ended = bool(report.new_tokens or report.prefilled or report.held or report.failed)
         return self.starts_a_transfer or ended
@@ -46,7 +46,7 @@ class PendingReport:
         )
         awaits = sequence.status is Status.WAITING_FOR_KV
         if awaits:
-            # A window that is to be resumed after the prefix has no blocks beyond it yet.
+            # With windows, the tables have no blocks after the prefix yet.
             prefix = sequence.num_prefix_blocks * self._layout.has_windows
             self.reserved(
                 sequence.sequence_id,
@@ -56,7 +56,7 @@ class PendingReport:
                 depth=prefix or sequence.last_depth,
                 cached=sequence.cached or NONE_CACHED,
             )
-        # With windows a sequence that awaits its prefix may have to give back its blocks.
+        # With windows, a sequence that awaits its prefix may have to release its blocks.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 
@@ -70,8 +70,11 @@ class PendingReport:
         depth: int,
         cached: CachedTokens = NONE_CACHED,
     ) -> None:
-        """The first `num_blocks` blocks are to come from outside, but those cached; a request is to
-        go on after `depth` of them."""
+        """Reports the blocks among the first `num_blocks` that are not cached and are to be filled
+        from a peer.
+
+        The request resumes after `depth` blocks.
+        """
         missing = transfer_order(self._layout, tables, num_cached, num_blocks, depth=depth)
         num_cached_tokens = num_cached * self._layout.block_size
         self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing, cached))
@@ -79,7 +82,8 @@ class PendingReport:
     def held(
         self, sequence_id: str, tables: BlockTables, num_blocks: int, first_wanted_block: int
     ) -> None:
-        """A chain is held: what of it the consumer wants, and how much there is."""
+        """Reports that a chain of `num_blocks` blocks is held, and its blocks from
+        `first_wanted_block` on."""
         wanted = transfer_order(
             self._layout, tables, first_wanted_block, num_blocks, depth=num_blocks
         )
@@ -88,8 +92,10 @@ class PendingReport:
         self._report.held.append(Held(sequence_id, num_blocks))
 
     def final_blocks(self, sequence: Sequence) -> None:
-        """Reports what became final of a PREFILL_ONLY sequence and its consumer wants."""
-        first, end = sequence.num_reported_blocks, sequence.num_final_blocks
+        """Reports the blocks of a PREFILL_ONLY sequence that became final and that its consumer
+        wants."""
+        first = sequence.num_reported_blocks
+        end = sequence.num_final_blocks
         if end <= first:
             return
         block_ids = transfer_order(
@@ -101,8 +107,8 @@ class PendingReport:
             sequence.next_in_transfer += len(block_ids)
             self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, number, block_ids))
 
-    def tell_final(self, on_final: OnFinal | None) -> None:
-        """Hands over the blocks that became final, ahead of the report they would be in."""
+    def report_final(self, on_final: OnFinal | None) -> None:
+        """Passes the blocks that became final to `on_final`, ahead of the report."""
         final_blocks = self._report.final_blocks
         if on_final is not None and final_blocks:
             self._report.final_blocks = []
@@ -131,7 +137,8 @@ class PendingReport:
         finish_reason: str,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """`logprobs` are of the only token. The prompt's go out with the first token."""
+        """Reports new tokens. `logprobs`, if given, belongs to the single one in `token_ids`. The
+        prompt's log probabilities are sent with the first token."""
         self._report.new_tokens.append(
             NewTokens(
                 sequence_id=sequence.sequence_id,
@@ -148,12 +155,12 @@ class PendingReport:
         sequence.embedding = []
 
     def failed(self, sequence: Sequence, error: TandemError) -> None:
-        """Reports that the sequence ends without an answer."""
+        """Reports that the sequence failed with an error."""
         failed = Failed(sequence.sequence_id, error.code, error.message, error.retry_after_s or 0.0)
         self._report.failed.append(failed)
 
     def forget(self, sequence_id: str) -> None:
-        """Drops everything about the sequence that was not reported yet."""
+        """Drops all unreported events of a sequence."""
         report = self._report
         report.new_tokens = [new for new in report.new_tokens if new.sequence_id != sequence_id]
         report.admitted = [a for a in report.admitted if a.sequence_id != sequence_id]
@@ -162,7 +169,7 @@ class PendingReport:
         report.held = [held for held in report.held if held.sequence_id != sequence_id]
 
     def take(self, work: StepWork, seconds: float) -> StepReport:
-        """Returns the report of a step that did this work in so many seconds."""
+        """Returns the report of a step that did `work` in `seconds`, and starts a new one."""
         report, self._report = self._report, StepReport()
         report.step_ms = seconds * 1000
         report.num_prefill_tokens = work.prefill_tokens

@@ -196,14 +196,14 @@ def test_forced_tokens_of_a_moved_or_preempted_sequence(speaker: ModelFolder) ->
 def all_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each step end before a mask that it began is made."""
     in_step, start = threading.Lock(), GrammarMasks.start
-    update, leave_out_late = GrammarMatcher.update, StepSampler.leave_out_late
+    update, skip_late = GrammarMatcher.update, StepSampler.skip_late
 
     def begin_step(masks: GrammarMasks, matchers: Iterable[GrammarMatcher]) -> None:
         in_step.acquire()
         start(masks, matchers)
 
     def end_step(sampler: StepSampler) -> None:
-        leave_out_late(sampler)
+        skip_late(sampler)
         in_step.release()
 
     def update_after(matcher: GrammarMatcher) -> None:
@@ -212,7 +212,7 @@ def all_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine_module, "MASK_WAIT_S", 0.0)
     monkeypatch.setattr(GrammarMasks, "start", begin_step)
-    monkeypatch.setattr(StepSampler, "leave_out_late", end_step)
+    monkeypatch.setattr(StepSampler, "skip_late", end_step)
     monkeypatch.setattr(GrammarMatcher, "update", update_after)
 
 

@@ -51,7 +51,7 @@ def test_only_the_first_admission_counts_as_cached_and_only_of_the_prompt() -> N
     sequence = make(12, num_prompt_tokens=6)
     hold(sequence, [0, 1, 2], 2)
     assert (sequence.num_computed_tokens, sequence.cached) == (8, CachedTokens(device=6))
-    assert sequence.let_go().ids == [[0, 1, 2]]
+    assert sequence.release_tables().ids == [[0, 1, 2]]
     hold(sequence, [0, 1, 2], 0)
     assert (sequence.num_computed_tokens, sequence.cached) == (0, CachedTokens(device=6))
 

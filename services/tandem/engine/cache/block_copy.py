@@ -1,10 +1,10 @@
-"""Copies of blocks inside the pools: sequences that part within a block share what is before."""
+"""Copies of blocks inside the pools, for sequences whose tokens diverge within a block."""
 
 from typing import NamedTuple
 
 
 class BlockCopy(NamedTuple):
-    """Two blocks of a KV group's pool: the KV of one block is copied into the other."""
+    """A copy of one block's KV into another block of the same KV group's pool."""
 
     source: int
     target: int
@@ -12,10 +12,11 @@ class BlockCopy(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """The first tokens of a block, which a sequence can have by a copy."""
+    """The first tokens of a block, which a sequence gets by a copy."""
 
     num_tokens: int
-    sources: tuple[int, ...]  # the block in the pool of each KV group; none: nothing is copied
+    # One source block per KV group, by its id in the pool; empty: nothing is copied.
+    sources: tuple[int, ...]
 
 
 NO_PART = BlockPart(0, ())

@@ -1,7 +1,7 @@
 """Block tables of sequences and chains, one for each KV group.
 
-A table's first blocks are stored (hashed, shared, never written), the rest are its owner's own. In
-a group with a window, blocks that no later token sees are not held any more:
+A table's first blocks are stored (hashed, shared, never written). The others belong to its owner
+alone. In a group with a window, blocks that no later token sees are not referenced any more:
 
     full    [ stored  stored  stored  stored | own ]
     window  [ NULL    NULL    stored  stored | own ]
@@ -26,66 +26,68 @@ NULL_BLOCK = -1
 
 
 class UnfilledBlock(NamedTuple):
-    """A block of a table that has no KV yet."""
+    """A block in a table whose KV is not yet in the pool."""
 
     group: int
     chain_index: int
-    block_id: int  # in its group's pool
+    block_id: int  # an id in the group's pool
 
 
 @dataclass(slots=True)
 class BlockTables:
-    """`ids[g][i]` is the block of group g that has the i-th tokens, by its id in the group's pool.
+    """`ids[g][i]` is the id of block i in group g, in the pool of this group.
 
-    It is NULL_BLOCK from `kept[g]` to `firsts[g]`, and no kernel reads it there.
+    Entries from `kept[g]` to `firsts[g]` - 1 are NULL_BLOCK; no kernel reads them.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
-    budget: KvLayout | None = None  # the layout under the sequence's KV budget; None: it has none
-    # What its KV budget keeps, if by attention: the table has no other tokens. None: all.
+    budget: KvLayout | None = None  # the layout under the sequence's KV budget; None without one
+    # Set if the KV budget keeps heavy hitters: the table then has no other tokens.
     hitters: HeavyHitters | None = None
 
     def __bool__(self) -> bool:
         return bool(self.ids)
 
     @property
-    def num_passed_tokens(self) -> int:
-        """Computed tokens of which the tables have nothing, not even NULL_BLOCK."""
-        return 0 if self.hitters is None else self.hitters.num_passed_tokens
+    def num_evicted_tokens(self) -> int:
+        """Number of computed tokens whose blocks were evicted and are no longer in the tables."""
+        return 0 if self.hitters is None else self.hitters.num_evicted_tokens
 
     def num_full(self, num_computed: int) -> int:
-        """Returns how many of the first table's blocks have KV after so many computed tokens, the
-        last one maybe in part."""
+        """Returns the number of blocks in the first table that have KV after `num_computed` tokens;
+        the last may be partly filled."""
         return len(self.ids[0]) if self.hitters is None else self.hitters.num_blocks(num_computed)
 
     def evict(self, num_computed: int) -> None:
-        """Lets blocks leave if so many computed tokens are a border. Only between steps."""
+        """Evicts blocks if `num_computed` is an eviction point. May only be called between
+        steps."""
         if self.hitters is not None:
             self.hitters.evict(self.ids[0], num_computed)
 
     def block_sums(self, num_computed: int) -> list[float]:
-        """Returns what a peer needs besides KV of so many tokens; empty without heavy hitters."""
+        """Returns the attention sums that a peer needs besides the KV; empty without heavy
+        hitters."""
         if self.hitters is None:
             return []
-        sums: list[float] = self.hitters.sums(num_computed - self.num_passed_tokens).tolist()
+        sums: list[float] = self.hitters.sums(num_computed - self.num_evicted_tokens).tolist()
         return sums
 
-    def take_sums(self, num_computed: int, sums: list[float]) -> None:
-        """Takes `block_sums` of a peer. Raises InternalError when they are of other blocks."""
+    def set_sums(self, num_computed: int, sums: list[float]) -> None:
+        """Takes over the `block_sums` of a peer. Raises InternalError if their number is wrong."""
         if self.hitters is not None:
-            self.hitters.take(num_computed, sums)
+            self.hitters.set_sums(num_computed, sums)
 
     def held(self, group: int, first: int = 0) -> list[int]:
-        """Returns the blocks that it references, from the index `first` on."""
+        """Returns the ids of the referenced blocks in a group, from index `first` on."""
         ids = self.ids[group]
         kept = ids[first : self.kept[group]] if self.kept else []
         return kept + ids[max(first, self.firsts[group]) :]
 
 
 def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -> None:
-    """Raises InternalError when an unsafe block is not among the blocks that the sequence owns."""
+    """Raises InternalError if an unsafe block is not one of the sequence's own blocks."""
     if strangers := set(unsafe).difference(own):
         raise InternalError(
             f"blocks {sorted(strangers)} are not own blocks of sequence {sequence_id}"
@@ -93,7 +95,8 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
 
 
 def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: int) -> None:
-    """Raises InternalError when the table's first `num_blocks` blocks cannot all be good."""
+    """Raises InternalError unless `num_stored` <= `num_blocks` <= `num_held`: trusted blocks
+    include all stored ones."""
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(
             f"{num_blocks} blocks of sequence {sequence_id} are said to be good; it has "

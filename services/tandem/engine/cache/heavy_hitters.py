@@ -1,14 +1,16 @@
 """The blocks that a sequence keeps under a KV budget with heavy hitters.
 
-Its table has only what it keeps, in order: attention knows no positions, so the kernels see a
-shorter context, whose keys have the rotations of their own positions. At borders, which depend on
-the number of computed tokens alone, the blocks leave that had the least attention until then:
+The sequence's table has only the kept blocks, in order. Attention is independent of the order of
+keys, and keys keep the rotations of their own positions, so the kernels simply see a shorter
+context. At fixed eviction points, which depend on the number of computed tokens alone, the blocks
+with the least attention so far are evicted:
 
-    n computed tokens   [ sinks | heavy hitters and others | recent ]          up to `tokens`
-    at a border         [ sinks | heavy hitters | recent ][ free for the tokens to come ]
+    n computed tokens       [ sinks | heavy hitters and others | recent ]          up to `tokens`
+    at an eviction point    [ sinks | heavy hitters | recent ][ free for the next tokens ]
 
-A block is of all heads and layers, and so is its sum. What left is not seen again. The same tokens
-have the same sums and so leave the same blocks, whatever chunks, steps or workers compute them.
+A block spans all heads and layers, and so does its sum of attention weights. Evicted tokens are not
+attended to again. The same tokens have the same sums and therefore evict the same blocks, in
+whatever chunks, steps or workers they are computed.
 """
 
 from __future__ import annotations
@@ -23,67 +25,78 @@ from tandem.errors import InternalError
 
 Sums = npt.NDArray[np.float32]
 
-_BORDER_TOKENS = 64  # from one border to the next; a whole number of blocks, so more if they are
+_BORDER_TOKENS = 64  # distance between eviction points, rounded up to whole blocks
 
 
 class HeavyHitters:
-    """Decides which blocks leave a table. `num_passed_tokens` are the tokens of those that left."""
+    """Decides which blocks are evicted from a table. `num_evicted_tokens` counts the tokens of
+    evicted blocks."""
 
     def __init__(self, budget: KvBudget, block_size: int) -> None:
         self._tokens = budget.tokens
         self._size = block_size
         self._border = border_tokens(block_size)
-        self._num_sinks = -(-budget.sinks // block_size)  # blocks
+        self._num_sinks = -(-budget.sinks // block_size)  # in blocks
         others = budget.tokens - self._num_sinks * block_size - self._border
-        self._num_recent = others // 2 // block_size  # blocks
-        self._first = budget.tokens // self._border * self._border  # the first border
+        self._num_recent = others // 2 // block_size  # in blocks
+        self._first = budget.tokens // self._border * self._border  # the first eviction point
         self._sums: Sums = np.zeros(0, np.float32)
-        self.num_passed_tokens = 0
+        self.num_evicted_tokens = 0
 
-    def num_left(self, num_computed: int) -> int:
-        """Returns how many tokens may be computed together after so many."""
+    def num_until_eviction(self, num_computed: int) -> int:
+        """Returns the number of tokens that may be computed before the next eviction point."""
         if num_computed < self._first:
             return self._first - num_computed
         return self._border - num_computed % self._border
 
     def num_blocks(self, num_computed: int) -> int:
-        """Returns how many blocks the table has KV in after so many tokens were computed."""
-        return -(-num_computed // self._size) - self._passed_at(num_computed)
+        """Returns the number of blocks in the table that have KV after `num_computed` tokens were
+        computed."""
+        return -(-num_computed // self._size) - self._evicted_at(num_computed)
 
-    def take(self, num_computed: int, sums: Sequence[float]) -> None:
-        """Takes the sums of a table that a peer computed so many tokens for. Raises InternalError
-        if there are not as many as blocks."""
+    def set_sums(self, num_computed: int, sums: Sequence[float]) -> None:
+        """Takes over a peer's attention sums, one per block of a table with `num_computed` computed
+        tokens.
+
+        Raises InternalError if the number of sums differs from the number of blocks.
+        """
         num_blocks = self.num_blocks(num_computed)
         if len(sums) != num_blocks:
             raise InternalError(f"{len(sums)} sums came with {num_blocks} blocks of KV")
         self._sums = np.array(sums, np.float32)
-        self.num_passed_tokens = self._passed_at(num_computed) * self._size
+        self.num_evicted_tokens = self._evicted_at(num_computed) * self._size
 
     def sums(self, num_tokens: int) -> Sums:
-        """Returns the weights that the blocks of so many kept tokens attracted, to be added to."""
+        """Returns the attention sums [blocks] of the first `num_tokens` kept tokens. The caller
+        adds to them in place."""
         num_blocks = -(-num_tokens // self._size)
         if num_blocks > len(self._sums):
             self._sums = np.concatenate((self._sums, np.zeros(num_blocks, np.float32)))
         return self._sums[:num_blocks]
 
     def evict(self, table: list[int], num_computed: int) -> None:
-        """Lets blocks leave if so many computed tokens are a border: they are the table's last ones
-        from then on, and written again."""
-        num = self._passed_at(num_computed) - self.num_passed_tokens // self._size
+        """Evicts blocks if `num_computed` is an eviction point.
+
+        The evicted blocks move to the table's end, where later tokens overwrite them.
+        """
+        num = self._evicted_at(num_computed) - self.num_evicted_tokens // self._size
         if not num:
             return
-        num_blocks = (num_computed - self.num_passed_tokens) // self._size
+        num_blocks = (num_computed - self.num_evicted_tokens) // self._size
         sums = self.sums(num_blocks * self._size)
-        first, end = self._num_sinks, num_blocks - self._num_recent
-        order = np.argsort(sums[first:end], kind="stable")  # of equals the oldest first
+        first = self._num_sinks
+        end = num_blocks - self._num_recent
+        # Equal sums keep their order, so the oldest goes first.
+        order = np.argsort(sums[first:end], kind="stable")
         left = sorted((order[:num] + first).tolist())
         kept = sorted(set(range(num_blocks)).difference(left))
         table[:num_blocks] = [table[i] for i in (*kept, *left)]
         self._sums = np.concatenate((sums[kept], np.zeros(num, np.float32)))
-        self.num_passed_tokens += num * self._size
+        self.num_evicted_tokens += num * self._size
 
-    def _passed_at(self, num_computed: int) -> int:
-        """Returns how many blocks left until so many tokens were computed."""
+    def _evicted_at(self, num_computed: int) -> int:
+        """Returns the number of blocks that are evicted by the time `num_computed` tokens are
+        computed."""
         if num_computed < self._first:
             return 0
         at_first = -(-(self._first + self._border - self._tokens) // self._size)
@@ -92,10 +105,11 @@ class HeavyHitters:
 
 
 def border_tokens(block_size: int) -> int:
-    """Returns the tokens from one border to the next."""
+    """Returns the number of tokens between two eviction points."""
     return -(-_BORDER_TOKENS // block_size) * block_size
 
 
 def least_tokens(sinks: int, block_size: int) -> int:
-    """Returns the smallest budget: two thirds of what sinks leave are not up for choice."""
+    """Returns the smallest budget in tokens: the sinks, plus one eviction interval each for new
+    tokens, recent blocks and heavy hitters."""
     return -(-sinks // block_size) * block_size + 3 * border_tokens(block_size)

@@ -1,12 +1,15 @@
-"""The KV pools of all groups as one: what a sequence holds of each, and what a request may reuse.
+"""The KV pools of all groups together: the blocks that a sequence holds in each, and those that a
+request can reuse.
 
-A hit at depth d (blocks) counts if the full group has blocks [0, d) and each group with a window
-has those of [0, d) that the token after them sees; `match` finds the largest such d.
+A hit at depth d (in blocks) requires that the group with full attention has blocks [0, d) and that
+each group with a window has the blocks of [0, d) that the token after them sees. `match` finds the
+largest such d.
 
-A table covers a span of blocks in each group. Without a window it begins at block 0. With one it
-begins at the first block that the next token sees: `pass_by` gives back what the window has passed,
-and `extend` takes what comes next. Ids in tables are of their group's pool; all who talk to the
-outside use ids that are unique among the pools (layout/kv_groups.py).
+A table covers a span of blocks in each group. Without a window it starts at block 0. With a window
+it starts at the first block that the next token sees: `free_out_of_window` releases the blocks
+before it, and `extend` allocates the blocks for the next tokens. The ids in tables belong to their
+group's pool. Callers outside the engine use ids that are unique among the pools
+(layout/kv_groups.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,12 +27,12 @@ from tandem.engine.cache.pool.window_pool import WindowPool
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.types import BlockChanges, StoredBlock
 
-_LISTED_PER_BLOCK_MAX = 16  # bounds how often long shared prefixes are repeated
+_LISTED_PER_BLOCK_MAX = 16  # bounds how often a long shared prefix is repeated
 
 
 class KvCache:
     def __init__(self, layout: KvLayout, *, report_tokens: bool = False) -> None:
-        """`report_tokens`: the events of stored blocks have their token ids."""
+        """With `report_tokens`, the events of stored blocks include their token ids."""
         self.layout = layout
         self._block_size = layout.block_size
         self.pools: list[BlockPool] = [
@@ -41,11 +44,11 @@ class KvCache:
         self._depths = ResumableDepths(layout) if layout.has_windows else None
         has_chains = report_tokens and layout.has_windows and layout.groups[0].window is None
         self._chains = ResumableChains() if has_chains else None
-        self._chain_changes: BlockChanges | None = None  # since events were taken last
+        self._chain_changes: BlockChanges | None = None  # the changes since events were last taken
         self.has_windows = layout.has_windows
 
     def rates(self, step_tokens: int) -> WorkerRates:
-        """Returns the rates of a worker with these pools before it has measured any."""
+        """Returns the rates of a worker with these pools before any rate is measured."""
         windows = tuple(
             WindowBytes(group.decode_blocks, group.layout.block_bytes)
             for group in self.layout.groups
@@ -56,7 +59,7 @@ class KvCache:
         )
 
     def match(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain need not be computed. References nothing."""
+        """Returns the number of first blocks of a chain that can be reused. References no block."""
         depth = len(block_hashes)
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if group.window is None:
@@ -66,9 +69,13 @@ class KvCache:
     def _has(self, group: int, block_hash: bytes) -> bool:
         return self.pools[group].find(block_hash) is not None
 
-    def find_beginning(self, parent_hash: bytes, token_ids: Sequence[int]) -> BlockPart | None:
-        """Returns the part of a cached block that has the first ones of these tokens after a chain
-        that ends with `parent_hash`; None if no block has the first. References nothing."""
+    def find_partial_block(self, parent_hash: bytes, token_ids: Sequence[int]) -> BlockPart | None:
+        """Returns the cached block that shares the most first tokens with `token_ids`, and their
+        number.
+
+        Only blocks that follow the chain ending in `parent_hash` count. Returns None if none of
+        them starts with the first token. References no block.
+        """
         for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
             found = [pool.find(block_hash) for pool in self.pools]
             sources = tuple(block_id for block_id in found if block_id is not None)
@@ -87,15 +94,17 @@ class KvCache:
         budget: KvBudget | None = None,
         loaded: int = 0,
     ) -> BlockTables | None:
-        """References what is cached of the chain's first `depth` blocks, and allocates the rest.
-        If its first `loaded` blocks come from tiers, it references what is here of those.
+        """References the cached ones of the chain's first `depth` blocks and allocates the others.
 
-        `sources` are blocks of each group that will be copied into the first of the rest, if the
-        table begins before it. They are referenced, too, until `end_copies`.
+        If the first `loaded` blocks come from tiers, it references those of them that are cached.
 
-        The tables cover a sequence of `num_tokens` tokens from what the token after `resume` others
-        sees; with a window, as far as a decode step needs it at least. None when there is no room
-        for all of it; then nothing changed. With a KV budget nothing is cached.
+        `sources` has one block for each group, which will be copied into the first allocated block
+        if the table starts before it. These blocks are referenced until `end_copies`.
+
+        The tables cover a sequence of `num_tokens` tokens that resumes after `resume` tokens. With
+        a window they start at the first block that the next token sees and cover at least a decode
+        step. Returns None, and changes nothing, if there is not enough room. With a KV budget no
+        block is reused.
         """
         if not self.can_reserve(
             block_hashes,
@@ -144,7 +153,7 @@ class KvCache:
         budget: KvBudget | None = None,
         loaded: int = 0,
     ) -> bool:
-        """Returns whether there is room for what `reserve` would take."""
+        """Returns whether `reserve` would find room."""
         spans = _spans(self._layout_under(budget), _most_kept(budget, num_tokens), resume)
         for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
@@ -160,7 +169,8 @@ class KvCache:
         return True
 
     def unfilled(self, tables: BlockTables, end: int) -> list[UnfilledBlock]:
-        """Returns what of the tables' blocks before index `end` has no KV yet, group by group."""
+        """Returns the blocks of the tables before index `end` that have no KV yet, group by
+        group."""
         return [
             UnfilledBlock(number, index, ids[index])
             for number, (pool, ids, first) in enumerate(
@@ -171,22 +181,22 @@ class KvCache:
         ]
 
     def want_copies(self, block_hashes: Sequence[bytes]) -> None:
-        """A request may go on after this chain, or after all but its last block: lets tiers copy
-        what it needs then of windows."""
+        """Lets tiers copy the windows' blocks that a request needs to resume after this chain, or
+        one block before its end."""
         resume = (len(block_hashes) - 1) * self.layout.block_size
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if block_hashes and isinstance(pool, WindowPool):
                 pool.want_copies(block_hashes[group.first_seen(resume) :])
 
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
-        """Drops the references to blocks that were copied."""
+        """Drops the references to the source blocks of these copies."""
         for copy in copies:
             self.pools[copy.group].release([copy.source])
 
     def _copied(
         self, sources: Sequence[int], spans: Sequence[tuple[int, int, int]], depth: int
     ) -> list[int | None]:
-        """Returns the block that is copied in each group."""
+        """Returns the source block of each group; None if the group's table starts after it."""
         if not sources:
             return [None] * len(spans)
         pairs = zip(sources, spans, strict=True)
@@ -196,13 +206,16 @@ class KvCache:
         has_window = budget is not None and not budget.keeps_hitters
         return self.layout.under(budget) if budget is not None and has_window else self.layout
 
-    def passes(self, tables: BlockTables) -> bool:
-        """Returns whether `pass_by` may give back blocks of the tables."""
+    def is_windowed(self, tables: BlockTables) -> bool:
+        """Returns whether `free_out_of_window` can release blocks of the tables."""
         return self.has_windows or tables.budget is not None
 
     def room_for_import(self, block_hashes: Sequence[bytes], depth: int) -> int:
-        """Returns how long a chain of these blocks may be if it evicts nothing and `depth` of them
-        are cached. With windows that is all of it or what is cached."""
+        """Returns the longest chain of these blocks that can be reserved without eviction if
+        `depth` of them are cached.
+
+        With windows this is either the full chain or `depth`.
+        """
         num_blocks = len(block_hashes)
         num_tokens = num_blocks * self.layout.block_size
         spans = _spans(self.layout, num_tokens, num_tokens)
@@ -213,9 +226,10 @@ class KvCache:
         return min(room, num_blocks) if room >= num_blocks or not self.has_windows else depth
 
     def extend(self, tables: BlockTables, num_tokens: int) -> int:
-        """Lets the tables cover `num_tokens` tokens; returns how many they cover, maybe fewer."""
+        """Extends the tables to cover `num_tokens` tokens. Returns the number that they cover,
+        which may be smaller."""
         size = self._block_size
-        passed = tables.num_passed_tokens
+        passed = tables.num_evicted_tokens
         num_blocks = covered = -(-(num_tokens - passed) // size)
         for pool, ids in zip(self.pools, tables.ids, strict=True):
             while len(ids) < num_blocks:
@@ -226,8 +240,8 @@ class KvCache:
             covered = min(covered, len(ids))
         return min(num_tokens, covered * size + passed)
 
-    def pass_by(self, tables: BlockTables, num_tokens: int) -> None:
-        """Gives back what no token sees that comes after `num_tokens` others."""
+    def free_out_of_window(self, tables: BlockTables, num_tokens: int) -> None:
+        """Releases the blocks that no token after the first `num_tokens` tokens sees."""
         for number, group in enumerate((tables.budget or self.layout).groups):
             if group.window is None:
                 continue
@@ -239,9 +253,9 @@ class KvCache:
                 kept = tables.kept[number] = min(group.kept_blocks, end)
                 passed = ids[max(first, kept) : end]
                 if isinstance(pool, WindowPool):
-                    pool.release_passed(passed)
+                    pool.release_out_of_window(passed)
                 else:
-                    pool.release(passed)  # FREE: a budget's blocks have no hashes
+                    pool.release(passed)  # a budget's blocks have no hashes, so they become FREE
                 ids[max(first, kept) : end] = [NULL_BLOCK] * len(passed)
                 tables.firsts[number] = end
 
@@ -257,18 +271,19 @@ class KvCache:
         adapter: Adapter | None = None,
         resumable: Collection[int] = (),
     ) -> None:
-        """Lets others find blocks first..last - 1 of the tables, those before them being stored.
+        """Caches blocks first..last - 1 of the tables under their hashes. The blocks before them
+        are cached already.
 
-        A block that is there already takes the place of a table's own. `block_tokens` are the token
-        ids of a block, by its index, if they are known, and `adapter` only goes into the events. A
-        request may go on after each of `resumable` blocks.
+        If the pool has an equal block already, this block replaces the table's own.
+        `block_tokens(i)` returns the token ids of block i, if known. `adapter` only goes into the
+        events. A request may resume after each of the depths in `resumable`.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
         ):
             for i in range(max(first, held), last):
                 if pool.find(block_hashes[i]) == ids[i]:
-                    continue  # it was here when others were loaded
+                    continue  # it was cached already when the blocks around it were loaded
                 ids[i] = pool.store(
                     ids[i],
                     parent_id=ids[i - 1] if i and group.window is None else None,
@@ -282,8 +297,9 @@ class KvCache:
             if first < depth <= last:
                 self.want_copies(block_hashes[:depth])
 
-    def give_back(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
-        """Drops the tables' references; `unsafe` blocks wait in quarantine until they are safe."""
+    def release(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
+        """Releases the tables' references. `unsafe` blocks stay in quarantine until they are
+        safe."""
         for number, quarantined in enumerate(self._by_group(unsafe)):
             if tables:
                 pool = self.pools[number]
@@ -291,8 +307,8 @@ class KvCache:
                 pool.release([b for b in tables.held(number) if b not in quarantined])
 
     def replace(self, tables: BlockTables, unsafe: Collection[int]) -> bool:
-        """Quarantines blocks of the tables, and puts others in their place. False, and nothing
-        changed, when there are too few."""
+        """Quarantines `unsafe` blocks of the tables and replaces them. Returns False, and changes
+        nothing, if too few blocks are available."""
         by_group = self._by_group(unsafe)
         if any(
             len(blocks) > pool.num_available
@@ -308,12 +324,13 @@ class KvCache:
         return True
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees quarantined blocks, which no read writes any more; ignores other blocks."""
+        """Frees quarantined blocks, which no read writes any more. Ignores other blocks."""
         for pool, blocks in zip(self.pools, self._by_group(block_ids), strict=True):
             pool.unquarantine(blocks)
 
     def global_ids(self, tables: BlockTables, first: int = 0) -> list[int]:
-        """Returns what the tables hold from the index `first` on, group after group."""
+        """Returns the ids, unique among the pools, of the tables' blocks from index `first` on,
+        group after group."""
         return [
             start + block
             for number, start in enumerate(self.layout.first_ids)
@@ -329,7 +346,7 @@ class KvCache:
         return found
 
     def drop_cached(self) -> int:
-        """Frees every CACHED block, so that `match` finds USED ones only; returns how many."""
+        """Frees all CACHED blocks, so that `match` finds USED ones only. Returns their number."""
         return sum(pool.drop_cached() for pool in self.pools)
 
     @property
@@ -337,7 +354,7 @@ class KvCache:
         return sum(pool.num_quarantined for pool in self.pools)
 
     def group_loads(self) -> tuple[GroupLoad, ...]:
-        """Returns the load of each pool; nothing without windows, where there is one pool."""
+        """Returns the load of each pool; empty without windows, where there is one pool."""
         if not self.has_windows:
             return ()
         return tuple(
@@ -350,9 +367,10 @@ class KvCache:
         return any(pool.has_events for pool in self.pools)
 
     def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """Returns net changes since last time: (stored, parents first; removed, children first).
+        """Returns the net changes since the last call: (stored, parents first; removed, children
+        first).
 
-        With windows they are of the blocks after which a request may go on.
+        With windows these are the blocks that became, or stopped being, resumable.
         """
         events = [pool.take_events() for pool in self.pools]
         if self._depths is None:
@@ -363,27 +381,31 @@ class KvCache:
         return resumable
 
     def take_chain_changes(self) -> BlockChanges | None:
-        """Returns the changes of `ResumableChains` that belong to the events just taken; None
-        without windows, without `report_tokens`, or if no group has whole chains."""
+        """Returns the changes of `ResumableChains` for the events that were taken last.
+
+        Returns None without windows, without `report_tokens`, or if no group has full attention.
+        """
         changes, self._chain_changes = self._chain_changes, None
         return changes
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Hashes that events told of, from `first` on and before `end`; empty `end`: to the
-        last."""
+        """Returns the hashes h in events so far with `first` <= h < `end`; an empty `end` means no
+        upper bound."""
         if self._depths is None:
             return self.pools[0].block_hashes(first, end)
         return self._depths.block_hashes(first, end)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Hashes of the most lately used chains, each from its root to where it can be resumed."""
+        """Returns the hashes of the most recently used chains, each from its root to where it can
+        be resumed."""
         if self.layout.groups[0].window is not None:
-            return []  # its pool knows no chains
+            return []  # a pool with a window does not record chains
         chains = _hot_prefixes(self.pools[0], blocks_max)
         return [cut for chain in chains if (cut := chain[: self.match(chain)])]
 
     def check_integrity(self, tables: Iterable[BlockTables]) -> None:
-        """Raises AssertionError naming what is wrong; `tables` are all that reference."""
+        """Raises AssertionError if a pool is inconsistent. `tables` are all tables that reference
+        blocks."""
         held = [each for each in tables if each]
         for number, pool in enumerate(self.pools):
             for each in held:
@@ -393,13 +415,14 @@ class KvCache:
 
 
 def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
-    """Returns the most tokens that a sequence keeps at once while so many are computed."""
+    """Returns the largest number of tokens that a sequence of `num_tokens` tokens keeps at any
+    time."""
     return min(num_tokens, budget.tokens) if budget and budget.keeps_hitters else num_tokens
 
 
 def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, int, int]]:
-    """Returns of a table in each group the number of its first blocks that stay, the first block
-    after them, and the end."""
+    """Returns (kept, first, end) for a table in each group: its first `kept` blocks stay, and the
+    blocks first..end - 1 are allocated."""
     num_blocks = layout.blocks_of(num_tokens)
     spans = []
     for group in layout.groups:
@@ -412,13 +435,13 @@ def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, in
 
 
 def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:
-    """Returns hashes of the most lately used chains, each from its root on.
+    """Returns the hashes of the most recently used chains, each from its root on.
 
-    At most `blocks_max` blocks, a prefix that chains share counted once; the last chain may be cut
-    short.
+    They have at most `blocks_max` distinct blocks; a prefix that chains share counts once. The last
+    chain may be cut.
     """
     chains: list[list[bytes]] = []
-    taken: set[int] = set()  # prefix-closed
+    taken: set[int] = set()  # ids of listed blocks; with a block it has all its parents
     num_listed = 0
     for leaf in pool.leaves():
         room = blocks_max - len(taken)
@@ -429,5 +452,5 @@ def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:
         chain = chain[: num_shared + room]
         taken.update(chain)
         num_listed += len(chain)
-        chains.append([pool.names_of(block_id)[0] for block_id in chain])
+        chains.append([pool.hashes_of(block_id)[0] for block_id in chain])
     return chains

@@ -1,16 +1,18 @@
-"""The blocks after which a request may go on, of a model with windows: what the prefix tree holds.
+"""The resumable blocks of a model with windows: those after which a request can continue. The
+prefix tree lists them.
 
-A block is resumable if the full group has it (and so its parents) and each group with a window has
-it and the blocks before it that the next token sees. Each window counts how many blocks of the
-chain it has in a row up to a block; a block that goes shortens the counts of those after it:
+A block is resumable if the group with full attention has it (and therefore its parents), and each
+group with a window has it and the blocks before it that the next token sees. For each block, a
+window counts the blocks of the chain that it has in a row up to this block. Removing a block
+shortens the counts of the blocks after it:
 
-    window of 3 blocks   a b c d e f      b goes:   a . c d e f
-    in a row             3 3 3 3 3 3                3   1 2 3 3      c and d are resumable no more
+    window of 3 blocks   a b c d e f      b is removed:   a . c d e f
+    in a row             3 3 3 3 3 3                      3   1 2 3 3      c and d are not resumable
 
-Before a chain's first block there is nothing to see, so it counts as many as a window has.
+No token precedes a chain's first block, so this block counts as a full window.
 
-It follows the events of the pools, so it may forget a depth that a pool could serve again, but
-never tells of one that is not there.
+The counts follow the events of the pools. They may miss a depth that a pool could still serve, but
+never list a depth that it cannot serve.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ class ResumableDepths:
             _Window(group.blocks_seen) for group in layout.groups if group.window is not None
         ]
         self._is_window = [group.window is not None for group in layout.groups]
-        self._told: dict[bytes, None] = {}
+        self._published: dict[bytes, None] = {}
 
     def update(self, events: Sequence[Events]) -> Events:
-        """Takes the events of each group's pool; returns what became resumable, and what not."""
+        """Applies the events of each group's pool. Returns the blocks that became resumable and
+        those that no longer are."""
         known: dict[bytes, StoredBlock] = {}
         changed: dict[bytes, None] = {}
         full = iter(self._full)
@@ -48,42 +51,46 @@ class ResumableDepths:
                 held.update(each.block_hash for each in stored)
                 held.difference_update(removed)
                 changed |= dict.fromkeys([each.block_hash for each in stored] + removed)
-        gained, lost = [], []
+        gained = []
+        lost = []
         for block_hash in changed:
             is_resumable = self._is_resumable(block_hash)
-            if is_resumable and block_hash not in self._told and block_hash in known:
-                self._told[block_hash] = None
+            if is_resumable and block_hash not in self._published and block_hash in known:
+                self._published[block_hash] = None
                 gained.append(known[block_hash])
-            elif not is_resumable and block_hash in self._told:
-                del self._told[block_hash]
+            elif not is_resumable and block_hash in self._published:
+                del self._published[block_hash]
                 lost.append(block_hash)
         gained.sort(key=lambda each: each.index)
         return gained, lost
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Hashes that were told of, from `first` on and before `end`; empty `end`: to the last."""
-        return [h for h in self._told if first <= h and (not end or h < end)]
+        """Returns the published hashes h with `first` <= h < `end`; an empty `end` means no upper
+        bound."""
+        return [h for h in self._published if first <= h and (not end or h < end)]
 
     def _is_resumable(self, block_hash: bytes) -> bool:
         return all(block_hash in held for held in self._full) and all(
-            window.is_whole(block_hash) for window in self._windows
+            window.is_complete(block_hash) for window in self._windows
         )
 
 
 class ResumableChains:
-    """The resumable blocks and all blocks before them in their chains, which the full group has.
+    """The resumable blocks and their ancestors in the chains, all of which the group with full
+    attention has.
 
-    KV events name these, because a subscriber knows a block only with all of its parents. A block
-    counts its uses: one if it is resumable itself, and one for each child that is in a chain.
+    KV events name these blocks, because a subscriber knows a block only together with all its
+    parents. Each block has a use count: one if it is resumable itself, plus one for each child in a
+    chain.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, StoredBlock] = {}  # of the full group
+        self._blocks: dict[bytes, StoredBlock] = {}  # blocks of the group with full attention
         self._num_uses: Counter[bytes] = Counter()
 
     def update(self, full: Events, resumable: Events) -> BlockChanges:
-        """Takes the events of the full group and of the resumable blocks; returns the blocks that
-        came into a chain, and those that are in none any more."""
+        """Applies the events of the full-attention group and of the resumable blocks. Returns the
+        blocks that joined a chain and those that are in no chain any more."""
         self._blocks.update((each.block_hash, each) for each in full[0])
         stored = [block for each in resumable[0] for block in self._use(each.block_hash)]
         removed = [found for block_hash in resumable[1] for found in self._release(block_hash)]
@@ -114,20 +121,21 @@ class ResumableChains:
 
 
 class _Window:
-    """The blocks of one group's pool, each with how many are there in a row up to it."""
+    """The blocks of one group's pool, each with the number of consecutive blocks present up to
+    it."""
 
     def __init__(self, blocks_seen: int) -> None:
         self._blocks_seen = max(1, blocks_seen)
         self._in_row: dict[bytes, int] = {}
-        self._roots: set[bytes] = set()  # blocks that are the first of their chain
+        self._roots: set[bytes] = set()  # the first blocks of chains
         self._parents: dict[bytes, bytes] = {}
         self._children: dict[bytes, list[bytes]] = {}
 
-    def is_whole(self, block_hash: bytes) -> bool:
+    def is_complete(self, block_hash: bytes) -> bool:
         return self._in_row.get(block_hash, 0) >= self._blocks_seen
 
     def update(self, stored: Iterable[StoredBlock], removed: Iterable[bytes]) -> list[bytes]:
-        """Returns the blocks whose counts changed."""
+        """Applies a pool's events. Returns the blocks whose counts changed."""
         changed = []
         for block in stored:
             if block.index == 0:
@@ -149,7 +157,8 @@ class _Window:
         return changed
 
     def _count_from(self, block_hash: bytes) -> list[bytes]:
-        """Counts a block anew, and those after it whose count it changes."""
+        """Recomputes the count of a block and of the blocks after it that depend on it. Returns
+        those that changed."""
         changed = []
         waiting = [block_hash]
         while waiting:

@@ -1,11 +1,12 @@
-"""The order in which blocks travel to a peer that goes on from them: both sides count in it.
+"""The order in which blocks are transferred to a peer that continues from them. Both sides number
+the blocks by it.
 
-By their index in the chain, and at each index the groups in their order. Of a group with a window,
-or under a KV budget, only those travel that are seen by the token after the depth at which a
-request can go on:
+The order is by index in the chain and, for each index, by group. In a group with a window, or under
+a KV budget, only blocks are transferred that are seen by the token after the depth at which the
+request resumes:
 
-    full    [ 0  1  3  5 ]      a consumer that has block 0 is sent 1, 2 ... by these numbers,
-    window  [       2  4 ]      and blocks before its first missing one never travel
+    full    [ 0  1  3  5 ]      a consumer that has block 0 receives 1, 2 ... by these numbers,
+    window  [       2  4 ]      and blocks before its first missing one are never transferred
 """
 
 from tandem.engine.cache.block_table import BlockTables
@@ -15,9 +16,10 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 def transfer_order(
     layout: KvLayout, tables: BlockTables, first: int, end: int, *, depth: int
 ) -> list[int]:
-    """Returns ids, unique among the pools, of the blocks with an index in first..end - 1.
+    """Returns the ids, unique among the pools, of the blocks to transfer with an index in
+    first..end - 1.
 
-    A request can go on after `depth` blocks of them.
+    The request resumes after `depth` blocks.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]

@@ -1,4 +1,5 @@
-"""Chooses the kernels that compute a model on a device: the ones asked for, or the fastest."""
+"""Chooses the kernels that compute a model on a device: those that the settings name, or the
+fastest."""
 
 import importlib.util
 import logging
@@ -19,8 +20,11 @@ Choice = Literal["native", "torch", "triton"]
 
 
 def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
-    """Raises ConfigError where what was asked for cannot be; says loudly when torch computes
-    because there is nothing faster."""
+    """Returns the kernels for a model on a device.
+
+    Raises ConfigError if the kernels that the settings name cannot compute the model. With "auto",
+    logs a warning if torch computes because no faster kernels can.
+    """
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
     reason = _why_not(chosen, config, device, model)
@@ -50,7 +54,7 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 
 def why_not_triton(device: torch.device, numerics: str) -> str:
-    """Returns why the Triton kernels cannot run there; empty if they can."""
+    """Returns why the Triton kernels cannot run on this device; empty if they can."""
     if numerics == "invariant":
         return "the invariant numerics are torch's and the native kernels'"
     if importlib.util.find_spec("triton") is None:
@@ -63,8 +67,11 @@ def why_not_triton(device: torch.device, numerics: str) -> str:
 
 
 def _why_no_launcher() -> str:
-    """Triton compiles a launcher in C at a kernel's first launch, and looks for its compiler as
-    here (triton/runtime/build.py); without one every launch would raise."""
+    """Returns why Triton cannot compile its launchers; empty if it can.
+
+    Triton compiles a launcher in C at a kernel's first launch, and looks for a compiler as this
+    function does (triton/runtime/build.py). Without one, every launch would raise.
+    """
     named = os.environ.get("CC")
     compilers = ("gcc", "clang") if named is None else (named,)
     if any(shutil.which(compiler) for compiler in compilers):

@@ -1,16 +1,17 @@
-"""Calibrates the keys of an int4 KV pool (tandem_kernels/kv_int4_keys.py): once for each model.
+"""Calibrates the keys of an int4 KV pool (tandem_kernels/kv_int4_keys.py), once for each model.
 
-A text runs through the model in fp32. For each layer, KV head and channel, the root of the mean
-square of the keys, k, and of the queries that meet them, q, is measured after rotation:
+The model computes a text in fp32. For each layer, KV head and channel, the root mean square of the
+rotated keys, k, and of the queries that attend to them, q, is measured:
 
     importance   k * q; the most important quarter of a head's channels comes first
-    scale        k^0.75 * q^-0.25, rounded to a quarter of a power of two; for the first quarter of
-                 the channels times 1.5
+    scale        k^0.75 * q^-0.25, rounded to a quarter of a power of two, and multiplied by 1.5
+                 for the first quarter of the channels
 
-All workers of a model must have the same channels; their digest is part of the KV data type's name,
-so that others are refused. They come from `FILE` in the model's folder, else from the cache, else
-they are computed and cached. Rounding makes the computation's last bits not matter, except for a
-value at the very border: where kinds of processors disagree, copy the file into the folder.
+All workers of a model must use the same channels. Their digest is part of the KV data type's name,
+so that workers with other channels are refused. The channels come from `FILE` in the model's
+folder, otherwise from the cache, otherwise they are computed and cached. Rounding makes them
+independent of the last bits of the computation, except for a value next to a rounding boundary. If
+two kinds of processors disagree, copy the file into the folder.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 
 FILE = "kv_calibration.safetensors"
-_VERSION = 1  # of what is computed
+_VERSION = 1  # the version of this computation
 _TOKENS = 1024
 _CHUNK = 256
 _BLOCK_SIZE = 16
 _FIRST_QUARTER = 1.5
-_LEAST = 1e-3  # of a head's largest mean square root: a channel that is always 0 has a scale, too
+# Lower bound, relative to the largest root mean square of the head, so that a channel of zeros has
+# a scale.
+_LEAST = 1e-3
 
 
 def key_channels(folder: ModelFolder) -> KeyChannels:
-    """Returns the channels of a model. Raises ConfigError for a file that does not fit it."""
+    """Returns the channels of a model. Raises ConfigError for a file that does not match the
+    model."""
     config = folder.config
     if config.head_dim % 16:
         raise ConfigError(
@@ -61,13 +65,14 @@ def key_channels(folder: ModelFolder) -> KeyChannels:
         if file.is_file():
             return _read(file, config)
     channels = calibrate(folder)
-    with suppress(OSError):  # without a cache it is computed again
+    with suppress(OSError):  # without a cache the next worker computes it again
         _write(channels, cached)
     return channels
 
 
 def calibrate(folder: ModelFolder) -> KeyChannels:
-    """Computes the channels, in fp32 on the CPU."""
+    """Computes the channels in fp32 on the CPU. Raises ConfigError if the tokenizer returns no
+    tokens."""
     token_ids = [
         token
         for token in Tokenizer(folder.path).encode(_TEXT)[
@@ -112,7 +117,7 @@ class _ObservedDecoder(Decoder):
 
 @torch.inference_mode()
 def _mean_squares(folder: ModelFolder, token_ids: list[int]) -> list[torch.Tensor]:
-    """Returns those of keys and of queries, float64 [layers, KV heads, D]."""
+    """Returns the mean squares of keys and of queries, each float64 [layers, KV heads, D]."""
     config = folder.config
     weights = load_weights(
         folder.weight_files, config, dtype=torch.float32, device=torch.device("cpu")
@@ -159,7 +164,7 @@ def _read(file: Path, config: ModelConfig) -> KeyChannels:
 
 
 def _write(channels: KeyChannels, file: Path) -> None:
-    """Writes a file that is whole as soon as it is there: workers start side by side."""
+    """Writes a file atomically, because workers start at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         part = Path(folder) / FILE
@@ -167,7 +172,7 @@ def _write(channels: KeyChannels, file: Path) -> None:
         os.replace(part, file)
 
 
-# Prose, a chat, code, data and languages.
+# Prose, a chat, code, data and several languages.
 _TEXT = '''The harbour lies at the mouth of a slow river. In the morning the boats come in with the
 tide, and by noon the market behind the old customs house is full of people who buy fish, bread and
 oranges. Most of them have known each other for years. They ask after children and parents, complain

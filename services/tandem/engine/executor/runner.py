@@ -1,7 +1,8 @@
-"""A model with its KV pools on one device: a step's batch in, logits out.
+"""A model with its KV pools on one device: it takes a step's batch and returns logits.
 
-Decides device, dtypes and kernels from the settings and the hardware, loads the weights, owns the
-pools. Knows no scheduling: which blocks a sequence has is said in the batch, and believed.
+The runner chooses the device, dtypes and kernels from the settings and the hardware, loads the
+weights and owns the pools. It knows no scheduling: it uses the block tables of the batch without
+checking them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.native.lora import PackedLora
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
-from tandem.engine.executor.weights.load import Tell, load_weights, nobody
+from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
@@ -53,26 +54,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Up to so many tokens a step waits for the weights, and the native kernels read them faster; beyond
-# it hardware that multiplies bfloat16 (arm64's; of x86's they do themselves) does so several times
-# faster than they multiply fp32.
+# Up to this many tokens, a step is limited by reading weights, which the native kernels do faster.
+# With more tokens, hardware with bfloat16 products (that of arm64; on x86 the native kernels use it
+# too) is several times faster than their fp32 products.
 _NATIVE_TOKENS_MAX = 16
-# Of fp32 these compute the bits that others do: the same code.
+# Instruction sets that compute the same fp32 bits as another one, because they run its code.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
 class LoadedAdapter(NamedTuple):
-    """A LoRA adapter as the decoders read it."""
+    """A LoRA adapter in the form that the decoders read."""
 
     weights: LoraWeights
-    packed: PackedLora | None  # for the C++ decoder
+    packed: PackedLora | None  # the form of the C++ decoder
 
 
 class ModelRunner:
-    """Runs steps of one model. One thread at a time may call `forward`, after `allocate`."""
+    """Runs the steps of one model. After `allocate`, one thread at a time may call `forward`."""
 
-    kv: torch.Tensor  # all pools, one after the other, uint8 [pool_bytes]; see `allocate`
-    pools: list[KvPool]  # of each KV group, with its layout
+    kv: torch.Tensor  # all pools, one after the other, uint8 [pool_bytes]; set by `allocate`
+    pools: list[KvPool]  # one pool for each KV group
 
     def __init__(
         self,
@@ -80,13 +81,14 @@ class ModelRunner:
         config: EngineConfig,
         *,
         pool_fd: int | None = None,
-        tell: Tell = nobody,
+        on_progress: OnProgress = ignore_progress,
     ) -> None:
-        """`pool_fd`: a memfd for the pool of a CPU, so that its maker can map it, too. `tell` hears
-        how far the weights are loaded.
+        """Loads the weights. `pool_fd` is a memfd for a pool on a CPU, so that the process that
+        created it can map it too. `on_progress` is called with the progress of the load.
 
-        Raises ConfigError for settings that this machine or model cannot follow, and
-        UnsupportedModel for a checkpoint that does not fit its config."""
+        Raises ConfigError for settings that this machine or model does not support, and
+        UnsupportedModel for a checkpoint that does not match its config.
+        """
         torch.set_num_threads(config.num_threads)
         self.device = _choose_device(config.device)
         dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
@@ -102,9 +104,9 @@ class ModelRunner:
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
-        # Others than the native kernels, and these of fp8, compute with the numbers themselves.
+        # All other kernels, and the native ones for fp8, compute with the dequantized numbers.
         has_own_bits = keeps and kernels == "native" and not folder.config.is_fp8
-        # What KV is computed with; workers that differ in it share none.
+        # Everything that changes the bits of KV; workers that differ in it exchange no blocks.
         form = "+int8" * int8 + "+blocks" * has_own_bits
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
@@ -125,13 +127,13 @@ class ModelRunner:
             dtype=_DTYPES[dtype_name],
             device=self.device,
             kept_for=kernels if keeps else "",
-            tell=tell,
+            on_progress=on_progress,
         )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
         self._triton: TritonSteps | None = None
         if kernels == "triton":
-            # Triton is not on every machine.
+            # Imported here, because Triton is not installed on every machine.
             from tandem.engine.executor.triton.steps import TritonSteps
 
             self._small = self._large = self._triton = TritonSteps(
@@ -144,7 +146,7 @@ class ModelRunner:
             self._small = self._large = native = NativeDecoder(
                 model, weights, num_threads=config.num_threads, int8=int8
             )
-            if config.numerics == "invariant":  # the bits are one instruction set's
+            if config.numerics == "invariant":  # the bits depend on the instruction set
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
@@ -155,7 +157,7 @@ class ModelRunner:
 
     @property
     def native(self) -> NativeDecoder | None:
-        """The decoder of the small steps, if compiled: it knows where their time goes."""
+        """The C++ decoder of small steps, if used; it measures the time of each stage."""
         return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, *num_blocks: int) -> KvLayout:
@@ -168,9 +170,10 @@ class ModelRunner:
         )
 
     def allocate(self, *num_blocks: int) -> None:
-        """Makes the pools, zeroed: blocks are read whole, and only finite numbers may be masked.
+        """Allocates the pools, filled with zeros: kernels read whole blocks, and masked numbers
+        must be finite.
 
-        Raises ConfigError when there is no memory for them.
+        Raises ConfigError if there is not enough memory.
         """
         layout = self.layout(*num_blocks)
         if self.device.type == "cpu":
@@ -192,16 +195,20 @@ class ModelRunner:
         return self._static_kv.of_layers(list(group.layers), self.device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies the KV of blocks. A block is one span, and the copies are in the order of the
-        steps: after those before, before those to come, also on a CUDA device."""
+        """Copies the KV of blocks, each (source, target, KV group).
+
+        A block is one span of memory. The copies run after the steps before them and before later
+        steps, also on a CUDA device.
+        """
         for source, target, group in copies:
             memory = self.pools[group].memory
             memory[target].copy_(memory[source])
 
     def load_adapter(self, adapter: Adapter) -> LoadedAdapter:
-        """Reads an adapter for `add_adapter`; may run in any thread, beside a step.
+        """Reads an adapter for `add_adapter`. May run in any thread, also during a step.
 
-        Raises ConfigError and AdapterUnavailable naming what is wrong with its folder."""
+        Raises ConfigError and AdapterUnavailable, and says what is wrong with its folder.
+        """
         weights = load_lora(
             adapter,
             self._model_config,
@@ -214,7 +221,7 @@ class ModelRunner:
         return LoadedAdapter(weights, packed)
 
     def add_adapter(self, loaded: LoadedAdapter) -> None:
-        """Lets the slices of batches name it; not during a step."""
+        """Makes an adapter available to the slices of batches. Must not be called during a step."""
         if isinstance(self._small, NativeDecoder):
             assert loaded.packed is not None
             self._small.adapters.add(loaded.packed)
@@ -225,7 +232,7 @@ class ModelRunner:
             self._large.add_adapter(loaded.weights)
 
     def drop_adapter(self, digest: str) -> None:
-        """Frees an adapter that no slice names any more; not during a step."""
+        """Frees an adapter that no slice uses any more. Must not be called during a step."""
         for steps in (self._small, self._large):
             if isinstance(steps, NativeDecoder):
                 steps.adapters.drop(digest)
@@ -235,30 +242,35 @@ class ModelRunner:
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:
-        """Runs a step as runner_protocol.py says; its logits are good until the next one."""
+        """Runs a step as described in runner_protocol.py. Its logits are valid until the next
+        step."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         return self._last.forward(batch, self.pools, on_kv_written)
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """One token id for each row of the last step's logits, or for each of `rows` of them."""
+        """Returns a sampled token id for each row of the last step's logits, or for each of
+        `rows`."""
         return self._last.sample(logits, draws, rows)
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Log probabilities of a token of each of `rows` of the last step's logits."""
+        """Returns the log probabilities of one token for each of `rows` of the last step's
+        logits."""
         return self._last.logprobs(logits, rows, token_ids, num_top)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns what some rows of the last step's logits were made of."""
+        """Returns the hidden states after the final norm for `rows` of the last step's logits, each
+        [hidden]."""
         return self._last.final_hidden(rows)
 
 
 def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
     if kv_dtype == "int4":
-        # It imports a tokenizer, which the benchmarks of a GPU need not have.
+        # Imported here, because it imports a tokenizer, which need not be installed for GPU
+        # benchmarks.
         from tandem.engine.executor.kv_calibration import key_channels
 
         return key_channels(folder)
@@ -281,8 +293,12 @@ def _choose_device(wanted: str) -> torch.device:
 
 
 def _tokens_per_step(device: torch.device) -> int:
-    """Returns a step's token budget. On CUDA 16 a multiprocessor, down to a power of 2 (H100:
-    2,048, A100: 1,024): a product with 4,096 columns has about four 128 x 128 tiles for each."""
+    """Returns a step's token budget.
+
+    On CUDA it is 16 tokens per multiprocessor, rounded down to a power of 2 (H100: 2,048; A100:
+    1,024). A product with 4,096 columns then has about four tiles of 128 x 128 for each
+    multiprocessor.
+    """
     if device.type != "cuda":
         return STEP_TOKENS
     wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -290,7 +306,8 @@ def _tokens_per_step(device: torch.device) -> int:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Returns whether the hardware multiplies bfloat16; emulated, it is slower than float32."""
+    """Returns whether the hardware multiplies bfloat16. Emulated products would be slower than
+    float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return cpu_has_bfloat16()
@@ -299,10 +316,11 @@ def has_bfloat16(device: torch.device) -> bool:
 def _check_memory(
     config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
 ) -> None:
-    """Raises ConfigError if the free memory is too small."""
+    """Raises ConfigError if the machine or the GPU has too little free memory for these
+    settings."""
     needs = []
     memory = read_memory()
-    if device.type == "cuda":  # copies of blocks in host memory are not in the GPU's
+    if device.type == "cuda":  # copies of blocks in host memory take no memory of the GPU
         copies_bytes = config.kv_host_bytes
         needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]
         config = replace(config, kv_host_bytes=0)

@@ -1,11 +1,11 @@
-"""Draws the tokens of a step, and measures the log probabilities that its sequences ask for.
+"""Samples the tokens of a step, and measures the log probabilities that its sequences request.
 
-The draw for the token at index i of a whole sequence depends on its seed and on i alone, so a
-sequence that was moved, preempted or prefilled elsewhere goes on as it would have. Log
-probabilities are the model's own: edits change what is drawn, not what is measured.
+The draw of a sequence's token i depends only on its seed and on i, so a sequence that was migrated,
+preempted or prefilled on another worker continues with the same tokens. Log probabilities are the
+model's own: logit edits change the draw, not the measurement.
 
-    rows of logits   [ chunk 0 | chunk 1: its last | chunk 2: all its tokens, for the prompt ]
-                       decode    end of a prompt     token i tells the log probability of i + 1
+    rows of logits   [ chunk 0 | chunk 1: last token | chunk 2: all tokens, for prompt logprobs ]
+                       decode    end of a prompt       row i has the log probability of token i + 1
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from tandem_kernels.sampling import Draw
 
 
 class Sampled(NamedTuple):
-    """The token that follows a sequence."""
+    """The next token of a sequence."""
 
     sequence: Sequence
     token_id: int
@@ -31,7 +31,8 @@ class Sampled(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """A token whose log probability is wanted, and how many of the most likely ones with it."""
+    """A token whose log probability is requested, and the number of most likely tokens to report
+    with it."""
 
     row: int
     token_id: int
@@ -39,7 +40,7 @@ class _Wanted(NamedTuple):
 
 
 def next_draw(sequence: Sequence) -> Draw:
-    """The draw of the token that follows the sequence."""
+    """Returns the parameters of the draw for the sequence's next token."""
     sampling = sequence.spec.sampling
     return Draw(
         temperature=sampling.temperature,
@@ -53,10 +54,11 @@ def next_draw(sequence: Sequence) -> Draw:
 
 
 class StepSampler:
-    """The rows of one step's logits; made before the step, because the step moves its chunks."""
+    """The rows of one step's logits. It must be created before the step, because the step advances
+    the sequences."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._drawn: list[tuple[Sequence, int]] = []  # with its row
+        self._drawn: list[tuple[Sequence, int]] = []  # each with its row
         self._prompts: list[tuple[Sequence, _Wanted]] = []
         num_rows = 0
         for chunk in chunks:
@@ -72,16 +74,16 @@ class StepSampler:
 
     @property
     def grammars(self) -> list[GrammarMatcher]:
-        """The grammars of the tokens to draw."""
+        """The grammars of the tokens to sample."""
         return [s.grammar for s, _ in self._drawn if s.grammar is not None]
 
-    def leave_out_late(self) -> None:
-        """Draws no token of the sequences whose masks are late."""
+    def skip_late(self) -> None:
+        """Samples no token for the sequences whose masks are late."""
         self._drawn = [drawn for drawn in self._drawn if not drawn[0].awaits_mask]
 
     def run(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
-        """Draws a token of each sequence that nothing is missing of. Log probabilities of prompts
-        go to their sequences."""
+        """Samples a token for each sequence without missing tokens. Log probabilities of prompts
+        are stored in their sequences."""
         token_ids: list[int] = []
         if self._drawn:
             rows = [row for _, row in self._drawn]
@@ -110,7 +112,8 @@ class StepSampler:
         ]
 
     def _embed(self, runner: Runner) -> None:
-        """Gives each sequence that is to be embedded the state of its prompt's last token."""
+        """Stores in each sequence that requests an embedding the hidden state of its prompt's last
+        token."""
         wanted = [(sequence, row) for sequence, row in self._drawn if sequence.wants_embedding]
         if wanted:
             found = runner.final_hidden([row for _, row in wanted])
@@ -119,7 +122,7 @@ class StepSampler:
 
 
 def _prompt_tokens(chunk: Chunk, first_row: int) -> Iterable[tuple[Sequence, _Wanted]]:
-    """Yields the prompt tokens that the chunk's logits are about, less those measured before."""
+    """Yields the prompt tokens that the chunk's logits predict, except those measured before."""
     sequence = chunk.sequence
     num_top = sequence.spec.sampling.prompt_logprobs
     assert num_top is not None

@@ -1,7 +1,7 @@
-"""The batch that the scheduler hands the model for one step: plain lists, no tensors.
+"""The batch of one step as the scheduler passes it to the model: plain lists, no tensors.
 
-A step computes, for each scheduled sequence, the next `num_tokens` tokens after those whose KV is
-in the pool already. Prefill, a chunk of it and decode differ only in the number of tokens.
+For each scheduled sequence, a step computes the `num_tokens` tokens after those whose KV is in the
+pool. Prefill, a chunk of a prefill and decode differ only in the number of tokens.
 
     tokens of a sequence   [ computed before | this step's tokens ]
                              context_len - num_tokens    context_len
@@ -19,22 +19,26 @@ if TYPE_CHECKING:
 
 
 class SequenceSlice(NamedTuple):
-    """One sequence's part of a step. A tuple, because a step makes one for each sequence."""
+    """One sequence's part of a step. It is a tuple for speed: each step makes one for every
+    sequence."""
 
-    token_ids: list[int]  # this step's tokens, num_tokens of them
+    token_ids: list[int]  # ids of the tokens of this step, `num_tokens` in number
     context_len: int  # tokens in the KV pool after this step
-    # Blocks of the first KV group's pool that cover at least context_len tokens, in order. Entries
-    # before the group's window, and those that `visible` hides, may name any block of the pool.
+    # Ids of blocks in the first KV group's pool that cover at least context_len tokens, in order.
+    # Entries before the group's window, and those that `visible` hides, are ignored and may be any
+    # block of the pool.
     block_table: list[int]
-    wants_logits: bool  # whether the last token's logits are needed (not for inner chunks)
+    # whether the last token's logits are needed (not in chunks before the last one)
+    wants_logits: bool
     all_logits: bool = False  # whether the logits of all its tokens are needed
-    wants_hidden: bool = False  # whether the last token's hidden state is needed, too
-    other_tables: Sequence[list[int]] = ()  # block tables of the other groups' pools
-    adapter: str = ""  # digest of the sequence's LoRA adapter
-    visible: VisibleKeys | None = None  # in layers without a window of their own; None: all keys
-    # Tokens whose KV the sequence gave up. They count in positions, but not in context_len.
-    num_passed: int = 0
-    # Sum of the attention weights of each block's keys; the step adds its own.
+    wants_hidden: bool = False  # whether the last token's hidden state is also needed
+    other_tables: Sequence[list[int]] = ()  # block tables of the other KV groups
+    adapter: str = ""  # digest of the LoRA adapter; empty for the base model
+    # the keys that are seen in layers without their own window; None: all keys
+    visible: VisibleKeys | None = None
+    # Number of evicted tokens. They count in positions, but not in context_len.
+    num_evicted: int = 0
+    # Attention sums of the blocks [blocks] fp32; the step adds its weights in place.
     block_sums: Sums | None = None
 
     @property
@@ -48,7 +52,7 @@ class SequenceSlice(NamedTuple):
 
     @property
     def num_logits(self) -> int:
-        """The number of its last tokens whose logits are needed."""
+        """Number of the sequence's last tokens whose logits are needed."""
         return self.num_tokens if self.all_logits else int(self.wants_logits)
 
 

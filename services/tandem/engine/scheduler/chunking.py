@@ -1,16 +1,17 @@
-"""Sizes the next chunk of a prompt whose blocks a peer pulls as they become final.
+"""Chooses the size of the next chunk of a prompt whose blocks a peer pulls as they become final.
 
     compute  |--- chunk 1 ---|--- chunk 2 ---|- 3 -|
     pull                     |-- 1 --|       |- 2 -||3|
                                                     ^ exposed: the consumer waits for it
 
-A chunk's pull overlaps the chunks after it, so only the last pull is exposed. But each further
-chunk costs a step, which reads all weights once more. Over a fast link one chunk is best. Over a
-slow link the chunks shrink towards the end: the pull of each takes as long as computing the next. A
-few such plans are predicted, and the first chunk of the one that ends soonest is taken. The next
-call plans anew.
+The pull of a chunk overlaps the computation of later chunks, so only the last pull is exposed. But
+each additional chunk costs a step, which reads all weights again. Over a fast link, one chunk is
+best. Over a slow link, chunks shrink towards the end, so that each pull takes as long as the
+computation of the next chunk. The functions predict the end of a few such plans and take the first
+chunk of the best one. The next call plans again.
 
-Pure. Blocks are reported a little before their step ends. The predictions ignore this, as a margin.
+The functions are pure. Blocks are reported a little before their step ends; the predictions ignore
+this, which leaves a margin.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,24 +19,25 @@ from dataclasses import dataclass
 
 from tandem.common.perf_model.rates import PrefillRate
 
-_SHAPED_BUDGETS = 4  # chunks shrink within this many budgets of the end
+_SHAPED_BUDGETS = 4  # chunks shrink only within this many step budgets of the prompt's end
 _LAST_MIN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Speed of KV to the consumer: seconds for each pull, and for each token in it.
+    """Speed of KV transfer to the consumer: a latency per pull and seconds per token.
 
-    Layers with a window move only the KV of a prompt's last tokens.
+    Layers with a window transfer only the KV of a prompt's last tokens.
     """
 
     latency_s: float
-    token_s: float  # of all layers
-    # For each window: the first token that moves, and the part of `token_s` of its layers.
+    token_s: float  # seconds per token for all layers
+    # For each window: index of the first token that is transferred, and the share of `token_s` of
+    # the window's layers.
     windows: tuple[tuple[int, float], ...] = ()
 
     def pull_s(self, num_tokens: int, context: int) -> float:
-        """Returns the seconds that a chunk's pull takes."""
+        """Returns the duration of a chunk's pull in seconds."""
         seconds = self.latency_s + num_tokens * self.token_s
         for first, token_s in self.windows:
             seconds -= token_s * max(0, min(num_tokens, first - context))
@@ -52,11 +54,11 @@ def next_chunk(
     rate: PrefillRate,
     link: Link,
 ) -> int:
-    """Returns the tokens of the next chunk, from 1 to `tokens_left`.
+    """Returns the number of tokens in the next chunk, from 1 to `tokens_left`.
 
-    `num_missing` tokens follow `context` computed ones. `lag_s` is the time that the pulls of
-    earlier chunks still take. `tokens_left` is the rest of this step's `budget`, which later steps
-    have whole.
+    `num_missing` tokens follow `context` computed ones. `lag_s` is the time that pulls of earlier
+    chunks still take. `tokens_left` is the rest of this step's token `budget`; later steps have the
+    full budget.
     """
     if num_missing > _SHAPED_BUDGETS * budget:
         return tokens_left
@@ -65,13 +67,14 @@ def next_chunk(
 
 
 def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
-    """Returns the tokens of the next chunk without a measured link. The last chunk is a quarter of
-    the budget."""
+    """Returns the number of tokens in the next chunk if the link is not measured. The last chunk is
+    a quarter of the budget."""
     return _tail_plan(num_missing, tokens_left, budget)[0]
 
 
 def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
-    """Returns the seconds that pulls, with this chunk's own, still take once it is computed."""
+    """Returns how long the pulls still take, in seconds, when this chunk is computed; its own pull
+    is included."""
     computed_s = rate.seconds(num_tokens, context, num_tokens)
     return max(0.0, lag_s - computed_s) + link.pull_s(num_tokens, context)
 
@@ -79,7 +82,7 @@ def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, li
 def finish_s(
     plan: Sequence[int], context: int, lag_s: float, rate: PrefillRate, link: Link
 ) -> float:
-    """Returns the seconds from now until the last chunk's blocks are at the consumer."""
+    """Returns the seconds from now until the consumer has the last chunk's blocks."""
     computed_s = 0.0
     for num_tokens in plan:
         computed_s += rate.seconds(num_tokens, context, num_tokens)
@@ -98,7 +101,8 @@ def _plans(num_missing: int, budget: int, rate: PrefillRate, link: Link) -> Iter
 
 
 def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: Link) -> list[int]:
-    """Plans from the end: each chunk's pull takes as long as computing the chunk after it."""
+    """Plans backwards from the end: the pull of each chunk takes as long as the computation of the
+    next one."""
     sizes = [last]
     while (left := num_missing - sum(sizes)) > 0:
         hidden_s = max(0.0, rate.step_s + sizes[-1] * rate.token_s - link.latency_s)
@@ -121,7 +125,7 @@ def _tail_plan(num_missing: int, tokens_left: int, budget: int) -> list[int]:
 
 
 def _fit(plan: list[int], tokens_left: int, budget: int) -> list[int]:
-    """Returns the plan with chunks cut to the tokens that each step has left."""
+    """Returns the plan with its chunks split to fit the tokens that each step has left."""
     fitted: list[int] = []
     for size in plan:
         while size:

@@ -1,12 +1,13 @@
-"""Finds sequences whose first token would come too late, before anything of them is computed.
+"""Finds sequences whose first token would be late, before any of their tokens is computed.
 
-    add     refused if all that is queued before it, and its own prompt, take too long
-    waits   refused as soon as its own prompt takes too long, even if it comes next
+    in `add`       a new sequence is refused if all queued prompts and its own take too long
+    while it waits it is refused once its own prompt takes too long, even if it is next
 
-The first check answers early, so it refuses only what is late even if the rates are off by
-`RATES_OFF`. The second one is exact: hardly more than its own prompt's time is predicted. So
-requests that several routers admitted without knowledge of each other meet their limit here. A
-sequence that finds the engine idle is never refused: nothing would come sooner without it.
+The first check predicts far ahead, so it refuses only sequences that are late even if the rates are
+off by a factor of `RATES_OFF`. The second check is precise, because it predicts little more than
+the sequence's own prompt. It enforces the limit for requests that several routers admitted
+independently. A sequence that finds the engine idle is never refused, because refusing it would
+help no other sequence.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -19,8 +20,11 @@ from tandem.errors import Overloaded
 
 
 class Deadlines:
-    """The deadlines of an engine's sequences, `SequenceSpec.first_token_by`. `rates` are those of
-    prefill now, beside what decodes; None: not measured."""
+    """Checks the deadlines of an engine's sequences, `SequenceSpec.first_token_by`.
+
+    `rates` returns the current prefill rates, given the sequences that decode; None before they are
+    measured.
+    """
 
     def __init__(
         self,
@@ -29,11 +33,12 @@ class Deadlines:
         clock: Callable[[], float],
     ) -> None:
         self._rates = rates
-        self._has_rates = has_rates  # the same, without the work to make them
+        self._has_rates = has_rates  # returns whether `rates` has a value, without computing it
         self.clock = clock
 
     def queued_s(self, sequences: Iterable[Sequence]) -> float | None:
-        """Predicts the seconds until all missing prompt tokens are computed; None: no rates."""
+        """Predicts the seconds until all missing prompt tokens are computed; None if no rates are
+        measured."""
         spans = [span for s in sequences if (span := s.missing_span)[0]]
         if not spans and self._has_rates():
             return 0.0
@@ -41,7 +46,7 @@ class Deadlines:
         return None if rates is None else queued_seconds(rates, spans)
 
     def check(self, new: Sequence, before: Iterable[Sequence]) -> None:
-        """Raises Overloaded if a new sequence would be late behind those `before` it."""
+        """Raises Overloaded if a new sequence would be late behind the sequences in `before`."""
         by = new.spec.first_token_by
         if not by or new.mode is Mode.WAITING_FOR_REMOTE_KV:
             return
@@ -55,8 +60,8 @@ class Deadlines:
             raise _overloaded(late_s)
 
     def find_late(self, sequences: Collection[Sequence]) -> Iterator[tuple[Sequence, Overloaded]]:
-        """Yields those that have waited, and are late even if their prompt comes next, after those
-        that are begun."""
+        """Yields the waiting sequences that would be late even if they came next after the
+        sequences already started."""
         waiting = [s for s in sequences if s.spec.first_token_by and s.has_waited]
         waiting = [s for s in waiting if not s.is_begun]
         if not waiting:

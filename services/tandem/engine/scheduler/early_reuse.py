@@ -1,12 +1,12 @@
-"""Early reuse: a waiting sequence lets another one compute the blocks that both begin with.
+"""Early reuse: a sequence waits while another one computes the blocks that both start with.
 
-    WAITING --the blocks are in the pool--> admitted with them
+    WAITING --the blocks are in the pool--> admitted, and reuses them
             `--the other is gone, or the wait was too long--> admitted, and computes them
 
 A sequence waits only for sequences that hold their blocks: RUNNING, LOADING or awaiting KV from a
-peer. It holds no blocks itself, so there is no circle of waits on one worker. A sequence that
-prefills for a peer does not wait for KV from a peer: two workers that prefill for each other would
-wait in a circle.
+peer. It holds no blocks itself, so no cycle of waits is possible on one worker. A sequence that
+prefills for a peer does not wait for KV from a peer. Otherwise two workers that prefill for each
+other would wait in a cycle.
 """
 
 import time
@@ -21,8 +21,8 @@ from tandem.engine.types import Mode
 
 class EarlyReuse:
     def __init__(self, kv: KvCache, wait_max_s: float) -> None:
-        """`wait_max_s` bounds a sequence's wait for blocks that others compute or pull, counted
-        from its first wait; 0: no wait."""
+        """`wait_max_s` bounds a sequence's wait for blocks of others, counted from its first wait;
+        0 disables waiting."""
         self._kv = kv
         self.wait_max_s = wait_max_s
         self.clock = time.monotonic
@@ -35,8 +35,8 @@ class EarlyReuse:
         awaiting: Iterable[Sequence],
         loading: Iterable[Sequence],
     ) -> bool:
-        """Returns whether a waiting sequence waits for another one to bring its first missing
-        block."""
+        """Returns whether a waiting sequence should wait for another one to provide its first
+        missing block."""
         if self._awaits_load(sequence, loading):
             return True
         if not self.wait_max_s:
@@ -51,7 +51,7 @@ class EarlyReuse:
         return self.clock() - sequence.shared_since < self.wait_max_s
 
     def end(self, sequence: Sequence) -> None:
-        """Ends the wait of a sequence that is admitted, if there was one."""
+        """Ends the wait of a sequence that is admitted, if it waited."""
         if sequence.shared_since:
             sequence.shared_wait_s += self.clock() - sequence.shared_since
             sequence.shared_since = 0.0
@@ -63,9 +63,13 @@ class EarlyReuse:
 
 
 def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> Sequence | None:
-    """Returns the RUNNING sequence that a sequence with `depth` cached blocks may fork: its parent,
-    or one that computed blocks for which it waited. The KV of a RUNNING sequence is committed, and
-    no read writes its blocks. No sequence is preempted between this call and the copy."""
+    """Returns the RUNNING sequence that a sequence with `depth` cached blocks may fork; None if
+    there is none.
+
+    This is its named parent, or a sequence for whose blocks it waited. The KV of a RUNNING sequence
+    is committed, and no read writes its blocks. No sequence is preempted between this call and the
+    copy.
+    """
     if name := sequence.spec.fork_of:
         return next((s for s in running if s.sequence_id == name), None)
     others = running if sequence.shared_since else ()
@@ -73,16 +77,19 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
 
 
 def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the next block that a sequence stores is one of these. It then holds all
-    blocks before it, too, because a block's hash covers them."""
+    """Returns whether the next block that `other` stores is one of `hashes`. It then holds all
+    earlier ones too, because a block's hash covers them."""
     first = other.num_stored_blocks
     theirs = other.block_hashes
     return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
 
 
 def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the blocks that a sequence awaits and the missing ones of these have at least
-    half in common. All blocks that a sequence awaits become usable together, at the end."""
+    """Returns whether `other` awaits mostly blocks that `hashes` lacks too: the common ones are at
+    least half of the longer of the two lists.
+
+    All blocks that a sequence awaits become usable together, when the last one has arrived.
+    """
     if not _computes_next_of(other, hashes):
         return False
     num_longer = max(len(hashes), len(other.block_hashes)) - other.num_stored_blocks
@@ -90,7 +97,7 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 
 def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
-    """Returns how many of these blocks the sequence has yet to store."""
+    """Returns the number of blocks of `hashes` that `other` has not stored yet."""
     pairs = zip(other.block_hashes, hashes, strict=False)
     return (
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks

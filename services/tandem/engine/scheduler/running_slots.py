@@ -1,23 +1,27 @@
-"""Limits the sequences that decode at once, so that each gets its next token in time. Pure.
+"""Limits how many sequences decode at the same time, so that each gets its next token within the
+limit. Pure.
 
-A sequence has a *running slot* from the time when it has blocks and decodes here, or awaits its KV
-to decode here, until it ends. A sequence without a running slot waits.
+A sequence occupies a *running slot* from its admission, when it has blocks and decodes here or
+awaits its KV to decode here, until it ends. A sequence without a running slot waits.
 
-The number of slots is that for which decode takes `RUNNING_SLOTS_SHARE` of the limit, by measured
-steps. Chunks of prompts lengthen such a step by half at most (`perf_model/step_time.py`). The rest
-is a reserve for steps that take longer than predicted: 99 of 100 steps are to be within the limit.
+The number of slots is chosen so that a decode step, by the measured rates, takes
+`RUNNING_SLOTS_SHARE` of the limit. Prompt chunks lengthen such a step by at most half
+(`perf_model/step_time.py`). The rest is a reserve for steps that take longer than predicted: 99 of
+100 steps should be within the limit.
 """
 
 from tandem.common.perf_model.rates import DecodeRate
 
 RUNNING_SLOTS_SHARE = 0.5
-STEP_SHARE = 0.75  # of the limit: the planned duration of a step with chunks of prompts
+STEP_SHARE = 0.75  # share of the limit that a step with prompt chunks is planned to take
 _ROUNDING = 1e-9
 
 
 def num_running_slots(rate: DecodeRate | None, *, max_num_seqs: int, itl_limit_s: float) -> int:
-    """Returns the number of running slots, at least 1. It is `max_num_seqs` until decode was
-    measured, and with an `itl_limit_s` of 0 (no limit)."""
+    """Returns the number of running slots, at least 1.
+
+    It is `max_num_seqs` until decode is measured, and if `itl_limit_s` is 0 (no limit).
+    """
     if not itl_limit_s or rate is None:
         return max_num_seqs
     left_s = RUNNING_SLOTS_SHARE * itl_limit_s - rate.step_s

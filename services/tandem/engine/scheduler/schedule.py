@@ -1,4 +1,4 @@
-"""The plan of one step: the chunks that it computes, and what comes before them."""
+"""The plan of one step: its chunks, and the block copies that precede them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    samples: bool  # whether a token is sampled: none is missing after this chunk
-    all_logits: bool  # for log probabilities of the prompt
+    samples: bool  # whether a token is sampled; then no token is missing after this chunk
+    all_logits: bool  # whether all logits are needed, for log probabilities of the prompt
 
     @property
     def slice(self) -> SequenceSlice:
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
         start = sequence.num_computed_tokens
         end = start + self.num_tokens
         if hitters is not None:
-            context_len = end - hitters.num_passed_tokens
+            context_len = end - hitters.num_evicted_tokens
             return SequenceSlice(
                 token_ids=sequence.token_ids[start:end],
                 context_len=context_len,
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
                 all_logits=self.all_logits,
                 wants_hidden=self.samples and sequence.spec.embed,
                 adapter=digest_of(sequence.spec.adapter),
-                num_passed=hitters.num_passed_tokens,
+                num_evicted=hitters.num_evicted_tokens,
                 block_sums=hitters.sums(context_len),
             )
         return SequenceSlice(
@@ -57,9 +57,9 @@ class Chunk(NamedTuple):
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)  # before anything else of the step
+    copies: list[BlockCopy] = field(default_factory=list)  # made before the step's forward pass
     work: StepWork = field(default_factory=StepWork)
-    num_prompt_logits: int = 0  # rows
+    num_prompt_logits: int = 0  # number of logit rows for log probabilities of prompts
 
     @property
     def batch(self) -> StepBatch:
@@ -70,7 +70,7 @@ class Schedule:
         chunk = Chunk(sequence, num_tokens, samples, sequence.wants_prompt_logits)
         self.chunks.append(chunk)
         self.num_prompt_logits += num_tokens * chunk.all_logits
-        before = sequence.num_computed_tokens - sequence.tables.num_passed_tokens
+        before = sequence.num_computed_tokens - sequence.tables.num_evicted_tokens
         contexts = token_contexts(num_tokens, before)
         if sequence.in_decode:
             self.work.decode_tokens += num_tokens
@@ -80,7 +80,8 @@ class Schedule:
             self.work.prefill_contexts += contexts
 
     def evict(self) -> None:
-        """Evicts blocks that attracted little attention, of the sequences that are due."""
+        """Evicts the least attended blocks of sequences with heavy hitters that reached an eviction
+        point."""
         for sequence, *_ in self.chunks:
             if sequence.tables.hitters is not None:
                 sequence.tables.evict(sequence.num_computed_tokens)

@@ -1,27 +1,30 @@
-"""Plans each step: what it computes, which sequences get blocks, and which are preempted.
+"""Plans each step: the chunks to compute, the sequences that get blocks, and those that are
+preempted.
 
-It knows sequences and the block pool, no tensors. A step's token budget goes to decode first, then
-to prefill in the order of arrival. Chunks of prefill are small enough to keep the step within its
-time (perf_model/step_time.py). Then waiting sequences are admitted, oldest first.
+The scheduler knows sequences and the block pool, no tensors. The token budget of a step goes to
+decode first and then to prefill in order of arrival. Prefill chunks are sized to keep the step
+within its time limit (perf_model/step_time.py). Then waiting sequences are admitted, oldest first.
 
 Loads: if a tier below the pool has more blocks of a sequence than the pool, the sequence is LOADING
-first, while others step. It holds all its blocks then, like a sequence that waits for KV. With the
-tokens that all others leave of a step it may compute its first blocks meanwhile (loads.py).
+first, while others run. It holds all its blocks then, like a sequence that awaits KV. If a step has
+tokens left, the sequence may compute its first blocks during the load (loads.py).
 
 Blocks: admission reserves every block that a sequence's tokens need, or the sequence waits and
-holds nothing. In a KV group with a window it reserves the blocks of a decode step; further blocks
-of a chunk are taken when it is planned and given back when it is computed. A decoding sequence
-takes one more block when its last is full.
+holds none. In a KV group with a window it reserves the blocks of a decode step; the other blocks of
+a chunk are allocated when the chunk is planned and released when it is computed. A decoding
+sequence allocates one more block when its last one is full.
 
-Preemption: if the pool has no block, the youngest running sequence is preempted. It gives its
-blocks back, waits again by its age, and computes them again. LOADING and WAITING_FOR_KV (reads are
-in flight) and PREFILL_ONLY (a consumer relies on its blocks) are never preempted. A sequence that
-awaited only its prefix (`prefix_blocks`) is like any other then: preempted, it awaits nothing.
+Preemption: if the pool has no block, the youngest running sequence is preempted. It releases its
+blocks, waits again in its place by age, and computes them again. Sequences that are LOADING or
+WAITING_FOR_KV (reads are in flight) or PREFILL_ONLY (a consumer relies on the blocks) are never
+preempted. A sequence that awaited only its prefix (`prefix_blocks`) can be preempted once it runs,
+and awaits nothing after that.
 
-Two sequences cannot preempt each other for ever. None takes blocks from an older one: without a
-younger victim it preempts itself. Waiting sequences are admitted oldest first. An admitted sequence
-makes at least one token before it can need another block. The oldest of all therefore advances with
-every admission. It waits only for blocks leased to peers or awaited; leases have deadlines.
+Two sequences cannot preempt each other for ever. No sequence takes blocks from an older one:
+without a younger victim it preempts itself. Waiting sequences are admitted oldest first. An
+admitted sequence produces at least one token before it can need another block. The oldest of all
+therefore advances with every admission. It waits only for blocks that are leased to peers or
+awaited, and leases have deadlines.
 """
 
 import time
@@ -32,7 +35,7 @@ from operator import attrgetter
 from tandem.common.perf_model.predict import beside_decode
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
-from tandem.engine.adapter_slots import AdapterSlots, Answer
+from tandem.engine.adapter_slots import AdapterSlots, AdapterState
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.deadlines import Deadlines
@@ -45,14 +48,16 @@ from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
 
-# Rows of logits in a step for log probabilities of prompts: each has 0.6 MB for 150,000 tokens.
+# Maximum number of logit rows in a step for log probabilities of prompts; a row of 150,000 tokens
+# has 0.6 MB.
 PROMPT_LOGITS_MAX = 128
 
 _arrival = attrgetter("arrival")
 
 
 class Scheduler:
-    """Queues of one engine. `waiting` and `running` are sorted by arrival."""
+    """The queues of one engine, and the plan of each step. `waiting` and `running` are sorted by
+    arrival."""
 
     def __init__(
         self,
@@ -89,24 +94,30 @@ class Scheduler:
     def start(self, sequence: Sequence) -> None:
         """Makes a sequence RUNNING that has all its blocks and awaits no KV."""
         self.withdraw(sequence)
-        sequence.await_nothing()
+        sequence.stop_awaiting_kv()
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_arrival)
 
-    def start_here(self, sequence: Sequence) -> None:
-        """Makes a sequence RUNNING for which no KV came. With windows or a KV budget it waits,
-        because it holds only the blocks for that KV."""
-        if self._kv.passes(sequence.tables):
-            self.begin_again(sequence)
+    def start_local(self, sequence: Sequence) -> None:
+        """Lets this engine compute a sequence for which no KV arrived.
+
+        With windows or a KV budget it is queued again, because it holds only the blocks for the
+        awaited KV.
+        """
+        if self._kv.is_windowed(sequence.tables):
+            self.restart_local(sequence)
         else:
             self.start(sequence)
 
-    def begin_again(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
-        """Takes back the blocks of a sequence that awaited KV, and enqueues it to be computed
-        here. Blocks of a window that came for one depth are of no use at another."""
+    def restart_local(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
+        """Releases the blocks of a sequence that awaited KV, and queues it so that this engine
+        computes all of it.
+
+        Blocks of a window that were pulled for one depth are of no use at another.
+        """
         self.withdraw(sequence)
-        self._kv.give_back(sequence.let_go(), unsafe_blocks)
-        sequence.await_nothing()
+        self._kv.release(sequence.release_tables(), unsafe_blocks)
+        sequence.stop_awaiting_kv()
         self.enqueue(sequence)
 
     def enter(self, sequence: Sequence) -> None:
@@ -119,37 +130,39 @@ class Scheduler:
             self.start(sequence)
 
     def compute_instead(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
-        """Takes back the blocks of a sequence whose load failed, and enqueues it to be computed."""
+        """Releases the blocks of a sequence whose load failed, and queues it to be computed."""
         self.withdraw(sequence)
-        self._kv.give_back(sequence.let_go(), unsafe_blocks)
+        self._kv.release(sequence.release_tables(), unsafe_blocks)
         sequence.may_load = False
         self.enqueue(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Takes the sequence out of its queue. It keeps its blocks."""
+        """Removes the sequence from its queue. It keeps its blocks."""
         for queue in (self.waiting, self.running, self.awaiting, self.loading):
             if sequence in queue:
                 queue.remove(sequence)
 
     def check_deadline(self, sequence: Sequence) -> None:
-        """Raises Overloaded if the first token of a new sequence would come too late here."""
+        """Raises Overloaded if the first token of a new sequence would be late on this engine."""
         sequence.num_matched_blocks = self._kv.match(sequence.reusable_hashes)
         before = (*self.running, *self.loading, *self.awaiting, *self.waiting)
         self.deadlines.check(sequence, before)
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
-        """Returns sequences of which nothing is computed yet and whose first token would come too
-        late."""
+        """Returns the sequences without any computed token whose first token would be late."""
         return list(self.deadlines.find_late([*self.running, *self.waiting]))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
-        """Returns which of these wait and hold nothing, the oldest first. Those that wait for a
-        grammar, or for blocks that others bring, would wait elsewhere too, or compute more."""
+        """Returns the given sequences that wait and hold no blocks, the oldest first.
+
+        Sequences that wait for a grammar, or for blocks that others provide, are left out: on
+        another worker they would wait too, or compute more.
+        """
         return [
             s
             for s in self.waiting
             if s.sequence_id in sequence_ids
-            and s.has_waited  # else it may start in the next step
+            and s.has_waited  # otherwise it may start in the next step
             and not (s.is_begun or s.num_preemptions or s.awaits_grammar or self._awaits_blocks(s))
         ]
 
@@ -160,11 +173,13 @@ class Scheduler:
         return oldest is not None and self._admission(oldest, Schedule()) is not None
 
     def awaits_threads(self) -> bool:
-        """Returns whether a waiting sequence's grammar is being compiled, or an adapter read."""
+        """Returns whether a waiting sequence's grammar is being compiled, or an adapter is being
+        read."""
         return self._adapters.is_reading or any(s.awaits_grammar for s in self.waiting)
 
     def schedule(self) -> Schedule:
-        """Plans a step. Admission and preemption happen here; a chunk may be left uncomputed."""
+        """Plans a step. Admission and preemption take effect here; the caller may leave the chunks
+        uncomputed."""
         schedule = Schedule()
         preempted = self._plan_decode(schedule)
         for sequence in self.running:
@@ -172,7 +187,8 @@ class Scheduler:
                 self._add_chunk(schedule, sequence)
         for sequence in self.loading:
             self._compute_meanwhile(schedule, sequence)
-        if not preempted:  # else blocks are short: an admitted sequence would be the next victim
+        # Otherwise blocks are short, and an admitted sequence would be the next victim.
+        if not preempted:
             self._admit(schedule)
         for chunk in schedule.chunks:
             chunk.sequence.is_begun = True
@@ -181,7 +197,8 @@ class Scheduler:
         return schedule
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
-        """Raises AssertionError when a sequence is not in exactly the queue of its status."""
+        """Raises AssertionError unless each sequence is in the queue of its status, and in no
+        other."""
         for queue, status in (
             (self.waiting, Status.WAITING),
             (self.running, Status.RUNNING),
@@ -201,7 +218,7 @@ class Scheduler:
             )
 
     def _plan_decode(self, schedule: Schedule) -> bool:
-        """Plans the sequences that decode; returns whether one was preempted."""
+        """Plans the decoding sequences. Returns whether one was preempted."""
         num_waiting = len(self.waiting)
         for sequence in [s for s in self.running if s.in_decode and not s.awaits_mask]:
             if schedule.work.num_tokens >= self._max_tokens_per_step:
@@ -256,10 +273,10 @@ class Scheduler:
             num_delayed=len(self.running) - len(prefilling) + len(self.waiting) - 1,
         )
         if not loading.awaits:
-            sequence.await_nothing()
+            sequence.stop_awaiting_kv()
 
     def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
-        """Plans a chunk of a LOADING sequence that ends before the blocks being read."""
+        """Plans a chunk of a LOADING sequence that ends before the blocks that are being read."""
         tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
         if len(schedule.chunks) < self._max_num_seqs:
             num_tokens = self.loads.find_chunk(sequence, tokens_left)
@@ -267,9 +284,12 @@ class Scheduler:
                 schedule.add(sequence, num_tokens)
 
     def _next_waiting(self) -> Sequence | None:
-        """Returns the oldest waiting sequence that has its grammar and its adapter, and whose next
-        block no other sequence brings; the others are skipped. While all adapter slots are in use,
-        younger sequences with adapters are skipped too: else a slot might never be free."""
+        """Returns the oldest waiting sequence that has its grammar and adapter and need not wait
+        for blocks of others.
+
+        While all adapter slots are in use, younger sequences with adapters are skipped too;
+        otherwise a slot might never become free.
+        """
         is_full = False
         for sequence in self.waiting:
             if sequence.awaits_grammar or self._awaits_blocks(sequence):
@@ -277,10 +297,10 @@ class Scheduler:
             if (adapter := sequence.spec.adapter) is None:
                 return sequence
             if not is_full:
-                answer = self._adapters.want(adapter, self._adapters_in_use)
-                if answer is Answer.LOADED:
+                state = self._adapters.request(adapter, self._adapters_in_use)
+                if state is AdapterState.LOADED:
                     return sequence
-                is_full = answer is Answer.FULL
+                is_full = state is AdapterState.NO_SLOT
         return None
 
     def _awaits_blocks(self, sequence: Sequence) -> bool:
@@ -294,13 +314,15 @@ class Scheduler:
         return {adapter.digest for adapter in of_admitted if adapter is not None}
 
     def _admission(self, sequence: Sequence, schedule: Schedule) -> Admission | None:
-        """Returns how a sequence starts; None without a running slot or room for its blocks."""
+        """Returns how a sequence would start; None without a running slot or without room for its
+        blocks."""
         if not self._has_slot(sequence, schedule):
             return None
         depth = self._kv.match(hashes := sequence.reusable_hashes)
         parent = find_parent(sequence, self.running, depth)
-        part = self._kv.find_beginning(*sequence.wanted_after(depth))
-        for each in (part, None):  # the block with the part may have to be evicted
+        part = self._kv.find_partial_block(*sequence.reusable_part(depth))
+        # The second try is without the partial block, which may itself have to be evicted.
+        for each in (part, None):
             admission = sequence.plan(depth, parent, each)
             if self._kv.can_reserve(
                 hashes,
@@ -314,11 +336,12 @@ class Scheduler:
         return None
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Returns whether the sequence finds a running slot beside the planned ones.
+        """Returns whether the sequence gets a running slot in addition to those already planned.
 
-        A sequence that will decode here waits until each step has a place for it and all admitted
-        ones: otherwise sequences whose KV arrives would keep prompts out of every step. A sequence
-        that prefills for a peer does not wait for those: two workers may prefill for each other.
+        A sequence that will decode here waits until each step has room for it and all admitted
+        ones. Otherwise sequences whose KV arrives would keep prompts out of every step. A sequence
+        that prefills for a peer does not wait for those, because two workers may prefill for each
+        other.
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
             admitted = (*self.running, *self.awaiting, *self.loading)
@@ -334,7 +357,7 @@ class Scheduler:
 
     @property
     def num_running_slots(self) -> int:
-        """Number of sequences that may decode here at once (running_slots.py)."""
+        """Number of sequences that may decode at the same time (running_slots.py)."""
         return num_running_slots(
             self._step_time.decode_rate,
             max_num_seqs=self._max_num_seqs,
@@ -342,7 +365,8 @@ class Scheduler:
         )
 
     def _prefill_rates(self) -> WorkerRates | None:
-        """Returns the rates of prefill beside the sequences that decode; None: not measured."""
+        """Returns the prefill rates while the current sequences decode; None before they are
+        measured."""
         rates = self._step_time.rates(self._unmeasured)
         num_decoding = sum(s.in_decode for s in self.running)
         return beside_decode(rates, self.chunk_tokens, num_decoding) if rates.measured else None
@@ -352,14 +376,16 @@ class Scheduler:
 
     @property
     def chunk_tokens(self) -> int:
-        """Number of prompt tokens, at a prompt's start, that fit beside the decoding sequences."""
+        """Number of tokens of a prompt's first chunk that fit in a step with the current
+        decodes."""
         decoding = [s for s in self.running if s.in_decode]
         contexts = sum(s.num_computed_tokens for s in decoding)
         work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
         return self._tokens_left(Schedule(work=work), 0)
 
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
-        """Returns the number of tokens that a chunk after `context` tokens may have in the step."""
+        """Returns the largest chunk, in tokens, that fits the step after `context` tokens of its
+        sequence."""
         tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
@@ -377,13 +403,15 @@ class Scheduler:
         num_tokens = min(num_tokens, sequence.num_next_tokens)
         if sequence.needs_mask_first:
             num_tokens = min(num_tokens, sequence.num_missing_tokens - 1)
-        # A window's pool may have room for a part only while others hold the blocks it has passed.
+        # While other sequences hold blocks that their windows have passed, a window's pool may have
+        # room for only a part of the chunk.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:
             schedule.add(sequence, end - sequence.num_computed_tokens)
 
     def computed(self, chunk: Chunk) -> None:
-        """Updates the pull lag of a chunk's sequence; called before its computed tokens count."""
+        """Updates the pull lag of a chunk's sequence. Must be called before the chunk's tokens
+        count as computed."""
         sequence = chunk.sequence
         link = self._link(sequence)
         rate = self._step_time.prefill_rate
@@ -395,7 +423,8 @@ class Scheduler:
     def _link(self, sequence: Sequence) -> Link | None:
         if sequence.spec.consumer_rate is None:
             return None
-        layout, (latency_s, bytes_per_s) = self._kv.layout, sequence.spec.consumer_rate
+        layout = self._kv.layout
+        latency_s, bytes_per_s = sequence.spec.consumer_rate
         size = layout.block_size
         resume = sequence.last_depth * layout.block_size
         windows = tuple(
@@ -406,7 +435,8 @@ class Scheduler:
         return Link(latency_s, layout.block_bytes / size / bytes_per_s, windows)
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
-        """Sizes a chunk whose pull overlaps the next chunk; only the last pull is exposed."""
+        """Chooses the size of a chunk whose pull overlaps the next chunk; only the last pull is
+        exposed."""
         num_missing = sequence.num_missing_tokens
         rate = self._step_time.prefill_rate
         link = self._link(sequence)
@@ -425,10 +455,12 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Gives a decoding sequence a block for its next token if it lacks one. Returns False if it
-        was preempted itself because no younger sequence could be."""
+        """Gives a decoding sequence a block for its next token if it needs one.
+
+        Returns False if the sequence itself was preempted because there was no younger one.
+        """
         num_tokens = sequence.num_tokens
-        # Fast path of one group: most steps need no block.
+        # Fast path for one group: most steps need no block.
         if (
             not self._kv.has_windows
             and len(sequence.block_table) * sequence.block_size >= num_tokens
@@ -445,6 +477,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.withdraw(sequence)
-        self._kv.give_back(sequence.let_go())
+        self._kv.release(sequence.release_tables())
         sequence.num_preemptions += 1
         self.enqueue(sequence)

@@ -1,4 +1,4 @@
-"""A tier's slots in host memory. They end with the process."""
+"""The slots of a tier in host memory. They are lost when the process ends."""
 
 import numpy as np
 
@@ -11,13 +11,13 @@ class HostStorage(Storage):
     name = HOST
 
     def __init__(self, pages: HostPages, *, block_bytes: int) -> None:
-        """`pages` have room for whole blocks."""
+        """`pages` hold a whole number of blocks."""
         self._slots = pages.data.reshape(-1, block_bytes)
-        self._is_reached = pages.is_reached
+        self._is_device_accessible = pages.is_device_accessible
         self.num_slots = len(self._slots)
 
     def memory(self, slot: int) -> Bytes | None:
-        return self._slots[slot] if self._is_reached else None
+        return self._slots[slot] if self._is_device_accessible else None
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
         if not self._has(slot, data):
@@ -28,14 +28,14 @@ class HostStorage(Storage):
             np.copyto(target, self._slots[slot])
 
     def forget(self) -> None:
-        """Does nothing: which slots hold a block is known to their pool alone."""
+        """Does nothing, because only the slot pool knows which slots hold a block."""
 
     def entries(self) -> list[tuple[int, Entry]]:
         return []
 
     def close(self) -> None:
-        """Does nothing: the memory goes with its last user."""
+        """Does nothing: the memory is freed with its last reference."""
 
     def _has(self, slot: int, data: Bytes) -> bool:
-        """Returns whether these bytes are the slot's own, which the device reads and writes."""
-        return self._is_reached and np.may_share_memory(self._slots[slot], data)
+        """Returns whether `data` is the slot's own memory, which the device reads and writes."""
+        return self._is_device_accessible and np.may_share_memory(self._slots[slot], data)

@@ -1,4 +1,4 @@
-"""A thread that runs the jobs of a tier, one after the other, in the order they came."""
+"""A thread that runs the jobs of a tier one after the other, in the order of submission."""
 
 import contextlib
 import logging
@@ -10,17 +10,17 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-_NICE = 5  # behind the engine's thread where both want a core
+_NICE = 5  # the engine's thread has priority when both need a core
 
 
 class JobThread(Protocol):
-    """Runs jobs apart from the engine."""
+    """Runs jobs outside the engine's thread."""
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Queues a job. It catches its own errors."""
+        """Queues a job. The job handles its own errors."""
 
     def close(self, deadline_s: float) -> None:
-        """Waits until the queued jobs are done, for so long at most, and ends the thread."""
+        """Waits at most `deadline_s` seconds for the queued jobs, and ends the thread."""
 
 
 class IoThread:
@@ -39,11 +39,12 @@ class IoThread:
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # of a thread: Linux counts niceness by thread
+        with contextlib.suppress(OSError):  # Linux sets the niceness of a single thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException:  # a bug, or a panic in obstore: what waits has a deadline
+            # This is a bug or a panic in obstore; whatever waits for the job has a deadline.
+            except BaseException:
                 log.exception("a job of %s failed", threading.current_thread().name)
             self._on_job_end()

@@ -1,8 +1,9 @@
-"""The jobs of the tiers' threads: to write blocks to a tier, and to read a sequence's blocks.
+"""The jobs of the tiers' threads: writes of blocks to a tier, and loads of a sequence's blocks from
+tiers.
 
-A job holds what it needs until its result is taken: the device's block cannot be handed out while
-it is written, nor can the slots of a load. Nobody can stop a job in the middle of a block. A load
-ends when all copies to the device that it began are done, also if it fails or is given up.
+A job keeps its resources until the engine handles its end: a device block that is being written is
+not reallocated, and the slots of a load are referenced. A job cannot be stopped within a block. A
+load ends when all copies to the device that it started are done, also if it fails or is cancelled.
 """
 
 from __future__ import annotations
@@ -21,45 +22,47 @@ from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 
 log = logging.getLogger(__name__)
 
-_AHEAD = 16  # reads of a load that are begun at once
-# Errors of a read that may be over at once: a busy device, or a path to it that was just changed.
-# A second try costs less than to compute the block and all that come before it.
+_AHEAD = 16  # maximum number of reads of a load in flight
+# Read errors that may be temporary: a busy device, or a path to it that was just changed. A second
+# try costs less than computing the block and all blocks before it.
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO})
 
 
 @dataclass(slots=True)
 class Target:
-    """A slot that a block is written to."""
+    """A slot to which a block is written."""
 
     tier: int
     storage: Storage
-    table: list[int]  # slots that are referenced meanwhile; the one to write is the last
-    is_mended: bool  # the block is there, and was read badly
+    table: list[int]  # referenced slots; the last one is written
+    is_rewrite: bool  # whether an unreadable copy in this slot is replaced
     is_written: bool = False
-    is_settled: bool = False  # the engine took its end
+    is_settled: bool = False  # whether the engine has handled the end of the write
 
 
 @dataclass(slots=True)
 class Write:
     block_id: int
     entry: Entry
-    after: Event  # the block is full by then
+    after: Event  # the device event after which the block is full
     targets: list[Target]
-    generation: int  # of the tiers' content
+    generation: int  # the generation of the tiers' content; a reset starts a new one
     on_end: Callable[[Write, Target], object]
-    group: int = 0  # of the block
+    group: int = 0  # the KV group of the block
 
     @property
     def awaits(self) -> set[int]:
-        """The tiers whose ends the engine has not taken."""
+        """The tiers whose end of this write the engine has not handled."""
         return {target.tier for target in self.targets if not target.is_settled}
 
     def begin_out(self, target: Target, channel: Channel) -> Callable[[], Bytes]:
-        """Begins to copy the block to the host, for one target; what is returned ends that."""
+        """Starts a copy of the block to the host for one target. The returned function waits for
+        the bytes."""
         return channel.begin_out(self.block_id, self.after, target.storage.memory(target.table[-1]))
 
     def begin(self, target: Target, data: Bytes) -> Callable[[], None]:
-        """Begins to write one target; what is returned ends that, and tells the engine."""
+        """Starts the write to one target. The returned function waits for its end and notifies the
+        engine."""
         end_write = target.storage.begin_write(target.table[-1], self.entry, data)
 
         def end() -> None:
@@ -75,8 +78,11 @@ class Write:
 
 
 def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
-    """Writes targets of one tier and KV group. Each ends, also if another one raises: those that
-    are begun end when nothing reads their blocks any more, and no others are begun then."""
+    """Writes blocks to one tier and KV group.
+
+    `on_end` is called for each write, also if one raises. After an error no more writes are
+    started, and those in flight end once nothing reads their blocks any more.
+    """
     num_begun = 0
     try:
         for first in range(0, len(writes), channel.num_at_once):
@@ -95,12 +101,12 @@ def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Makes all calls, also if some raise. Raises the first error then."""
+    """Calls all functions, even if some raise. Then raises the first error."""
     errors: list[BaseException] = []
     for call in calls:
         try:
             call()
-        except BaseException as error:  # a panic of obstore is no Exception
+        except BaseException as error:  # a panic in obstore is no Exception
             errors.append(error)
     if errors:
         raise errors[0]
@@ -113,7 +119,7 @@ class Part(NamedTuple):
     storage: Storage
     slot: int
     block_hash: bytes
-    block_id: int  # in the pool of its group
+    block_id: int  # an id in the pool of the block's group
     chain_index: int = 0
     group: int = 0
 
@@ -121,8 +127,10 @@ class Part(NamedTuple):
         return self.storage.begin_read(self.slot, self.block_hash)
 
     def end_read(self, end: Callable[[Bytes], None], target: Bytes) -> None:
-        """Ends a read that was begun. Reads once more after an error that may be over. Raises as
-        `Storage.read` does."""
+        """Waits for a read that was started, and retries once after an error that may be temporary.
+
+        Raises the errors of `Storage.read`.
+        """
         try:
             end(target)
         except OSError as error:
@@ -134,45 +142,51 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Reads blocks from the last to the first. The engine may compute the first ones meanwhile: it
-    takes those parts from the load, and nobody reads them then.
+    """Reads blocks from the last to the first. Meanwhile the engine may compute the first ones: it
+    takes these parts from the load, which then skips them.
 
-        [ taken by the engine | not read yet | being read, or on the way | in place ]
-                      num_taken                                     num_parts - num_read
+        [ taken by the engine | not read yet | being read or copied | loaded ]
+                      num_taken                      num_parts - num_read
 
-    Each tier has a thread for reads. A load goes from the thread of one to that of the next, so a
-    tier that hangs keeps no thread from another one's loads.
+    Each tier has a thread for reads. A load moves from one tier's thread to the next, so a tier
+    that hangs does not block the loads of others.
     """
 
     sequence_id: str
-    chain: Sequence[bytes]  # hashes of the prompt's blocks, as deep as it is loaded
-    parts: list[Part]  # tier by tier, the fastest one first; of a tier in the chain's order
-    tables: dict[tuple[int, int], list[int]]  # by tier, group: slots that are referenced meanwhile
-    share: float  # bytes of a part, on average, in those of a block of all groups
-    num_spared: int  # first parts that the engine is expected to compute
+    chain: Sequence[bytes]  # hashes of the prompt's blocks, up to the last one to load
+    parts: list[Part]  # ordered by tier, the fastest first, and within a tier by chain index
+    # The slots that are referenced until the end, by (tier, group).
+    tables: dict[tuple[int, int], list[int]]
+    share: float  # average bytes of a part, as a fraction of the bytes of one block in every group
+    num_spared: int  # number of first parts that the engine is expected to compute
 
-    channels: Sequence[Sequence[Channel]]  # of each group, by tier
-    after: Event  # the engine's work on the blocks before they were handed out
-    clock: Callable[[], float]  # in seconds
+    channels: Sequence[Sequence[Channel]]  # the channel of each group and tier
+    after: Event  # the device event after the engine's last use of the blocks
+    clock: Callable[[], float]  # returns the time in seconds
     on_end: Callable[[Load], object]
-    go_on: Callable[[int, Load], object]  # in the thread of this tier
+    continue_in: Callable[[int, Load], object]  # continues the load in the thread of the given tier
 
-    # Set by itself, its thread and the engine.
+    # These fields are set by the load, its thread and the engine.
     num_taken: int = field(default=0, init=False)
-    num_begun: int = field(default=0, init=False)  # last parts that are in place, or being read
-    num_read: int = field(default=0, init=False)  # last parts that are in place
+    # number of last parts that are loaded or being read
+    num_begun: int = field(default=0, init=False)
+    num_read: int = field(default=0, init=False)  # number of last parts that are loaded
     failed: Part | None = field(default=None, init=False)
-    is_given_up: bool = field(default=False, init=False)  # its sequence is gone: it reads no more
-    ends: dict[int, int] = field(init=False)  # by tier: the number of parts up to its last one
-    tier: int = field(init=False)  # in whose thread it is
-    submitted_at: float = field(init=False)  # to that thread
+    # Its sequence is gone, so it starts no more reads.
+    is_cancelled: bool = field(default=False, init=False)
+    ends: dict[int, int] = field(init=False)  # by tier: the index + 1 of its last part
+    tier: int = field(init=False)  # the tier in whose thread the load is
+    # when it was submitted to the current tier's thread, in `clock` seconds
+    submitted_at: float = field(init=False)
     progress_at: float = field(default=0.0, init=False)
-    seconds: dict[int, float] = field(default_factory=dict, init=False)  # by tier
-    expected_s: dict[int, float] = field(default_factory=dict, init=False)  # of a part, by tier
-    # When its tier's reads began, how many parts were in place, and the tier's first part; None:
-    # they have not begun.
+    seconds: dict[int, float] = field(default_factory=dict, init=False)  # time spent by tier
+    # expected seconds per part, by tier
+    expected_s: dict[int, float] = field(default_factory=dict, init=False)
+    # Start of the current tier's reads, the number of parts loaded before, and the tier's first
+    # part; None before they start.
     _since: tuple[float, int, int] | None = field(default=None, init=False)
-    _on_the_way: deque[Event] = field(default_factory=deque, init=False)  # copies, last parts first
+    # copies to the device in flight, last parts first
+    _copies_in_flight: deque[Event] = field(default_factory=deque, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -182,11 +196,11 @@ class Load:
 
     @property
     def first_block(self) -> int:
-        """Index of the first part in its chain."""
+        """Index of the first part's block in its chain."""
         return self.parts[0].chain_index
 
     def __call__(self) -> None:
-        """Reads the parts of its tier. Then it goes on with those of the next tier, or ends."""
+        """Reads the parts of the current tier. Then continues with the next tier, or ends."""
         tier: int | None = None
         try:
             tier = self._read_tier()
@@ -195,31 +209,31 @@ class Load:
 
     @property
     def num_free(self) -> int:
-        """First parts that the engine may take, or has taken."""
+        """Number of first parts that the engine may take or has taken."""
         return len(self.parts) - self.num_begun
 
     def take(self, num_parts: int) -> int:
-        """The engine computes the first `num_parts`, as far as they are not begun; returns how many
-        these are."""
+        """Lets the engine compute the first `num_parts` parts, except those being read. Returns the
+        number of parts taken so far."""
         with self._lock:
             self.num_taken = max(self.num_taken, min(num_parts, self.num_free))
             return self.num_taken
 
     @property
     def is_whole(self) -> bool:
-        """True if all parts are in place."""
+        """True if all parts are loaded."""
         return self.num_read == len(self.parts)
 
     @property
     def blocks(self) -> range:
-        """Indexes in its chain of the blocks that are in place, if parts are of one group."""
+        """Chain indices of the loaded blocks. Only for parts of a single group."""
         end = self.first_block + len(self.parts)
         return range(end - self.num_read, end)
 
     @property
     def pace(self) -> tuple[float, float, int]:
-        """Returns how long the tier in whose thread it is has read, in seconds, how long it takes
-        for a part, and how many of its parts are left; zeros before it has begun."""
+        """Returns (seconds of reading, seconds per part, parts left) of the current tier; zeros
+        before its reads start."""
         if (since := self._since) is None:
             return 0.0, 0.0, 0
         began_at, num_before, first = since
@@ -229,18 +243,18 @@ class Load:
 
     @property
     def first_expected(self) -> int:
-        """Index in its chain of the first block that is expected to be read."""
+        """Chain index of the first block that is expected to be read."""
         return self.first_block + max(self.num_spared, self.num_taken)
 
     @property
     def unsafe_parts(self) -> list[Part]:
-        """Parts whose blocks may be written as long as the load has not ended."""
+        """Parts whose blocks may be written until the load has ended."""
         return self.parts[self.num_taken :]
 
     @property
     def num_read_by_tier(self) -> dict[str, int]:
-        """Blocks that are in place, by the name of the tier that they came from; of several groups
-        the slowest one counts."""
+        """Number of loaded blocks by the tier's name. A block in several groups counts for the
+        slowest tier."""
         names = {part.chain_index: part.storage.name for part in self.parts_read}
         return dict(Counter(names.values()))
 
@@ -249,11 +263,12 @@ class Load:
         return self.parts[len(self.parts) - self.num_read :]
 
     def _read_tier(self) -> int | None:
-        """Returns the tier of the parts that are left to read, if there are any."""
+        """Reads the parts of the current tier. Returns the next tier with parts to read; None if
+        there is none or a read failed."""
         first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
         self._since = self.clock(), self.num_read, first
         begun: deque[Callable[[Bytes], None]] = deque()
-        num_ahead = self.num_begun  # last parts whose reads were begun
+        num_ahead = self.num_begun  # number of last parts whose reads were started
         while (part := self._begin(first)) is not None:
             wanted = len(self.parts) - max(self.num_spared, self.num_taken, first)
             wanted = max(self.num_begun, min(wanted, self.num_begun + _AHEAD))
@@ -262,13 +277,13 @@ class Load:
             num_ahead = max(num_ahead, wanted)
             if not self._read(part, begun.popleft()):
                 return None
-        is_left = self.num_free > self.num_taken and not self.is_given_up
+        is_left = self.num_free > self.num_taken and not self.is_cancelled
         return self.parts[self.num_free - 1].tier if is_left else None
 
     def _begin(self, first: int) -> Part | None:
-        """Returns the next part to read, if that is not before the part at `first`."""
+        """Returns the next part to read; None if it would be before the part at index `first`."""
         with self._lock:
-            if self.is_given_up or self.num_free <= max(self.num_taken, first):
+            if self.is_cancelled or self.num_free <= max(self.num_taken, first):
                 return None
             self.num_begun += 1
             return self.parts[-self.num_begun]
@@ -283,33 +298,34 @@ class Load:
             log.warning("block %d cannot be read from %s: %s", part.slot, part.storage.name, error)
             self.failed = part
             return False
-        self._on_the_way.append(channel.begin_in(part.block_id, data, self.after))
+        self._copies_in_flight.append(channel.begin_in(part.block_id, data, self.after))
         self._follow(channel.num_at_once - 1)
         self._spend(part.tier, started)
         return True
 
     def _follow(self, num_left: int) -> None:
-        """Counts the copies that are done. Waits while more than `num_left` are not."""
-        while self._on_the_way:
-            if len(self._on_the_way) > num_left:
-                self._on_the_way[0].synchronize()
-            elif not self._on_the_way[0].query():
+        """Counts the copies that are done. Waits until at most `num_left` are in flight."""
+        while self._copies_in_flight:
+            if len(self._copies_in_flight) > num_left:
+                self._copies_in_flight[0].synchronize()
+            elif not self._copies_in_flight[0].query():
                 return
-            self._on_the_way.popleft()
+            self._copies_in_flight.popleft()
             self.num_read += 1
             self.progress_at = self.clock()
 
     def _end(self, next_tier: int | None) -> None:
-        """Waits for the copies that were begun. Then it ends, or goes on."""
+        """Waits for all started copies. Then ends the load, or continues in the next tier's
+        thread."""
         started = self.clock()
         then = self.on_end
         try:
-            if self._on_the_way:
+            if self._copies_in_flight:
                 self._follow(0)
                 self._spend(self.tier, started)
             if next_tier is not None:
                 self._since = None
-                then = partial(self.go_on, next_tier)
+                then = partial(self.continue_in, next_tier)
         finally:
             then(self)
 

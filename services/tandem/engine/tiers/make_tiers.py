@@ -1,4 +1,4 @@
-"""Makes the tiers that an engine's settings ask for."""
+"""Creates the tiers of an engine from its settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 from tandem.errors import ConfigError
 
-CHAIN_TOKENS = 8192  # of a conversation or a document
+CHAIN_TOKENS = 8192  # a typical length of a conversation or a document
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ def make_tiers(
     identity: str,
     start_thread: Callable[[str], JobThread] = IoThread,
 ) -> Tiers:
-    """`memory` has all pools; `identity` names what the KV is computed with.
+    """Returns the tiers of an engine.
 
-    Raises ConfigError for what tiers cannot do yet.
+    `memory` holds all KV pools, of any shape and dtype. `identity` names everything on which the KV
+    depends. Raises ConfigError for settings that tiers do not support.
     """
     layout = kv.layout
     if not config.has_tiers:
@@ -129,11 +130,12 @@ STORAGES: dict[str, Callable[[TierInputs], list[Storage]]] = {
 def _divide(
     option: str, given: int, layout: KvLayout, slots: Sequence[int], fixed: int = 0
 ) -> list[int]:
-    """Divides the bytes of a tier, but `fixed` ones, among KV groups. `slots` are the bytes of a
-    slot in each. Raises ConfigError if there is none in one of them.
+    """Divides the bytes of a tier, except `fixed` bytes, among the KV groups. `slots` has the bytes
+    of a slot in each group.
 
-    If chains have `CHAIN_TOKENS` tokens, there is room for what two requests need of each: one that
-    goes on after its prompt, and one after its end.
+    For chains of `CHAIN_TOKENS` tokens, each group gets room for two requests: one that resumes
+    after the prompt, and one that resumes after the end. Raises ConfigError if a group would have
+    no slot.
     """
     chain = layout.blocks_of(CHAIN_TOKENS)
     needs = [
@@ -153,7 +155,8 @@ def _pool_bytes(layout: KvLayout) -> list[int]:
 
 
 def device_blocks(rows: torch.Tensor) -> DeviceBlocks:
-    """Returns how the tiers' threads reach a pool, uint8 [num_blocks, block_bytes]."""
+    """Returns the interface through which tier threads access a pool, uint8 [num_blocks,
+    block_bytes]."""
     if rows.device.type == "cpu":
         return BlocksInPlace(rows.numpy())
     return StagedBlocks(rows, CudaDevice(rows.device))

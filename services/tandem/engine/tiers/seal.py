@@ -1,10 +1,10 @@
-"""Seals the bytes of blocks that leave the memory of their worker: as they are, or encrypted.
+"""Seals the bytes of blocks that leave their worker's memory: unchanged, or encrypted.
 
-    encrypted   key's id, 8 | nonce, 12 | the block's bytes, encrypted | tag, 16
+    encrypted   key id, 8 | nonce, 12 | the block's bytes, encrypted | tag, 16     (bytes)
 
-Encryption is AES-256 in GCM (NIST SP 800-38D). What the KV was computed with and the block's hash
-are its associated data, so a block that lies in another's place is not opened. Nonces are random:
-NIST allows 2^32 blocks for a key.
+Encryption is AES-256-GCM (NIST SP 800-38D). The associated data are the identity of the KV and the
+block's hash, so a block in the place of another one fails to decrypt. Nonces are random; NIST
+allows 2^32 blocks for a key.
 """
 
 import hashlib
@@ -27,17 +27,18 @@ _HEAD_BYTES = _ID_BYTES + _NONCE_BYTES
 
 
 class Seal(Protocol):
-    name: str  # of the form of sealed bytes
-    num_extra_bytes: int  # of a sealed block
+    name: str  # identifies the format of sealed bytes
+    num_extra_bytes: int  # the bytes that sealing adds to a block
 
     def seal(self, block_hash: bytes, data: Bytes) -> Bytes:
         """Returns the sealed bytes, which may be `data` itself."""
 
     def buffer(self, target: Bytes) -> Bytes:
-        """Returns memory for the sealed bytes of a block that is to be opened into `target`."""
+        """Returns a buffer for the sealed bytes of a block that will be opened into `target`."""
 
     def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
-        """Fills `target` from what `buffer` returned. Raises BadBlock."""
+        """Unseals `sealed`, which is the filled result of `buffer`, into `target`. Raises
+        BadBlock."""
 
 
 class Plain:
@@ -51,7 +52,7 @@ class Plain:
         return target
 
     def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
-        """Does nothing: the bytes are in their place."""
+        """Does nothing: the bytes are in `target` already."""
 
 
 class Encrypted:
@@ -59,7 +60,8 @@ class Encrypted:
     num_extra_bytes = _HEAD_BYTES + _TAG_BYTES
 
     def __init__(self, keys: list[bytes], identity: str) -> None:
-        """The first key seals, each opens. `identity` names what the KV is computed with."""
+        """Seals with the first key, and opens with each of them. `identity` names everything on
+        which the KV depends."""
         self._ciphers = {key_id(key): AESGCM(key) for key in keys}
         self._own = key_id(keys[0])
         self._identity = identity.encode()
@@ -93,12 +95,12 @@ class Encrypted:
 
 
 def make_seal(key_file: str, identity: str) -> Seal:
-    """Returns how blocks are sealed; without a file they stay as they are. Raises ConfigError."""
+    """Returns the seal for blocks; without a key file they stay unencrypted. Raises ConfigError."""
     return Encrypted(read_keys(Path(key_file).expanduser()), identity) if key_file else Plain()
 
 
 def read_keys(path: Path) -> list[bytes]:
-    """Reads keys of 32 bytes, one a line in hexadecimal digits. Raises ConfigError."""
+    """Reads keys of 32 bytes, one per line in hexadecimal digits. Raises ConfigError."""
     try:
         mode = path.stat().st_mode
         text = path.read_text("ascii")
@@ -119,5 +121,5 @@ def read_keys(path: Path) -> list[bytes]:
 
 
 def key_id(key: bytes) -> bytes:
-    """Returns the name of a key, from which nobody can tell the key."""
+    """Returns an identifier of a key that does not reveal the key."""
     return hashlib.sha256(b"tandem.kv_key.v1" + key).digest()[:_ID_BYTES]

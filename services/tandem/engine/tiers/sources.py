@@ -1,10 +1,11 @@
-"""Finds out which tier gives each missing block of a chain, and how deep a chain can be loaded.
+"""Finds the tier that provides each missing block of a chain, and the depth to which a chain can be
+loaded.
 
-    group without a window   [ in the pool | the first tier's | the second tier's ]
-    group with a window                                [ pool | 2nd | pool | 1st  ]   any of them
+    group without a window   [ in the pool | in the first tier | in the second tier ]
+    group with a window                                [ pool | 2nd | pool | 1st  ]   in any order
 
-The rule of a hit is the pools' own (`KvLayout.deepest_hit`); a block may be in the pool or in any
-of the tiers. It knows no threads.
+A hit is defined as in the pools (`KvLayout.deepest_hit`), but a block may be in the pool or in any
+tier. This module knows no threads.
 """
 
 from __future__ import annotations
@@ -23,19 +24,24 @@ Tables = dict[tuple[int, int], list[int]]
 
 class Sources:
     def __init__(self, layout: KvLayout, pools: Sequence[BlockPool], tiers: Sequence[Tier]) -> None:
-        """`pools` are those of the layout's groups; the fastest tier comes first."""
+        """`pools` has the pool of each group. `tiers` are ordered from the fastest to the
+        slowest."""
         self._layout = layout
         self._pools = pools
         self._tiers = tiers
         sizes = [group.layout.block_bytes for group in layout.groups]
-        self.shares = [size / sum(sizes) for size in sizes]  # of a block of all groups
+        # each group's fraction of the bytes of one block in every group
+        self.shares = [size / sum(sizes) for size in sizes]
 
     def reach(
         self, block_hashes: Sequence[bytes], held: int, tiers: Sequence[Tier]
     ) -> list[TierReach]:
-        """Returns the depth up to which a chain can be loaded from the first tier, from the first
-        two of them and so on, as far as they are in `tiers`, and the price of one of its blocks
-        after `held`; 0 before a load was measured."""
+        """Returns, for each tier, the depth to which it and the faster tiers can load a chain, and
+        the time of a block.
+
+        Only tiers in `tiers` count. The time is that of a block after the first `held`, in seconds;
+        0 if no load is measured.
+        """
         if not self._layout.has_windows:
             return [
                 TierReach(tier.depth(block_hashes) if tier in tiers else 0, tier.rate.block_s)
@@ -54,19 +60,21 @@ class Sources:
     def find_parts(
         self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock], tiers: Sequence[Tier]
     ) -> tuple[list[Part], Tables]:
-        """Returns where blocks of a chain come from, the fastest tier's first, and the slots that
-        are referenced now. Each of them is in a tier; others than `tiers` give what these lack."""
+        """Returns the parts of a load, the fastest tier's first, and the slots referenced for it.
+
+        Each wanted block must be in a tier. Tiers outside `tiers` provide only what these lack.
+        """
         parts: list[Part] = []
         tables: Tables = {}
         numbers = range(len(self._layout.groups))
         rest = [[block for block in wanted if block.group == number] for number in numbers]
         for tier in sorted(self._tiers, key=lambda tier: tier not in tiers):
             for number in numbers:
-                here, rest[number] = self._divide(tier, number, block_hashes, rest[number])
-                if here:
-                    table = self._hold(tier, number, block_hashes, here)
+                found, rest[number] = self._divide(tier, number, block_hashes, rest[number])
+                if found:
+                    table = self._hold(tier, number, block_hashes, found)
                     tables[tier.number, number] = table
-                    parts += _parts(tier, number, block_hashes, here, table[-len(here) :])
+                    parts += _parts(tier, number, block_hashes, found, table[-len(found) :])
         assert not any(rest), "no tier has these blocks"
         return parts, tables
 
@@ -77,19 +85,19 @@ class Sources:
         block_hashes: Sequence[bytes],
         wanted: Sequence[UnfilledBlock],
     ) -> tuple[list[UnfilledBlock], list[UnfilledBlock]]:
-        """Returns those of a group's wanted blocks that a tier has, and the others."""
+        """Divides a group's wanted blocks into those that a tier has and the others."""
         slots = tier.groups[group].pool
-        here: list[UnfilledBlock] = []
+        found: list[UnfilledBlock] = []
         others: list[UnfilledBlock] = []
         if self._layout.groups[group].window is None:
             depth = slots.depth(block_hashes)
             for block in wanted:
-                (here if block.chain_index < depth else others).append(block)
+                (found if block.chain_index < depth else others).append(block)
         else:
             for block in wanted:
-                is_here = slots.has(block_hashes[block.chain_index])
-                (here if is_here else others).append(block)
-        return here, others
+                is_found = slots.has(block_hashes[block.chain_index])
+                (found if is_found else others).append(block)
+        return found, others
 
     def _hold(
         self,
@@ -98,8 +106,9 @@ class Sources:
         block_hashes: Sequence[bytes],
         wanted: Sequence[UnfilledBlock],
     ) -> list[int]:
-        """References the slots of blocks that a tier has. The last slots of the table are those of
-        the blocks; without a window all before them in the chain come first."""
+        """References the slots of blocks that a tier has. The returned table ends with the
+        slots of these blocks; without a window, the slots of all earlier blocks of the chain
+        precede them."""
         if self._layout.groups[group].window is None:
             chain = block_hashes[: wanted[-1].chain_index + 1]
         else:
@@ -107,7 +116,7 @@ class Sources:
         return tier.groups[group].pool.hold(chain)
 
     def depth(self, block_hashes: Sequence[bytes], tiers: Sequence[Tier]) -> int:
-        """Returns how many first blocks of a chain come from the pools or from these tiers."""
+        """Returns how many first blocks of a chain the pools and these tiers provide together."""
         has_full = self._layout.groups[0].window is None
         depth = self.known_depth(block_hashes, tiers) if has_full else len(block_hashes)
         return self._layout.deepest_hit(
@@ -122,8 +131,11 @@ class Sources:
     def known_depth(
         self, block_hashes: Sequence[bytes], among: Sequence[Tier] | None = None
     ) -> int:
-        """Returns how many first blocks of a chain the group without a window has in its pool or in
-        tiers, by default in any; 0 if all groups have a window."""
+        """Returns how many first blocks of a chain the full-attention group has in its pool or in
+        one of the tiers.
+
+        `among` defaults to all tiers. Returns 0 if all groups have a window.
+        """
         if self._layout.groups[0].window is not None:
             return 0
         tiers = self._tiers if among is None else among
@@ -131,7 +143,8 @@ class Sources:
         return max(len(self._pools[0].match(block_hashes)), *reached, 0)
 
     def _seconds(self, block_hashes: Sequence[bytes], depth: int, tiers: Sequence[Tier]) -> float:
-        """Returns the time to load what the pools lack of a chain's first `depth` blocks."""
+        """Returns the seconds to load the blocks that the pools lack of a chain's first `depth`
+        blocks."""
         seconds = 0.0
         for number, group in enumerate(self._layout.groups):
             first = group.first_seen(depth * self._layout.block_size)

@@ -1,8 +1,8 @@
-"""One tier: its rate, what has happened in it, and for each KV group its storage and its slots.
+"""One tier: its measured rate and counters, and its storage and slots for each KV group.
 
-A KV group without a window has whole prefixes in a tier. Of one with a window a tier has what
-requests may need to go on (engine/cache/window_pool.py), and a chain can be read up to a depth at
-which each window has all that the next token sees.
+For a KV group without a window a tier holds complete prefixes. For a group with a window it holds
+the blocks that requests may need to resume (engine/cache/pool/window_pool.py). A chain can be
+loaded up to a depth at which each window has everything that the next token sees.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from tandem.engine.tiers.slots.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
 from tandem.engine.types import StoredBlock, TierBlocks, TierStats
 
-_WEIGHT = 0.3  # of the newest load
-_FORGIVEN = 0.98
+_WEIGHT = 0.3  # weight of the newest load in the average
+_DECLINE_FACTOR = 0.98
 
 
 class TierGroup:
-    """One KV group's blocks in a tier."""
+    """The storage, slots and events of one KV group in a tier."""
 
     def __init__(self, tier: int, storage: Storage, pool: SlotPool) -> None:
         self._tier = tier
         self.storage = storage
         self.pool = pool
         self.events = BlockEvents()
-        self._coming: set[bytes] = set()  # blocks that are written
+        self._being_written: set[bytes] = set()  # hashes of blocks that are being written
         parents = {entry.block_hash: entry.parent_hash for _, entry in storage.entries()}
         self.num_torn = storage.num_torn + pool.restore(storage.entries())
         for block_hash in pool.block_hashes(b"", b""):
-            self._tell(Entry(block_hash, parents[block_hash]))
+            self._publish(Entry(block_hash, parents[block_hash]))
 
     def target(self, entry: Entry) -> Target | None:
-        """Takes a slot for a block that is not here; None if its parent is not here either, no
-        slot is left, the policy does not take it, or the storage is not ready."""
+        """Takes a slot for a block that the tier lacks.
+
+        Returns None if the tier lacks the parent, no slot is free, the policy refuses the block, or
+        the storage is not ready.
+        """
         if not self.storage.is_ready:
             return None
-        is_mended = self.pool.find(entry.block_hash) is not None
-        if is_mended:
+        is_rewrite = self.pool.find(entry.block_hash) is not None
+        if is_rewrite:
             table = self.pool.hold_bad(entry.block_hash)
         elif not self.pool.policy.takes(entry.block_hash):
             return None
         else:
             parent_hash = self.pool.link(entry).parent_hash
-            is_there = parent_hash in self._coming or self.pool.find(parent_hash) is not None
+            is_there = parent_hash in self._being_written or self.pool.find(parent_hash) is not None
             if parent_hash and not is_there:
                 return None
             self.pool.await_child(parent_hash)
@@ -58,27 +61,28 @@ class TierGroup:
                 self.pool.end_child(parent_hash)
         if not table:
             return None
-        self._coming.add(entry.block_hash)
-        return Target(self._tier, self.storage, table, is_mended)
+        self._being_written.add(entry.block_hash)
+        return Target(self._tier, self.storage, table, is_rewrite)
 
     def settle(self, entry: Entry, target: Target, *, is_current: bool) -> None:
-        """Takes what became of a write. One that is not current was forgotten meanwhile."""
-        self._coming.discard(entry.block_hash)
+        """Handles the end of a write. With `is_current` False the block is dropped, because the
+        tier was reset meanwhile."""
+        self._being_written.discard(entry.block_hash)
         is_new = target.is_written and is_current
-        if is_new and not target.is_mended:
+        if is_new and not target.is_rewrite:
             is_new = self.pool.adopt(target.table[-1], entry)
         else:
             if is_new:
-                self.pool.mend(entry.block_hash)
+                self.pool.clear_bad(entry.block_hash)
             self.pool.release(target.table)
-        if not target.is_mended:
+        if not target.is_rewrite:
             self.pool.end_child(self.pool.link(entry).parent_hash)
         if is_new:
-            self._tell(entry)
+            self._publish(entry)
 
     def learn(self, chain: Sequence[Entry]) -> None:
-        """Takes blocks, parents first, that another worker wrote to the storage. Those that were
-        read badly stay bad until they are written anew."""
+        """Adds blocks, parents first, that another worker wrote to the storage. Bad copies stay bad
+        until they are written again."""
         for entry in chain:
             if self.pool.find(entry.block_hash) is not None:
                 continue
@@ -91,54 +95,56 @@ class TierGroup:
             self.pool.end_child(parent_hash)
             if not is_taken:
                 return
-            self._tell(entry)
+            self._publish(entry)
 
     def mark_bad(self, block_hash: bytes) -> None:
-        """The copy is not read any more, until it is written anew."""
+        """Marks a copy as unreadable until it is written again."""
         if self.pool.has(block_hash):
             self.pool.mark_bad(block_hash)
             self.events.remove(block_hash)
 
     def take_lost(self) -> list[bytes]:
-        """Returns the blocks in slots that have lost their bytes since the last call."""
-        return [name for slot in self.storage.take_lost() if (name := self.pool.name_of(slot))]
+        """Returns the hashes of blocks whose slots have lost their bytes since the last call."""
+        return [name for slot in self.storage.take_lost() if (name := self.pool.hash_of(slot))]
 
     def follow_evictions(self) -> list[bytes]:
-        """Returns blocks that cannot be read any more since the last call, but bad ones."""
+        """Returns the hashes evicted since the last call, except those of bad copies."""
         removed = self.pool.take_removed()
         for block_hash in removed:
             self.events.remove(block_hash)
         return removed
 
-    def _tell(self, entry: Entry) -> None:
-        index = int(entry.parent_hash != b"")  # all that is known is whether it is the first
+    def _publish(self, entry: Entry) -> None:
+        # Only whether it is the first block of its chain is known.
+        index = int(entry.parent_hash != b"")
         self.events.store(StoredBlock(entry.parent_hash, entry.block_hash, index=index))
 
 
 class LoadRate:
-    """The rate of a tier, as measured: where loads are slower than the engine, blocks are computed.
+    """The measured rate of loads from a tier. If loads are slower than computing, blocks are
+    computed.
 
-    A load that seems slower than computing is not made, so nothing would measure it again. Each
-    time the estimate shrinks a little, until a load is tried.
+    A declined load is not measured, so a rate that seems too slow would never be corrected.
+    Therefore each decline lowers the estimate a little, until a load is tried again.
     """
 
     def __init__(self) -> None:
-        self.block_s = 0.0  # 0.0: not measured
+        self.block_s = 0.0  # seconds per block; 0.0: not measured
 
     def observe(self, num_blocks: float, seconds: float) -> None:
         block_s = seconds / num_blocks
         self.block_s += (block_s - self.block_s) * (_WEIGHT if self.block_s else 1.0)
 
     def decline(self) -> None:
-        """A load was not made for the sake of this rate."""
-        self.block_s *= _FORGIVEN
+        """Records that a load was not made because of this rate."""
+        self.block_s *= _DECLINE_FACTOR
 
 
 class Tier:
     def __init__(
         self, number: int, storages: Sequence[Storage], policy: KeepPolicy, layout: KvLayout
     ) -> None:
-        """`storages` are those of the layout's KV groups."""
+        """`storages` has one storage for each KV group of the layout."""
         self.number = number
         self.policy = policy
         self.groups = [
@@ -149,8 +155,8 @@ class Tier:
             )
             for storage, group in zip(storages, layout.groups, strict=True)
         ]
-        self.rate = LoadRate()  # of blocks of all groups together
-        self.paused_until = 0.0  # no write begins before, by the clock of all tiers
+        self.rate = LoadRate()  # measured for one block in every group together
+        self.paused_until = 0.0  # no write starts before this time of the tiers' clock
         self.num_written = 0
         self.num_loaded = 0
         self.num_write_failures = 0
@@ -159,7 +165,7 @@ class Tier:
 
     @property
     def storage(self) -> Storage:
-        """The storage of the first KV group, which has the name of all."""
+        """The storage of the first KV group; its name is the tier's name."""
         return self.groups[0].storage
 
     @property
@@ -172,23 +178,26 @@ class Tier:
         return all(group.storage.is_ready for group in self.groups)
 
     def settle(self, group: int, entry: Entry, target: Target, *, is_current: bool) -> None:
-        """Takes what became of a write. One that is not current was forgotten meanwhile."""
+        """Handles the end of a write. With `is_current` False the block is dropped, because the
+        tier was reset meanwhile."""
         self.num_written += target.is_written
         self.num_write_failures += not target.is_written
         self.groups[group].settle(entry, target, is_current=is_current)
 
     def take_rate(self, rate: PrefillRate) -> None:
-        """Values blocks by this measured rate of prefill from now on, if the policy does so."""
+        """Passes the measured prefill rate to the policy, and updates the slots' ranks if the
+        policy uses it."""
         if self.policy.take_rate(rate):
             for group in self.groups:
                 group.pool.reprice()
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain the first KV group can read here now."""
+        """Returns how many first blocks of a chain the first KV group can load from this tier
+        now."""
         return self.pool.depth(block_hashes) if self.is_ready else 0
 
     def mark_bad(self, group: int, block_hash: bytes) -> None:
-        """The copy is not read any more."""
+        """Marks a copy as unreadable until it is written again."""
         self.groups[group].mark_bad(block_hash)
 
     @property
@@ -196,21 +205,21 @@ class Tier:
         return any(group.events for group in self.groups)
 
     def take_events(self) -> TierBlocks:
-        """Returns what can be read now and could not before, and what cannot any more. With
-        windows these are blocks after which a request may go on."""
+        """Returns the blocks that became readable and those that no longer are. With windows these
+        are resumable blocks."""
         events = [group.events.take() for group in self.groups]
         changed = events[0] if self._depths is None else self._depths.update(events)
         return TierBlocks(self.storage.name, *changed)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns hashes that events told of, from `first` on and before `end`; empty `end`: to
-        the last."""
+        """Returns the hashes h in events so far with `first` <= h < `end`; an empty `end` means no
+        upper bound."""
         if self._depths is None:
             return self.pool.readable_hashes(first, end)
         return self._depths.block_hashes(first, end)
 
     def stats(self) -> TierStats:
-        """Returns what it holds now and has done since the start."""
+        """Returns the tier's current content and its counters since the start."""
         total = sum([group.pool.num_blocks for group in self.groups])
         return TierStats(
             name=self.storage.name,
@@ -225,5 +234,5 @@ class Tier:
 
 
 def is_held(tiers: Sequence[Tier], group: int, block_hash: bytes) -> bool:
-    """Returns whether one of these tiers has a block of a KV group."""
+    """Returns whether one of these tiers has a readable copy of a KV group's block."""
     return any(tier.groups[group].pool.has(block_hash) for tier in tiers)

@@ -1,16 +1,17 @@
-"""The tiers below the device's KV pool: what is written to them, and what comes back.
+"""The tiers below the device's KV pool: which blocks are written to them, and which are loaded.
 
     device block   CACHED, one of the oldest --Write--> CACHED with a copy --evict--> FREE
     sequence       WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
 
-The engine's thread decides and keeps the books, in `turn`, `write` and when a load ends. Two
-threads move the bytes of each tier, one each way, so a tier that hangs holds up no other. A write
-starts at the root of a chain and goes on to its leaf, and a tier evicts leaves first, so each tier
-holds whole prefixes. A load that fails or stands still costs the time to compute its blocks. It
-changes no token.
+The engine's thread makes all decisions and updates all state, in `settle`, `write` and when a load
+ends. Each tier has two threads that move bytes, one in each direction, so a tier that hangs does
+not block another. Writes go from the root of a chain to its leaf, and a tier evicts leaves first,
+so each tier holds complete prefixes. A load that fails or stalls only costs the time to compute its
+blocks. It changes no token.
 
-A model with sliding windows has a pool for each KV group, and a tier the slots of each. A load
-brings all that a sequence needs at one depth, or nothing: a window of another depth is of no use.
+A model with sliding windows has a pool for each KV group, and a tier has slots for each. A load
+brings everything that a sequence needs at one depth, or nothing, because a window at another depth
+is of no use.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from tandem.engine.tiers.tier import Tier, is_held
 from tandem.engine.tiers.writes import PoolGroup, Writes
 from tandem.engine.types import TierBlocks, TierStats
 
-STALL_S = 2.0  # a load that gets no block for so long is given up
-TURN_S = 8e-5  # of the engine's thread in each step, for what was written or is to be
-_CLOSE_S = 3.0  # for what is not written when the engine ends
+STALL_S = 2.0  # a load without a new block for this time is cancelled
+TURN_S = 8e-5  # limit on the engine thread's time per step, for finished writes or for new ones
+_CLOSE_S = 3.0  # limit on the time to write blocks without a copy when the engine closes
 
 
 class Tiers:
@@ -48,7 +49,8 @@ class Tiers:
         tiers: Sequence[Tier],
         start_thread: Callable[[str], JobThread] = IoThread,
     ) -> None:
-        """`blocks` are those of the pools of the layout's groups; the fastest tier comes first."""
+        """`blocks` has the blocks of each group's pool. `tiers` are ordered from the fastest to the
+        slowest."""
         self.tiers = tiers
         self._writers = [start_thread(f"{tier.storage.name}-writes") for tier in tiers]
         self._readers = [start_thread(f"{tier.storage.name}-loads") for tier in tiers]
@@ -65,43 +67,44 @@ class Tiers:
         self._first_ids = layout.first_ids
         self._sources = Sources(layout, pools, tiers)
         self._ended: SimpleQueue[Load] = SimpleQueue()
-        self._loads: dict[str, Load] = {}  # in flight, by their sequence
-        self._given_up: list[Load] = []  # in flight, without a sequence
-        self._settles = False  # in this step
-        self._starts_load = False  # in this step
-        self._has_settled = False  # since writes were started last
-        self._has_waited = False  # for a load, since then
-        # That the policies have not counted: blocks, whether to keep them, and their priority.
+        self._loads: dict[str, Load] = {}  # loads in flight, by sequence id
+        self._cancelled: list[Load] = []  # cancelled loads in flight, whose sequence is gone
+        self._settles = False  # this step handles finished writes
+        self._starts_load = False  # this step starts a load
+        self._has_settled = False  # finished writes were handled since writes were last started
+        self._has_waited = False  # starting writes was postponed for a load since then
+        # Uses that the policies have not counted yet: (block hashes, whether to keep them,
+        # priority).
         self._uses: list[tuple[Sequence[bytes], bool, int]] = []
         self.clock = time.monotonic
         self._writes = Writes(self._groups, tiers, self._writers, lambda: self.clock())
         self.turn_s = TURN_S
-        self._progress_at = [0.0] * len(tiers)  # of loads that ended there, or went on elsewhere
+        self._progress_at = [0.0] * len(tiers)  # the last time a load ended in a tier or left it
         self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._depth)
 
     @property
-    def has_news(self) -> bool:
-        """True if `turn` or the end of a load has something to do for a sequence."""
+    def has_results(self) -> bool:
+        """True if `settle` or the end of a load has something to do for a sequence."""
         has_ended = not self._ended.empty() or self.lookups.has_ended or self._writes.have_ended
         has_events = any(tier.has_events for tier in self.tiers)
         return has_ended or has_events or self._writes.are_wanted or bool(self.find_stalled())
 
     @property
     def is_busy(self) -> bool:
-        """True while threads work: `has_news` may turn True then."""
-        is_reading = self._loads or any(not self._is_stalled(load) for load in self._given_up)
+        """True while threads work; `has_results` may turn True then."""
+        is_reading = self._loads or any(not self._is_stalled(load) for load in self._cancelled)
         return bool(is_reading or self._writes.are_under_way or self.lookups.is_busy)
 
     @property
     def num_fenced(self) -> int:
-        """Device blocks that loads without a sequence may still write; they are quarantined."""
-        return sum(len(load.unsafe_parts) for load in self._given_up)
+        """Number of quarantined device blocks that loads without a sequence may still write."""
+        return sum(len(load.unsafe_parts) for load in self._cancelled)
 
-    def turn(self) -> None:
-        """Takes answers of look-ups and what was written, for `turn_s` or a little longer."""
+    def settle(self) -> None:
+        """Handles the results of look-ups and of writes, for about `turn_s` seconds."""
         until = time.perf_counter() + self.turn_s
         if self.lookups.has_ended:
-            self.lookups.turn(until)
+            self.lookups.settle(until)
             self._follow_evictions()
         self._follow_losses()
         waits = self._has_settled and self._writes.are_wanted
@@ -111,11 +114,11 @@ class Tiers:
             self._writes.settle(until)
 
     def write(self) -> None:
-        """Counts uses and starts further writes, for `turn_s` or a little longer.
+        """Counts uses and starts new writes, for about `turn_s` seconds.
 
-        A step does either this, or takes what was written, or starts a load, if it can. After a
-        step of the model neither code nor data is in the processor's caches, so the first block
-        takes many times as long as the next ones.
+        In one step this method starts writes, or `settle` handles finished ones, or a load starts.
+        After a step of the model neither code nor data is in the processor's caches, so the first
+        block takes many times as long as the next ones.
         """
         waits = self._settles or (self._starts_load and not self._has_waited)
         self._has_waited |= self._starts_load
@@ -131,28 +134,31 @@ class Tiers:
             self._follow_evictions()
 
     def take_rate(self, rate: PrefillRate) -> None:
-        """Tells the policies the measured rate of prefill, for what blocks are worth."""
+        """Passes the measured prefill rate to the policies, which value blocks by it."""
         for tier in self.tiers:
             tier.take_rate(rate)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool, priority: int) -> None:
-        """A sequence computed or reuses these blocks; `keep`: they are likely to return.
+        """Records that a sequence computed or reuses these blocks. `keep` says that they are likely
+        to be needed again.
 
-        It counts before the next writes, because a tier takes what was used often."""
+        The uses count before the next writes, because a tier takes blocks that are used often.
+        """
         if self.tiers:
             self._uses.append((block_hashes, keep, priority))
 
     def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[TierReach]:
-        """Returns how many first blocks of a chain come from each tier, or from those before it,
-        and the measured price of one after `held`; 0 before a load was measured."""
+        """Returns, for each tier, how many first blocks of a chain it and the faster tiers can
+        load, and the measured time of a block after the first `held`; 0 if no load is measured."""
         return self._sources.reach(block_hashes, held, self._readable)
 
     def known_depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain the group without a window has anywhere."""
+        """Returns how many first blocks of a chain the full-attention group has in the pool or in a
+        tier."""
         return self._sources.known_depth(block_hashes)
 
     def decline(self) -> None:
-        """A load was not made, because another way looked sooner."""
+        """Records that a load was not made because another way was expected to be faster."""
         for tier in self.tiers:
             tier.rate.decline()
 
@@ -164,10 +170,11 @@ class Tiers:
         *,
         num_spared: int = 0,
     ) -> None:
-        """Starts to fill blocks of a chain, those of a group in its order; tiers have them all.
+        """Starts to fill blocks of a chain, ordered by chain index in each group. The tiers must
+        have all of them.
 
-        The engine is expected to compute the first `num_spared` of them meanwhile (`take`), if they
-        are of one group.
+        The engine is expected to compute the first `num_spared` of them meanwhile (`Load.take`),
+        which is possible with a single group.
         """
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._readable)
         load = Load(
@@ -181,21 +188,22 @@ class Tiers:
             after=self._groups[0].blocks.mark(),
             clock=self.clock,
             on_end=self._ended.put,
-            go_on=self._go_on,
+            continue_in=self._continue_in,
         )
         self._loads[sequence_id] = load
         self._starts_load = True
         self._readers[load.tier].submit(load)
 
     def reach_of(self, load: Load) -> list[TierReach]:
-        """Returns where the blocks of a load come from."""
+        """Returns the depth that each tier covers in a load, and the expected time of a block."""
         return [
             TierReach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
             for number, end in load.ends.items()
         ]
 
     def take_ended(self) -> list[Load]:
-        """Returns the loads that ended, but those given up; their blocks are no more written."""
+        """Returns the loads that ended, except cancelled ones. Their blocks are no longer
+        written."""
         ended = []
         while not self._ended.empty():
             load = self._ended.get_nowait()
@@ -203,8 +211,8 @@ class Tiers:
             for (tier, group), table in load.tables.items():
                 self.tiers[tier].groups[group].pool.release(table)
             self._observe(load)
-            if load.is_given_up:
-                self._given_up.remove(load)
+            if load.is_cancelled:
+                self._cancelled.remove(load)
                 for part in load.unsafe_parts:
                     self._groups[part.group].pool.unquarantine([part.block_id])
             else:
@@ -212,26 +220,27 @@ class Tiers:
                 ended.append(load)
         return ended
 
-    def give_up(self, sequence_id: str) -> list[int]:
-        """Ends a load, if there is one; returns the blocks that may still be written."""
+    def cancel_load(self, sequence_id: str) -> list[int]:
+        """Cancels a sequence's load, if it has one. Returns the ids of the blocks that may still be
+        written."""
         self.lookups.forget(sequence_id)
         load = self._loads.pop(sequence_id, None)
         if load is None:
             return []
-        load.is_given_up = True
-        self._given_up.append(load)
+        load.is_cancelled = True
+        self._cancelled.append(load)
         return [self._first_ids[part.group] + part.block_id for part in load.unsafe_parts]
 
     def find_load(self, sequence_id: str) -> Load:
-        """Returns the load of a sequence that is LOADING."""
+        """Returns the load of a LOADING sequence."""
         return self._loads[sequence_id]
 
     def find_stalled(self) -> list[str]:
-        """Returns the sequences whose loads stand still."""
+        """Returns the ids of sequences whose loads have stalled."""
         return [name for name, load in self._loads.items() if self._is_stalled(load)]
 
     def reset(self) -> None:
-        """Forgets all copies. What is on its way to a tier is forgotten when it comes there."""
+        """Drops all copies. A write in flight is dropped when it ends."""
         self._writes.forget()
         for tier in self.tiers:
             for group in tier.groups:
@@ -241,19 +250,19 @@ class Tiers:
 
     @property
     def queued_s(self) -> float:
-        """Seconds until the loads in flight have ended, as far as the tiers were measured."""
+        """Expected seconds until the loads in flight have ended."""
         return sum(
             load_seconds(self.reach_of(load), load.first_expected, load.blocks.start)
             for load in self._loads.values()
         )
 
     def take_events(self) -> list[TierBlocks]:
-        """Returns the tiers whose blocks changed since the last call, with the changes."""
+        """Returns the changes of each tier whose blocks changed since the last call."""
         return [tier.take_events() for tier in self.tiers if tier.has_events]
 
     def block_hashes(self, name: str, first: bytes, end: bytes) -> list[bytes]:
-        """Returns hashes that a tier can give back, from `first` on and before `end`; empty `end`:
-        to the last."""
+        """Returns the hashes h that a tier can load with `first` <= h < `end`; an empty `end` means
+        no upper bound."""
         tier = next((tier for tier in self.tiers if tier.storage.name == name), None)
         return [] if tier is None else tier.block_hashes(first, end)
 
@@ -261,12 +270,12 @@ class Tiers:
         return [tier.stats() for tier in self.tiers]
 
     def close(self) -> None:
-        """Writes what has no copy yet, for `_CLOSE_S` at most, and ends the threads."""
+        """Writes blocks without a copy, for at most `_CLOSE_S` seconds, and ends the threads."""
         if not self.tiers:
             return
         until = self.clock() + _CLOSE_S
         while self.clock() < until and (self._writes.are_wanted or self._writes.are_under_way):
-            self.turn()
+            self.settle()
             self.write()
             time.sleep(1e-3)
         for writer in self._writers:
@@ -280,16 +289,15 @@ class Tiers:
 
     @property
     def _readable(self) -> list[Tier]:
-        """The tiers that are ready, but those whose load stands still: their thread would come to
-        no other one."""
-        stalled = {load.tier for load in self._given_up if self._is_stalled(load)}
+        """The tiers that are ready and have no stalled load, which would block their thread."""
+        stalled = {load.tier for load in self._cancelled if self._is_stalled(load)}
         return [tier for tier in self.tiers if tier.is_ready and tier.number not in stalled]
 
     def _depth(self, block_hashes: Sequence[bytes]) -> int:
         return self._sources.depth(block_hashes, self._readable)
 
-    def _go_on(self, tier: int, load: Load) -> None:
-        """Lets a load go on in the thread of a tier; called in the thread that it leaves."""
+    def _continue_in(self, tier: int, load: Load) -> None:
+        """Continues a load in the thread of a tier; called in the thread of the previous one."""
         load.submitted_at = self._progress_at[load.tier] = self.clock()
         load.progress_at = 0.0
         load.tier = tier
@@ -319,10 +327,13 @@ class Tiers:
             self._drop_chain(load, load.failed)
 
     def _drop_chain(self, load: Load, failed: Part) -> None:
-        """A block could not be read. What damaged it has often damaged others, and each of them
-        would end a later load. So all that its tier has of the prompt up to there counts as bad,
-        except for what was just read, and is written anew when it is computed. If the tier itself
-        is not ready, only the block counts as bad: the error says nothing of the others.
+        """Handles a block that could not be read: the copies of its chain in this tier, up to it,
+        count as bad.
+
+        Damage often affects several blocks, and each one would end a later load. Blocks that were
+        just read stay good. Bad ones are written again when they are computed. If the tier itself
+        is not ready, only this block counts as bad, because the error says nothing about the
+        others.
         """
         tier = self.tiers[failed.tier]
         tier.num_bad += 1
@@ -350,14 +361,14 @@ class Tiers:
             self._groups[group].pool.renew_copy(block_hash)
 
     def _is_stalled(self, load: Load) -> bool:
-        in_flight: Iterable[Load] = (*self._loads.values(), *self._given_up)
+        in_flight: Iterable[Load] = (*self._loads.values(), *self._cancelled)
         of_tier = (each.progress_at for each in in_flight if each.tier == load.tier)
         last = max(*of_tier, self._progress_at[load.tier], load.submitted_at)
         return self.clock() - last > STALL_S
 
     def check_integrity(self) -> None:
-        """Raises AssertionError naming what is wrong with the tiers' slots or the copies."""
-        loads = [*self._loads.values(), *self._given_up]
+        """Raises AssertionError if the tiers' slots or the copies of blocks are inconsistent."""
+        loads = [*self._loads.values(), *self._cancelled]
         for group in self._groups:
             for tier in self.tiers:
                 place = tier.number, group.number
@@ -371,7 +382,7 @@ class Tiers:
                 tier.groups[group.number].pool.check_integrity(tables)
             for block_id, block_hash, copy in group.pool.copies():
                 assert (copy is Copy.WRITING) == (block_id in group.writes), f"{block_id} is {copy}"
-                held = copy is not Copy.WHOLE or (
+                held = copy is not Copy.COMPLETE or (
                     block_hash is not None and is_held(self.tiers, group.number, block_hash)
                 )
                 assert held, f"no tier holds the copy of block {block_id}"

@@ -1,10 +1,10 @@
-"""The writes of blocks to the tiers: which begin, and what becomes of them.
+"""The writes of blocks to the tiers: which ones start, and how they end.
 
-    block   NONE, the first in the pool's order --start--> WRITING --settle--> WHOLE, or LOST
+    block   Copy.NONE, the first in the pool's order --start--> WRITING --settle--> COMPLETE or LOST
 
-The engine's thread starts and settles them, and the writer of each tier moves the bytes between. A
-block is written to all tiers that take it, and its write ends with the last of them. A tier that
-hangs or fails gets no more for a while. It keeps no write from another tier.
+The engine's thread starts writes and handles their ends, and each tier's writer thread moves the
+bytes. A block is written to all tiers that accept it, and its write ends with the last of them. A
+tier that hangs or fails gets no new writes for a while. It does not block writes to other tiers.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from tandem.engine.tiers.jobs import Target, Write, write_all
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, is_held
 
-HUNG_S = 2.0  # without the end of a write: a tier hangs
-_PAUSE_S = 1.0  # of a tier, after a write that failed: the disk may be full
-_WRITES_MAX = 64  # in flight, of one group
+HUNG_S = 2.0  # a tier hangs if none of its writes ends for this time
+_PAUSE_S = 1.0  # a tier gets no writes for this time after one failed; the disk may be full
+_WRITES_MAX = 64  # maximum number of writes in flight in one group
 
 
 @dataclass(slots=True)
 class PoolGroup:
-    """The pool of one KV group, how threads reach its blocks, and the writes under way."""
+    """The pool of one KV group, the channels to its blocks, and its writes in flight."""
 
     number: int
     pool: BlockPool
     blocks: DeviceBlocks
-    channels_out: list[Channel]  # of the writers, by tier
-    channels_in: list[Channel]  # of the readers
-    writes: dict[int, Write] = field(default_factory=dict)  # in flight, by the device's block
+    channels_out: list[Channel]  # channels of the writer threads, one per tier
+    channels_in: list[Channel]  # channels of the reader threads, one per tier
+    # writes in flight, by the id of the device block
+    writes: dict[int, Write] = field(default_factory=dict)
     writes_max: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
 
     def wants_writes(self, hung: Set[int]) -> bool:
-        """Returns whether a further write may begin; those that only wait for tiers that hang keep
-        none from it."""
+        """Returns whether another write may start. Writes that wait only for hung tiers do not
+        count against the limit."""
         if not self.pool.has_unwritten:
             return False
         num_writes = len(self.writes)
@@ -55,30 +56,30 @@ class PoolGroup:
 
 
 class WriteProgress:
-    """Finds out whether the writes of one tier stand still, whatever other tiers do meanwhile.
+    """Detects whether the writes of one tier hang, independently of other tiers.
 
-    The engine's thread counts the writes that begin, and the tier's own thread those that end. Each
-    counter has one writer, so none needs a lock.
+    The engine's thread counts the writes that start, and the tier's thread those that end. Each
+    counter has one writer, so no lock is needed.
     """
 
     def __init__(self) -> None:
         self._num_begun = 0
         self._num_ended = 0
-        self._at = 0.0  # a write ended, or began while no other one was under way
+        self._at = 0.0  # the last time a write ended, or started while no other was in flight
 
     def begin(self, now: float) -> None:
-        """Notes that the engine hands a write to the tier's thread."""
+        """Records that a write is passed to the tier's thread."""
         if self._num_begun == self._num_ended:
             self._at = now
         self._num_begun += 1
 
     def end(self, now: float) -> None:
-        """Notes that a write ended, well or not."""
+        """Records that a write ended, with or without success."""
         self._at = now
         self._num_ended += 1
 
-    def stands_still(self, now: float, limit_s: float) -> bool:
-        """Returns whether writes are under way and none of them has ended for `limit_s`."""
+    def is_stalled(self, now: float, limit_s: float) -> bool:
+        """Returns whether writes are in flight and none has ended for `limit_s` seconds."""
         return self._num_begun > self._num_ended and now - self._at > limit_s
 
 
@@ -90,7 +91,7 @@ class Writes:
         threads: Sequence[JobThread],
         clock: Callable[[], float],
     ) -> None:
-        """`threads` write to the tiers, one to each."""
+        """`threads` has the writer thread of each tier."""
         self._groups = groups
         self._tiers = tiers
         self._threads = threads
@@ -105,22 +106,25 @@ class Writes:
 
     @property
     def have_ended(self) -> bool:
-        """True if `settle` has something to do."""
+        """True if a write ended and `settle` has not handled it yet."""
         return not self._ended.empty()
 
     @property
     def are_wanted(self) -> bool:
-        """True if `start` has something to do."""
+        """True if a block without a copy can be written now."""
         if not any(group.pool.has_unwritten for group in self._groups):
             return False
         hung = self._hung
         return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable(hung))
 
     def start(self, until: float) -> None:
-        """Starts to write blocks that have no copy, of the groups in turn, in one job for each tier
-        and group: until then by `time.perf_counter`, but at least one block."""
+        """Starts to write blocks without a copy, group by group in turn, as one job for each tier
+        and group.
+
+        It continues until the time `until` of `time.perf_counter`, but starts at least one block.
+        """
         writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
-        after = self._groups[0].blocks.mark()  # they are full by then
+        after = self._groups[0].blocks.mark()  # the blocks are full by then
         hung = self._hung
         tiers = self._writable(hung)
         groups = deque(group for group in self._groups if group.wants_writes(hung))
@@ -137,14 +141,15 @@ class Writes:
             self._threads[tier].submit(partial(write_all, of_tier, channel))
 
     def settle(self, until: float) -> None:
-        """Takes what became of writes, until then, but of at least one."""
+        """Handles writes that ended, until the time `until` of `time.perf_counter`, but at least
+        one."""
         while not self._ended.empty():
             self._settle_one(*self._ended.get_nowait())
             if time.perf_counter() >= until:
                 return
 
     def forget(self) -> None:
-        """Lets each tier forget what is on its way, when it comes there."""
+        """Lets each tier drop the blocks in flight when their writes end."""
         self._generation += 1
 
     def _writable(self, hung: Set[int]) -> list[Tier]:
@@ -153,22 +158,22 @@ class Writes:
 
     @property
     def _hung(self) -> set[int]:
-        """The tiers whose writes stand still. They get no more until one of them ends."""
+        """The tiers whose writes hang. They get no more until one of these writes ends."""
         now = self._clock()
         progress = enumerate(self._progress)
-        return {number for number, each in progress if each.stands_still(now, HUNG_S)}
+        return {number for number, each in progress if each.is_stalled(now, HUNG_S)}
 
     def _start_one(
         self, group: PoolGroup, tiers: Sequence[Tier], after: Event
     ) -> list[tuple[Write, Target]]:
         block_id = group.pool.next_unwritten
         assert block_id is not None
-        entry = Entry(*group.pool.names_of(block_id))
+        entry = Entry(*group.pool.hashes_of(block_id))
         found = (tier.groups[group.number].target(entry) for tier in tiers)
         targets = [target for target in found if target is not None]
-        if not targets:  # a tier has it, or none has its parent or a slot
-            is_whole = is_held(self._tiers, group.number, entry.block_hash)
-            group.pool.end_write(block_id, is_whole=is_whole)
+        if not targets:  # a tier has the block, or none has its parent or a free slot
+            has_copy = is_held(self._tiers, group.number, entry.block_hash)
+            group.pool.end_write(block_id, has_copy=has_copy)
             return []
         group.pool.start_write(block_id)
         write = Write(block_id, entry, after, targets, self._generation, self._end, group.number)
@@ -178,7 +183,7 @@ class Writes:
         return [(write, target) for target in targets]
 
     def _end(self, write: Write, target: Target) -> None:
-        """A write to one tier ended; called in the thread of that tier."""
+        """Records that a write to one tier ended; called in the tier's thread."""
         self._progress[target.tier].end(self._clock())
         self._ended.put((write, target))
 
@@ -188,11 +193,11 @@ class Writes:
         group = self._groups[write.group]
         tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
-            # But one that is not ready takes no writes meanwhile.
+            # A storage that is not ready accepts no writes anyway.
             tier.paused_until = self._clock() + _PAUSE_S
         target.is_settled = True
         if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):
             return
         del group.writes[write.block_id]
-        is_whole = is_held(self._tiers, group.number, write.entry.block_hash)
-        group.pool.end_write(write.block_id, is_whole=is_whole)
+        has_copy = is_held(self._tiers, group.number, write.entry.block_hash)
+        group.pool.end_write(write.block_id, has_copy=has_copy)

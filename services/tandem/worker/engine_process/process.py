@@ -103,7 +103,9 @@ class EngineProcess:
         load_ms["resolve"] = _ms_since(started)
         started = time.perf_counter()
         with _telling(settings.transfers_address) as tell:
-            runner = ModelRunner(folder, settings.engine, pool_fd=settings.pool_fd, tell=tell)
+            runner = ModelRunner(
+                folder, settings.engine, pool_fd=settings.pool_fd, on_progress=tell
+            )
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
         compiler = GrammarCompiler.of(folder)

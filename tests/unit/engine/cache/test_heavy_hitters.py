@@ -177,7 +177,7 @@ def test_prefilled_on_another_engine(tiny: Tiny, expected: dict[str, list[int]])
 
 def test_sums_that_are_of_other_blocks_are_not_taken() -> None:
     with pytest.raises(InternalError, match="3 sums came with 11 blocks"):
-        HeavyHitters(BUDGET, BLOCK).take(400, [1.0] * 3)
+        HeavyHitters(BUDGET, BLOCK).set_sums(400, [1.0] * 3)
 
 
 def test_log_probabilities_of_a_prompt_are_those_under_the_budget(tiny: Tiny) -> None:
@@ -211,13 +211,17 @@ def test_which_blocks_leave() -> None:
     borders; where they were, the next tokens go."""
     hitters = HeavyHitters(KvBudget(tokens=16 * 14, sinks=1, policy=HEAVY_HITTERS), BLOCK)
     table = list(range(100, 114))
-    assert (hitters.num_left(0), hitters.num_left(150), hitters.num_left(192)) == (192, 42, 64)
+    assert (
+        hitters.num_until_eviction(0),
+        hitters.num_until_eviction(150),
+        hitters.num_until_eviction(192),
+    ) == (192, 42, 64)
     hitters.sums(192)[:] = [0, 9, 3, 8, 2, 7, 6, 1, 1, 1, 1, 1]
     hitters.evict(table, 191)
-    assert (table, hitters.num_passed_tokens) == (list(range(100, 114)), 0)
+    assert (table, hitters.num_evicted_tokens) == (list(range(100, 114)), 0)
     hitters.evict(table, 192)  # four are recent: 108 to 111
     assert table == [100, 101, 102, 103, 105, 106, 108, 109, 110, 111, 104, 107, 112, 113]
-    assert hitters.num_passed_tokens == 32
+    assert hitters.num_evicted_tokens == 32
     assert hitters.sums(176).tolist() == [0, 9, 3, 8, 7, 6, 1, 1, 1, 1, 0]
     assert (hitters.num_blocks(192), hitters.num_blocks(256), hitters.num_blocks(257)) == (
         10,

@@ -99,7 +99,7 @@ def test_who_awaits_kv_has_a_place_in_the_step_once_it_is_there() -> None:
         if number > 3:  # one ends
             done = bench.scheduler.running[0]
             bench.scheduler.withdraw(done)
-            bench.kv.give_back(done.let_go())
+            bench.kv.release(done.release_tables())
             bench.sequences.remove(done)
     assert here is not None
     assert here.num_tokens > 8
@@ -178,7 +178,7 @@ def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
     assert not bench.scheduler.has_work()
     bench.scheduler.withdraw(awaiting)
     bench.sequences.remove(awaiting)
-    bench.kv.give_back(awaiting.let_go())
+    bench.kv.release(awaiting.release_tables())
     assert bench.scheduler.has_work()
 
 
@@ -194,7 +194,7 @@ def test_sequences_wait_for_a_running_slot_and_those_for_a_peer_need_none() -> N
     assert [s.sequence_id for s in bench.scheduler.waiting] == ["b"]
     bench.scheduler.withdraw(a)
     bench.sequences.remove(a)
-    bench.kv.give_back(a.let_go())
+    bench.kv.release(a.release_tables())
     assert bench.scheduler.has_work()
     assert bench.step() == [("b", 2)]
     peer = bench.add("peer", 2, Mode.PREFILL_ONLY)

@@ -167,9 +167,9 @@ def test_a_load_that_ends_early_has_made_the_copies_that_it_began(fails: bool) -
                 raise OSError("it cannot be read")
             super().read(slot, block_hash, target)
             self.num_read += 1
-            load.is_given_up = self.num_read == 2 and not fails
+            load.is_cancelled = self.num_read == 2 and not fails
 
-    reads = Reads(HostPages(storage._slots.reshape(-1), is_reached=True), block_bytes=8)
+    reads = Reads(HostPages(storage._slots.reshape(-1), is_device_accessible=True), block_bytes=8)
     load = Load(
         sequence_id="",
         chain=(),
@@ -181,7 +181,7 @@ def test_a_load_that_ends_early_has_made_the_copies_that_it_began(fails: bool) -
         after=blocks.mark(),
         clock=time.monotonic,
         on_end=lambda _: ends.append(rows[:, 0].tolist()),
-        go_on=lambda *_: pytest.fail("there is one tier"),
+        continue_in=lambda *_: pytest.fail("there is one tier"),
     )
     load()
     assert ends == [[0, 0, 3, 4]]

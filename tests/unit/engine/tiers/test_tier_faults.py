@@ -36,7 +36,7 @@ class Shelf(HostStorage):
     may fail."""
 
     def __init__(self, name: str) -> None:
-        pages = HostPages(np.zeros(NUM_BLOCKS * BLOCK_BYTES, np.uint8), is_reached=False)
+        pages = HostPages(np.zeros(NUM_BLOCKS * BLOCK_BYTES, np.uint8), is_device_accessible=False)
         super().__init__(pages, block_bytes=BLOCK_BYTES)
         self.name = name
         self.is_full = False
@@ -115,12 +115,12 @@ class Rig:
         return [int(each) for row in self.rows[self.tables[name]] for each in set(row)]
 
     def give_up(self, name: str) -> None:
-        self.pool.quarantine(self.tiers.give_up(name))
+        self.pool.quarantine(self.tiers.cancel_load(name))
 
     def turn(self, num_turns: int = 99) -> None:
         """Lets the tiers and their threads do what they can."""
         for _ in range(num_turns):
-            self.tiers.turn()
+            self.tiers.settle()
             self.tiers.write()
             for thread in self.threads.values():
                 thread.run(len(thread.jobs))

@@ -106,7 +106,7 @@ def test_blocks_are_written_while_their_sequence_runs() -> None:
     engine.step()
     deadline = time.monotonic() + WAIT_S
     while tier(engine).blocks_written < 14 and time.monotonic() < deadline:
-        engine._tiers.turn()
+        engine._tiers.settle()
         engine._tiers.write()
     assert engine.load().num_running == 1
     outcome = run(engine, prompt(1, 57), prompt(0, 57))

@@ -1,19 +1,22 @@
-"""The KV block layout in bytes, and nothing else: one block of all layers is one span of memory.
+"""The layout of a KV block in bytes. A block holds all layers of its group in one contiguous span
+of memory.
 
-    [num_blocks][num_kv_heads][num_layers] parts; a part is a layer of a head:
+    [num_blocks][num_kv_heads][num_layers] parts; a part is one layer of one head:
 
     K run [block_size][head_dim] | V run [block_size][head_dim] | scales | padding
 
-With latent attention there is one head, and no V: values are computed from the same numbers. If it
-is quantized, that is the latent alone, and the rotated keys stay as they are:
+With latent attention there is one head and no V run, because values are computed from the latents.
+If the latents are quantized, the rotated keys keep their dtype:
 
     latents [block_size][rank] | rotated keys [block_size][rope] | scales | padding
 
-A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads).
-Only quantized dtypes have scales and padding. Their scales are float16, one for each token of K and
-then of V (with latent attention of the latent), and a part is padded to a multiple of 64 bytes, so
-that every part begins a cache line. This module is the one place that knows the order; it stands on
-no tensor library, so that the transfer code can use it.
+A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads). Only
+quantized dtypes have scales and padding. The scales are float16: one per token for K and then one
+per token for V, or one per latent. A part is padded to a multiple of 64 bytes, so that each part
+starts on a cache line.
+
+No other module knows this order. This module imports no tensor library, so that the transfer code
+can use it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Shape of one KV group's pool. Sizes count tokens, heads and elements, bytes where named."""
+    """Shape of one KV group's pool, in tokens, heads and elements; names that end in `_bytes` are
+    in bytes."""
 
     num_blocks: int
     num_kv_heads: int
@@ -39,24 +43,25 @@ class BlockLayout:
     head_dim: int
     dtype: str  # a key of KV_BITS
     has_values: bool = True  # False with latent attention
-    rotated: RotatedKey | None = None  # at the end of a row of latent attention, if quantized
+    # The rotated key at the end of each latent row, if latents are quantized.
+    rotated: RotatedKey | None = None
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a token's K and of its V, of one layer of one head; a run has `block_size`. With
-        quantized latents those of the latent and of the rotated key."""
+        """Bytes of one token's K row and V row in one layer of one head; a run has `block_size`
+        rows. With quantized latents, the bytes of the latent and of the rotated key."""
         return kv_row_bytes(self.dtype, self.head_dim, self.has_values, self.rotated)
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes from one layer of a head to the next: K, V, scales and padding."""
+        """Bytes of one layer of one head: K, V, scales and padding."""
         return kv_part_bytes(
             self.dtype, self.block_size, self.head_dim, self.has_values, self.rotated
         )
 
     @property
     def head_bytes(self) -> int:
-        """Bytes from one head of a block to the next."""
+        """Bytes of one head of a block."""
         return self.num_layers * self.layer_bytes
 
     @property
@@ -68,13 +73,14 @@ class BlockLayout:
         return self.num_blocks * self.block_bytes
 
     def offset(self, block_id: int) -> int:
-        """Bytes from the start of the pool to the block."""
+        """Returns the byte offset of a block in the pool. Raises ValueError for an unknown id."""
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block {block_id} is not in a pool of {self.num_blocks} blocks")
         return block_id * self.block_bytes
 
     def describe(self) -> str:
-        """Returns the layout's part of the KV compatibility (not the pool's size)."""
+        """Returns the layout as a string for the comparison of KV compatibility, without the pool's
+        size."""
         scales = " scales=float16" if is_quantized(self.dtype) else ""
         values = "" if self.has_values else " values=none"
         if self.rotated is not None:
@@ -86,7 +92,7 @@ class BlockLayout:
 
 
 def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
-    """Returns the pool's size in blocks. Raises ConfigError when not even one block fits."""
+    """Returns the pool's size in blocks. Raises ConfigError if not even one block fits."""
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
         given = f"--num-blocks is {config.num_blocks}"

@@ -1,6 +1,8 @@
-"""The bytes of blocks by their ids: pools of equal blocks, one after the other in one memory.
+"""The byte spans of blocks by id. The pools lie one after the other in one memory; blocks of a pool
+have one size.
 
-Both processes of a worker and its transports find blocks by it. It stands on nothing.
+Both processes of a worker, and its transports, locate blocks with it. This module imports nothing
+of Tandem.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockSpans:
-    """The places of blocks in memory. Ids go on from pool to pool, as in kv_groups.py."""
+    """The spans of blocks in memory. Block ids continue from pool to pool, as in kv_groups.py."""
 
-    pools: tuple[tuple[int, int], ...]  # the number of blocks, and the bytes of each
+    pools: tuple[tuple[int, int], ...]  # (number of blocks, bytes of a block) of each pool
 
     @classmethod
     def equal(cls, block_bytes: int, num_blocks: int) -> BlockSpans:
-        """Returns the spans of one pool."""
+        """Returns the spans of a single pool."""
         return cls(((num_blocks, block_bytes),))
 
     @property
@@ -29,7 +31,7 @@ class BlockSpans:
         return sum(num_blocks * size for num_blocks, size in self.pools)
 
     def span(self, block_id: int) -> slice:
-        """Returns a block's place in the memory. Raises ValueError."""
+        """Returns the byte span of a block in the memory. Raises ValueError for an unknown id."""
         first = 0
         start = 0
         for num_blocks, size in self.pools:
@@ -41,11 +43,12 @@ class BlockSpans:
         raise ValueError(f"block {block_id} is not in pools of {self.num_blocks} blocks")
 
     def num_bytes(self, block_ids: Iterable[int]) -> int:
-        """Returns the bytes of blocks together. Raises ValueError."""
+        """Returns the total bytes of these blocks. Raises ValueError for an unknown id."""
         return sum(span.stop - span.start for span in map(self.span, block_ids))
 
     def count(self, block_ids: Sequence[int], num_bytes: int) -> int | None:
-        """Returns how many first ones of these blocks have so many bytes; None: no number has."""
+        """Returns n such that the first n of these blocks have `num_bytes` bytes in all, or None if
+        there is no such n."""
         for number, block_id in enumerate(block_ids):
             if num_bytes <= 0:
                 return number if num_bytes == 0 else None

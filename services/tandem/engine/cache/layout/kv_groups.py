@@ -1,12 +1,13 @@
-"""KV groups: layers that keep KV by one rule have one pool, and a sequence one block table for it.
+"""KV groups: the layers of a model that keep KV by the same rule. Each group has its own pool and
+block tables.
 
-A rule is a sliding window, or none (full attention). All pools lie in one span of memory, and a
-block's id is unique among them: the ids of a group follow those of the group before.
+A rule is a sliding window, or none (full attention). All pools lie in one span of memory, and block
+ids are unique among them: the ids of a group follow those of the group before.
 
     ids      [ group 0: 0 .. n0 - 1 | group 1: n0 .. n0 + n1 - 1 | ... ]
     memory   [ pool of group 0      | pool of group 1            | ... ]
 
-Most models have one group, whose ids are the blocks of its pool. It stands on no tensor library.
+Most models have one group; its ids are the ids of its pool. This module imports no tensor library.
 """
 
 from __future__ import annotations
@@ -27,38 +28,42 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineConfig
     from tandem.common.kv_budget import KvBudget
 
-STEP_TOKENS = 512  # in a step on a CPU, unless --max-tokens-per-step says otherwise
+STEP_TOKENS = 512  # the step budget on a CPU without --max-tokens-per-step
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers with one rule, and the layout of their pool."""
+    """Layers with the same rule, and the layout of their pool."""
 
-    layers: tuple[int, ...]  # of the model, in their order
-    window: int | None  # tokens that a token sees, itself the last; None: all before it
+    layers: tuple[int, ...]  # indices of the model's layers, ascending
+    # number of tokens that a token sees, including itself; None: all tokens before it
+    window: int | None
     layout: BlockLayout
-    num_first: int = 0  # first tokens that all see besides the window
+    num_first: int = 0  # number of first tokens that every token sees besides the window
 
     def first_seen(self, num_tokens: int) -> int:
-        """Returns the first block that the token after `num_tokens` others sees in the window."""
+        """Returns the index of the first block that the token after `num_tokens` tokens sees in the
+        window."""
         if self.window is None:
             return 0
         return max(0, num_tokens + 1 - self.window) // self.layout.block_size
 
     @property
     def blocks_seen(self) -> int:
-        """Blocks of a window before the first token of a block, which sees them all."""
+        """Number of blocks before a block's first token that this token sees. Only for a group with
+        a window."""
         assert self.window is not None
         return -(-(self.window - 1) // self.layout.block_size)
 
     @property
     def kept_blocks(self) -> int:
-        """Blocks of the first tokens that all see."""
+        """Number of blocks of the first tokens that every token sees."""
         return -(-self.num_first // self.layout.block_size)
 
     @property
     def decode_blocks(self) -> int | None:
-        """Largest number of blocks that a token and what it sees lie in; None without a window."""
+        """Largest number of blocks that hold a token and everything that it sees; None without a
+        window."""
         return None if self.window is None else self.kept_blocks + self.blocks_seen + 1
 
 
@@ -70,12 +75,12 @@ class KvLayout:
 
     @classmethod
     def of_one(cls, layout: BlockLayout) -> KvLayout:
-        """Returns the layout of a model whose layers are one group without a window."""
+        """Returns the layout of a model whose layers form one group without a window."""
         return cls((KvGroup(tuple(range(layout.num_layers)), None, layout),))
 
     def under(self, budget: KvBudget) -> KvLayout:
-        """Returns the layout as a sequence with a KV budget uses it: with a window in each group
-        that had none."""
+        """Returns the layout for a sequence with a KV budget: groups without a window get the
+        budget's window."""
         first, last = budget.visible
         return KvLayout(
             tuple(
@@ -86,7 +91,7 @@ class KvLayout:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block, the same in all groups."""
+        """Tokens in a block; the same in all groups."""
         return self.groups[0].layout.block_size
 
     @property
@@ -94,17 +99,20 @@ class KvLayout:
         return any(group.window is not None for group in self.groups)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Returns how many blocks so many tokens fill, the last one maybe in part."""
+        """Returns the number of blocks that hold `num_tokens` tokens; the last may be partly
+        filled."""
         return -(-num_tokens // self.block_size)
 
     def sequence_blocks(self, num_tokens: int) -> tuple[int, ...]:
-        """Returns what a sequence of so many tokens holds of each group while it decodes."""
+        """Returns the number of blocks in each group that a decoding sequence of `num_tokens`
+        tokens holds."""
         blocks = self.blocks_of(num_tokens)
         return tuple(min(blocks, group.decode_blocks or blocks) for group in self.groups)
 
     @property
     def tokens_max(self) -> int | None:
-        """Tokens that a sequence may have; None: the pools set no bound."""
+        """Largest number of tokens in a sequence that fits the pools; None if the pools set no
+        bound."""
         return min(
             (
                 group.layout.num_blocks * self.block_size
@@ -117,8 +125,11 @@ class KvLayout:
     def deepest_hit(
         self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
     ) -> int:
-        """Returns the largest depth, at most `depth`, at which each window has all that the next
-        token sees; `has` says whether the blocks of a group have one."""
+        """Returns the largest depth up to `depth` at which each window has all blocks that the next
+        token sees.
+
+        `has(group, block_hash)` says whether the group has a block.
+        """
         while gap := self._last_gap(block_hashes, depth, has):
             depth = gap - 1
         return depth
@@ -126,7 +137,8 @@ class KvLayout:
     def _last_gap(
         self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
     ) -> int:
-        """Returns the number of the last block that a window lacks for a hit there; 0: none."""
+        """Returns the index + 1 of the last block that a window lacks for a hit at `depth`; 0 if
+        none is missing."""
         gap = 0
         for number, group in enumerate(self.groups):
             if group.window is None:
@@ -144,7 +156,8 @@ class KvLayout:
         return list(accumulate(self.sizes, initial=0))[:-1]
 
     def locate(self, block_id: int) -> tuple[int, int]:
-        """Returns a block's group and its id in the group's pool. Raises ValueError."""
+        """Returns a block's group and its id in the group's pool. Raises ValueError for an unknown
+        id."""
         local = block_id
         for number, group in enumerate(self.groups):
             if 0 <= local < group.layout.num_blocks:
@@ -154,7 +167,7 @@ class KvLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Blocks in each group's pool."""
+        """The number of blocks in each group's pool."""
         return [group.layout.num_blocks for group in self.groups]
 
     @property
@@ -163,7 +176,7 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of all layers: one of each group."""
+        """Bytes of one block in every group together."""
         return sum(group.layout.block_bytes for group in self.groups)
 
     @property
@@ -172,13 +185,14 @@ class KvLayout:
 
     @property
     def spans(self) -> BlockSpans:
-        """The bytes of blocks by ids that are unique among the pools."""
+        """The byte spans of blocks by the ids that are unique among the pools."""
         return BlockSpans(
             tuple((group.layout.num_blocks, group.layout.block_bytes) for group in self.groups)
         )
 
     def describe(self) -> str:
-        """Returns the layout's part of the KV compatibility (not the pools' sizes)."""
+        """Returns the layout as a string for the comparison of KV compatibility, without the pools'
+        sizes."""
         if len(self.groups) == 1 and self.groups[0].window is None:
             return self.groups[0].layout.describe()
         return " + ".join(
@@ -189,7 +203,8 @@ class KvLayout:
 
 
 def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
-    """Returns the layers of each group by the group's window; those that see all come first."""
+    """Returns the layer indices of each group by the group's window. Full attention (None) comes
+    first."""
     windows = dict.fromkeys(layer.window for layer in model.layers)
     return {
         window: tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
@@ -198,14 +213,14 @@ def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
 
 
 class LayerPlace(NamedTuple):
-    """The place of a layer's KV."""
+    """Where a layer's KV is: its group and its position in the group."""
 
     group: int
-    number: int  # of the layer among those of its group
+    number: int  # the layer's index among the layers of its group
 
 
 def layer_places(model: ModelConfig) -> list[LayerPlace]:
-    """Returns the place of each layer."""
+    """Returns the place of each layer, in the order of layers."""
     places = {
         layer: LayerPlace(group, number)
         for group, layers in enumerate(layer_groups(model).values())
@@ -217,13 +232,13 @@ def layer_places(model: ModelConfig) -> list[LayerPlace]:
 def divide_pool(
     layout: Callable[..., KvLayout], config: EngineConfig, *, step_tokens: int
 ) -> KvLayout:
-    """Returns the layout of pools that share an engine's memory for KV. `layout` makes one of the
-    number of blocks in each group.
+    """Returns the layout of pools that share an engine's KV memory. `layout` makes a layout from
+    the number of blocks of each group.
 
-    A group with a window needs no more than what as many sequences as may run have of it when they
-    decode, and one step's tokens besides. It gets that, but at most as many blocks as each group
-    would have if all had the same number. The group that sees furthest gets the rest: so none of
-    them has fewer than with one pool for all. Raises ConfigError when not even one block fits.
+    A group with a window needs at most the blocks that `max_num_seqs` decoding sequences hold in
+    it, plus one step's tokens. It gets these, but at most as many blocks as each group would have
+    if all had the same number. The group that sees furthest gets the rest, so it has at least as
+    many blocks as with equal division. Raises ConfigError if not even one block fits.
     """
     one = layout()
     equal = num_blocks_of(config, one.block_bytes)
@@ -247,10 +262,11 @@ def model_layout(
     dtype: str,
     computed_dtype: str = "bfloat16",
 ) -> KvLayout:
-    """Returns the layout of a model's pools: an engine's own, and that which is only computed.
+    """Returns the layout of a model's pools, for an engine or for a calculation of sizes.
 
-    `num_blocks` are of each group; by default one. `computed_dtype` is that of rotated keys beside
-    quantized latents. Raises ConfigError for a dtype that the model's KV cannot have.
+    `num_blocks` has one number for each group; by default each group has one block.
+    `computed_dtype` is the dtype of the rotated keys that are stored with quantized latents. Raises
+    ConfigError for a dtype that the model's KV cannot have.
     """
     if why := why_not_kv_dtype(model, dtype):
         raise ConfigError(why)

@@ -1,4 +1,4 @@
-"""Blocks of KV pools as bytes, for the transport that carries them through gRPC."""
+"""Reads and writes the blocks of KV pools as bytes, for the transport over gRPC."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tandem.errors import InternalError
 
 
 def pool_bytes(kv: torch.Tensor, layout: KvLayout) -> PoolBytes:
-    """The pools `kv` (any shape and dtype) on the device where they are."""
+    """Returns a byte view of the pools `kv` (any shape and dtype) on their device."""
     kind = HostPoolBytes if kv.device.type == "cpu" else PinnedPoolBytes
     return kind(kv, layout)
 
 
 class PoolBytes:
-    """A view of pools as bytes [pool_bytes] uint8."""
+    """A view of KV pools as bytes [pool_bytes] uint8."""
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         self._memory = kv.view(-1).view(torch.uint8)
@@ -24,17 +24,20 @@ class PoolBytes:
         assert self._memory.numel() == self._spans.memory_bytes
 
     def read(self, block_ids: list[int]) -> memoryview:
-        """The blocks' bytes, one after another, in memory of their own."""
+        """Returns a copy of the blocks' bytes, in the order of `block_ids`."""
         raise NotImplementedError
 
     def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
-        """Fills the blocks. Raises InternalError when the size does not fit them."""
+        """Fills the blocks with `data`. Raises InternalError if its size does not match."""
         raise NotImplementedError
 
     def _pairs(
         self, block_ids: list[int], num_bytes: int | None = None
     ) -> list[tuple[slice, slice]]:
-        """The bytes of each block, with its place among these. Raises InternalError."""
+        """Returns, for each block, its span in the pools and its span in the joined bytes.
+
+        Raises InternalError if the blocks do not have `num_bytes` bytes in all.
+        """
         pairs = []
         first = 0
         for span in map(self._spans.span, block_ids):
@@ -47,7 +50,8 @@ class PoolBytes:
 
 
 class HostPoolBytes(PoolBytes):
-    """Pools in host memory. Blocks are copied one by one: ten times faster than torch's gather."""
+    """Pools in host memory. Blocks are copied one by one, which is ten times faster than torch's
+    gather."""
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         super().__init__(kv, layout)
@@ -67,11 +71,11 @@ class HostPoolBytes(PoolBytes):
 
 
 class PinnedPoolBytes(PoolBytes):
-    """Pools on a device, copied through pinned host memory at the rate of the bus.
+    """Pools on a device, copied through pinned host memory at the speed of the bus.
 
-    The memory comes from torch's cache of pinned memory and goes back there when the last view of
-    it is gone; torch gives it out again only after the copies that use it are done. A copy for each
-    block, on the stream of the kernels: after a step that writes it, before one that reads it.
+    The staging memory comes from torch's cache of pinned memory, which reuses it when its last view
+    is gone and the copies that use it are done. Each block is one copy on the kernels' stream, so
+    it runs after a step that writes the block and before a step that reads it.
     """
 
     def read(self, block_ids: list[int]) -> memoryview:

@@ -1,7 +1,8 @@
-"""Memory for a KV pool on a CPU: this process's own, or mapped by another one, too.
+"""Memory for a KV pool on a CPU: private to this process, or shared with another one.
 
-Shared memory is a memfd: it has no name in the file system, and it is gone with the last process
-that maps it. Whoever made it passes its number to a child (pass_fds); both map it.
+Shared memory is a memfd. It has no name in the file system, and the system frees it when the last
+process that maps it ends. The process that creates it passes the file descriptor to a child
+(pass_fds), and both map it.
 """
 
 import contextlib
@@ -16,13 +17,14 @@ from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
-_POPULATED_AT_ONCE = 4 << 20  # the system's lock on the address space is held as long
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no constant for it
+# A call holds the lock on the address space, so each one populates only this many bytes.
+_POPULATED_AT_ONCE = 4 << 20
 _POPULATING_NICE = 10
 
 
 def create_shared() -> int | None:
-    """A memfd of no size yet; None where there is no such thing."""
+    """Returns the descriptor of a new, empty memfd; None if the system has no memfd."""
     try:
         return os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
@@ -30,7 +32,8 @@ def create_shared() -> int | None:
 
 
 def own_pages(num_bytes: int) -> mmap.mmap:
-    """Zeroed, page-aligned, taken from the system when first written. Raises ConfigError."""
+    """Maps private, zeroed, page-aligned memory, which the system allocates at the first write.
+    Raises ConfigError."""
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -39,7 +42,8 @@ def own_pages(num_bytes: int) -> mmap.mmap:
 
 
 def size_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Gives a memfd its size, zeroed, and maps it; the number is closed. Raises ConfigError."""
+    """Sets the size of a memfd, whose memory is zeroed, and maps it. Closes `fd`. Raises
+    ConfigError."""
     try:
         os.ftruncate(fd, num_bytes)
         return map_shared(fd, num_bytes)
@@ -48,7 +52,7 @@ def size_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Maps a memfd that has its size; the number is closed. Raises OSError."""
+    """Maps a memfd that has its size already. Closes `fd`. Raises OSError."""
     try:
         return _in_huge_pages(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
     finally:
@@ -56,15 +60,15 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def populate(address: int, num_bytes: int) -> threading.Thread:
-    """Takes a pool's pages from the system ahead of the steps that first write them.
+    """Starts a thread that allocates a pool's pages before the steps that first write them.
 
-    Such a step waits for each page to be found and zeroed: 5 to 7% of a prefill where it was
-    measured (docs/kernels.md). The thread gives way to the engine's; it ends when all pages are
-    there, or where the system does not know how to.
+    Without it, such a step waits until each page is allocated and zeroed: 5 to 7% of a prefill
+    where it was measured (docs/kernels.md). The thread has a lower priority than the engine's. It
+    ends when all pages are allocated, or if the system does not support the call.
     """
 
     def work() -> None:
-        with contextlib.suppress(OSError):  # of a thread: Linux counts niceness by thread
+        with contextlib.suppress(OSError):  # Linux sets the niceness of a single thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POPULATING_NICE)
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for first in range(0, num_bytes, _POPULATED_AT_ONCE):
@@ -87,7 +91,7 @@ def populate(address: int, num_bytes: int) -> threading.Thread:
 def _in_huge_pages(pages: mmap.mmap) -> mmap.mmap:
     """Requests huge pages, because a layer's share of a block is spread over the whole pool.
 
-    Only a hint: a kernel that was built without huge pages answers EINVAL.
+    This is only a hint: a kernel without huge pages returns EINVAL.
     """
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -5,26 +5,34 @@ from enum import Enum
 
 
 class Copy(Enum):
-    """The copy of a hashed block in a lower tier. A pool evicts leaves in this order, but those
-    with a WHOLE and with a LOST copy together: a tier that keeps what returns has copies of the
-    blocks that a pool should keep, too."""
+    """The state of a hashed block's copy in a lower tier.
 
-    UNWANTED = "unwanted"  # of a window: no request is expected to go on from it (window_pool.py)
-    WHOLE = "whole"
-    LOST = "lost"  # evicted from the tier, or not taken: not written again before its next use
+    A pool evicts leaves in the order of these values, but treats COMPLETE and LOST as equal. A tier
+    that stores only recurring blocks has copies mainly of the blocks that the pool should keep too,
+    so a copy must not make them go first.
+    """
+
+    # in a window, and no request is expected to resume after it (window_pool.py)
+    UNWANTED = "unwanted"
+    COMPLETE = "complete"
+    # The tier evicted or refused it; it is not copied again before the block's next use.
+    LOST = "lost"
     NONE = "none"
     WRITING = "writing"
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and pools look copies up often
+    __hash__ = object.__hash__  # Enum's hash is a Python function, and pools look copies up often
 
 
 @dataclass(slots=True)
 class Block:
     num_references: int = 0
     block_hash: bytes | None = None
-    parent_id: int | None = None  # of a hashed block; None: its parent is the chain's root
-    num_children: int = 0  # hashed blocks whose parent this is
-    worth: float = 0.0  # of a CACHED leaf, to the pool's policy: what is worth least is evicted
-    last_used: int = 0  # by the pool's releases: of leaves that are worth the same the oldest goes
+    # the parent of a hashed block; None if the parent is the chain's root
+    parent_id: int | None = None
+    num_children: int = 0  # number of hashed blocks whose parent is this block
+    # set for a CACHED leaf by the pool's policy: leaves of the lowest worth are evicted first
+    worth: float = 0.0
+    # counts the pool's releases; among leaves of equal worth the oldest is evicted first
+    last_used: int = 0
     copy: Copy = Copy.NONE
-    is_pinned: bool = False  # evicted after all that are not (pins.py)
+    is_pinned: bool = False  # evicted after all blocks that are not pinned (pins.py)

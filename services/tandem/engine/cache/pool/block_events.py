@@ -1,23 +1,23 @@
-"""The blocks that a pool stored and removed since it was last asked."""
+"""The blocks that a pool stored and removed since its events were last taken."""
 
 from tandem.engine.types import StoredBlock
 
 
 class BlockEvents:
-    """The net changes of a pool: a block that was stored and removed since is in neither part,
+    """The net changes of a pool. A block that was stored and then removed is in neither list,
     because a consumer applies all stored blocks before all removed ones."""
 
     def __init__(self, *, with_tokens: bool = False) -> None:
-        """`with_tokens`: stored blocks are told of with their token ids."""
+        """With `with_tokens`, stored blocks are reported with their token ids."""
         self._with_tokens = with_tokens
-        self._stored: dict[bytes, StoredBlock] = {}  # by hash
+        self._stored: dict[bytes, StoredBlock] = {}  # stored blocks by hash, parents first
         self._removed: dict[bytes, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._stored or self._removed)
 
     def store(self, block: StoredBlock) -> None:
-        """A block can be found from now on; its parents were stored before."""
+        """Records that a block can be found now. Its parents were stored before."""
         if not self._with_tokens and (block.token_ids or block.adapter is not None):
             block = StoredBlock(block.parent_hash, block.block_hash, index=block.index)
         if block.block_hash in self._removed:
@@ -26,14 +26,15 @@ class BlockEvents:
             self._stored[block.block_hash] = block
 
     def remove(self, block_hash: bytes) -> None:
-        """A block cannot be found any more; its children were removed before."""
+        """Records that a block cannot be found any more. Its children were removed before."""
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:
             self._removed[block_hash] = None
 
     def take(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """Returns changes since last time: (stored, parents first; removed, children first)."""
+        """Returns the changes since the last call: (stored, parents first; removed, children
+        first)."""
         stored = list(self._stored.values())
         removed = list(self._removed)
         self._stored = {}
@@ -41,5 +42,5 @@ class BlockEvents:
         return stored, removed
 
     def forget_stored(self) -> None:
-        """Lets the removal of a block that was stored before now be an event."""
+        """Forgets stored blocks, so that the later removal of such a block is an event."""
         self._stored.clear()

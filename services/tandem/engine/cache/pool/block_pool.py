@@ -1,28 +1,30 @@
-"""The KV blocks of one group of layers: who holds them, and which hold a prefix worth keeping.
+"""The KV blocks of one KV group: which are referenced, and which hold a prefix that can be reused.
 
-It knows block ids and hashes, no tensors and no sequences. A block is in one of five states:
+The pool knows block ids and hashes, but no tensors and no sequences. A block is in one of these
+states:
 
-    FREE --allocate--> USED --release--> FREE          no hash: nobody can find it again
+    FREE --allocate--> USED --release--> FREE          no hash: it cannot be found again
       ^                 | store (full, final)
       |                 v
       |               USED, hashed --release--> CACHED (no reference, found by `match`)
       |                 ^------- reserve ---------'|
       '---------- evict or drop, leaf first -------'
     USED --quarantine--> QUARANTINED --unquarantine--> FREE     a read may still write it
-    CACHED --evict while it is written to a tier--> LEAVING --end_write--> FREE
+    CACHED --evicted while a tier copies it--> LEAVING --end_write--> FREE
 
-A hashed block never changes, so a tier (engine/tiers) may write its copy meanwhile. `allocate`
-takes FREE blocks, then CACHED leaves for which no write is due, then others, then pinned ones
-(pins.py), and waits for no write.
+A hashed block never changes, so a tier (engine/tiers) may copy it at any time. `allocate` takes
+FREE blocks first, then CACHED leaves for which no copy is due, then other CACHED leaves, then
+pinned ones (pins.py). It never waits for a copy.
 
-Three things always hold; `check_integrity` looks at them:
-- Whoever references a hashed block references its parents, so a CACHED block has no USED child, and
-  evicting leaves only keeps every chain whole up to its root (prefix-closed).
+These invariants always hold, and `check_integrity` checks them:
+- A table that references a hashed block references its parents too. So a CACHED block has no USED
+  child, and eviction of leaves keeps every chain complete from its root on (prefix-closed).
 - A hash names one block. A second block of the same content is never entered: its owner gets the
   first one instead (`store`).
-- A hashed block is full and never written again; only its one owner writes a block without a hash.
+- A hashed block is full and never written again. A block without a hash is written by its one owner
+  only.
 
-A prompt that leaves a cached chain inside a block takes the beginning of that block by a copy: see
+A prompt that diverges from a cached chain inside a block copies the beginning of this block: see
 `children`, and `source` of `reserve`.
 """
 
@@ -42,23 +44,25 @@ from tandem.engine.types import StoredBlock
 @dataclass(frozen=True, slots=True)
 class Reservation:
     block_table: list[int]
-    num_cached_blocks: int  # how many of the table's first blocks hold their KV already
+    num_cached_blocks: int  # number of the table's first blocks whose KV is cached
 
 
 class BlockPool:
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
-        """`report_tokens`: the events of stored blocks have their token ids."""
+        """With `report_tokens`, the events of stored blocks include their token ids."""
         self.num_blocks = num_blocks
-        self.children = ChildBlocks()  # of the blocks that were stored with their tokens
+        self.children = ChildBlocks()  # blocks that were stored with their tokens
         self.num_dropped = 0  # CACHED blocks that were evicted without a copy
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._cached = CachedBlocks(self._blocks)
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: lowest id first, warm ones next
+        # A stack: lowest ids first, then the blocks freed last, which are warm in the CPU caches.
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
         self._leaving: set[int] = set()
-        self._unwritten: dict[int, None] = {}  # hashed, Copy.NONE: as they were stored, or used
+        # Hashed blocks with Copy.NONE, in the order in which they were stored or used.
+        self._unwritten: dict[int, None] = {}
         self._clock = 0
         self._events = BlockEvents(with_tokens=report_tokens)
 
@@ -76,12 +80,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced blocks that `match` still finds."""
+        """Number of unreferenced blocks that `match` still finds."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """Number of blocks that `allocate` can return."""
         return self.num_free + self.num_cached - self._cached.num(Copy.WRITING)
 
     @property
@@ -90,7 +94,7 @@ class BlockPool:
         return self.num_blocks - others
 
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Block ids of the longest prefix of the chain that is here. References nothing."""
+        """Returns the block ids of the longest cached prefix of the chain. References no block."""
         found = []
         for block_hash in block_hashes:
             block_id = self._by_hash.get(block_hash)
@@ -110,10 +114,10 @@ class BlockPool:
     def reserve(
         self, block_hashes: Iterable[bytes], num_blocks: int, source: int | None = None
     ) -> Reservation | None:
-        """References what is cached of the chain and allocates the rest of `num_blocks`.
+        """References the cached prefix of the chain and allocates the rest of `num_blocks`.
 
-        It references `source`, too, if there is one: a block that is to be copied, and released
-        then. None when there is no room for all of it; then nothing changed.
+        It also references `source`, a block to copy from, which the caller releases after the copy.
+        Returns None, and changes nothing, if there is not enough room.
         """
         matched = self.match(block_hashes)
         if not self._fits(matched, num_blocks, source):
@@ -125,7 +129,8 @@ class BlockPool:
         return Reservation([*matched, *fresh], len(matched))
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Blocks with one reference and no hash; None, and nothing changed, when too few remain."""
+        """Returns blocks with one reference and no hash. Returns None, and changes nothing, if too
+        few are available."""
         if num_blocks > len(self._free) and num_blocks > self.num_available:
             return None
         taken = []
@@ -138,19 +143,21 @@ class BlockPool:
         return taken
 
     def release(self, block_table: Sequence[int]) -> None:
-        """Drops one reference on each block of a table (given in the order of the chain)."""
+        """Drops one reference on each block of a table, which is given in the order of the
+        chain."""
         self._clock += 1
         for block_id in reversed(block_table):
             self._drop_reference(block_id, self._clock)
 
     def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
-        """Has blocks evicted after all others, as `Pins.pin` says, also those that come later."""
+        """Pins blocks of a chain, also those that are cached later, so that they are evicted last
+        (`Pins.pin`). Returns the number of pinned blocks."""
         num_pinned = self.pins.pin(tenant, weight, chain, until)
         self._follow_pins()
         return num_pinned
 
     def expire_pins(self, now: float) -> None:
-        """Ends the pins whose time is over."""
+        """Ends the pins that have expired."""
         if self.pins.are_due(now):
             self.pins.expire(now)
             self._follow_pins()
@@ -168,7 +175,7 @@ class BlockPool:
                 self._cached.add(block_id)
 
     def drop_cached(self) -> int:
-        """Frees every CACHED block, so that `match` finds USED ones only; returns how many."""
+        """Frees all CACHED blocks, so that `match` finds USED ones only. Returns their number."""
         num_dropped = self.num_cached
         while self.num_cached:
             self._evict()
@@ -176,47 +183,53 @@ class BlockPool:
 
     @property
     def has_unwritten(self) -> bool:
-        """True if a hashed block has no copy, and tiers were not asked since its last use."""
+        """True if a hashed block has no copy and was not offered to tiers since its last use."""
         return bool(self._unwritten)
 
     @property
     def next_unwritten(self) -> int | None:
-        """The first of those blocks; parents come before children, also if they were used later."""
+        """Id of the first hashed block without a copy that was not offered to tiers since its last
+        use; None if there is none. Parents come before their children, even if they were used
+        later."""
         block_id = next(iter(self._unwritten), None)
         while block_id is not None and self._blocks[block_id].parent_id in self._unwritten:
             block_id = self._blocks[block_id].parent_id
         return block_id
 
-    def names_of(self, block_id: int) -> tuple[bytes, bytes]:
-        """Returns the hashes of a hashed block and of its parent; empty if it has no parent."""
+    def hashes_of(self, block_id: int) -> tuple[bytes, bytes]:
+        """Returns the hashes of a hashed block and of its parent; the second is empty if it has no
+        parent."""
         block = self._blocks[block_id]
         parent = None if block.parent_id is None else self._blocks[block.parent_id]
         assert block.block_hash is not None, f"block {block_id} has no hash"
         return block.block_hash, (parent and parent.block_hash) or b""
 
     def start_write(self, block_id: int) -> None:
-        """A lower tier writes its copy of the block from now on: nobody else gets the block."""
+        """Records that a lower tier starts to copy the block, which is not reallocated until
+        `end_write`."""
         self._set_copy(block_id, Copy.WRITING)
 
-    def end_write(self, block_id: int, *, is_whole: bool) -> None:
-        """The lower tier reads the block no more."""
+    def end_write(self, block_id: int, *, has_copy: bool) -> None:
+        """Records that the lower tier no longer reads the block. `has_copy` says whether it has a
+        copy now."""
         if block_id in self._leaving:
             self._leaving.remove(block_id)
             self._blocks[block_id].copy = Copy.NONE
             self._free.append(block_id)
         else:
-            self._set_copy(block_id, Copy.WHOLE if is_whole else Copy.LOST)
+            self._set_copy(block_id, Copy.COMPLETE if has_copy else Copy.LOST)
 
     def lose_copy(self, block_hash: bytes) -> None:
-        """No lower tier has this content any more."""
+        """Records that no lower tier has a copy of this block any more."""
         block_id = self._by_hash.get(block_hash)
-        if block_id is not None and self._blocks[block_id].copy is Copy.WHOLE:
+        if block_id is not None and self._blocks[block_id].copy is Copy.COMPLETE:
             self._set_copy(block_id, Copy.LOST)
 
     def renew_copy(self, block_hash: bytes) -> None:
-        """Lower tiers cannot read their copies any more: if the block is here, they get others."""
+        """Records that lower tiers cannot read their copy of this block. If it is cached, they copy
+        it again."""
         block_id = self._by_hash.get(block_hash)
-        if block_id is not None and self._blocks[block_id].copy is Copy.WHOLE:
+        if block_id is not None and self._blocks[block_id].copy is Copy.COMPLETE:
             self._set_copy(block_id, Copy.NONE)
             self._unwritten[block_id] = None
 
@@ -242,11 +255,13 @@ class BlockPool:
         index: int = 0,
         adapter: Adapter | None = None,
     ) -> int:
-        """Lets a full block, final in memory, be found by its hash; parents come before children.
+        """Caches a full block, which is final in memory, under its hash. Parents must be stored
+        before children.
 
-        Answers the block that holds this content from now on. When another one did already, the
-        caller's reference moves to that one, and `block_id` is free. With `token_ids` its beginning
-        can be found. The block's `index` in its chain and its `adapter` only go into the event.
+        Returns the block that holds this content from now on. If the content is cached already, the
+        caller's reference moves to that block, and `block_id` is freed. With `token_ids`, the
+        block's beginning can be found. The block's `index` in its chain and its `adapter` only go
+        into the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -271,19 +286,20 @@ class BlockPool:
         return block_id
 
     def is_writable(self, block_id: int) -> bool:
-        """Returns whether the one owner of the block may still write it."""
+        """Returns whether the block's owner may still write it: it has one reference and no
+        hash."""
         block = self._blocks[block_id]
         return block.num_references == 1 and block.block_hash is None
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks from their owner and gives them to nobody until `unquarantine`."""
+        """Takes blocks from their owner and keeps them unallocated until `unquarantine`."""
         for block_id in block_ids:
             assert self.is_writable(block_id), f"block {block_id} is shared, and a read writes it"
             self._blocks[block_id].num_references = 0
             self._quarantined.add(block_id)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees quarantined blocks, which no read writes any more; ignores other blocks."""
+        """Frees quarantined blocks, which no read writes any more. Ignores other blocks."""
         for block_id in block_ids:
             if block_id in self._quarantined:
                 self._quarantined.remove(block_id)
@@ -294,22 +310,24 @@ class BlockPool:
         return bool(self._events)
 
     def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """Returns net changes since last time: (stored, parents first; removed, children first)."""
+        """Returns the net changes since the last call: (stored, parents first; removed, children
+        first)."""
         return self._events.take()
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Hashes that `match` finds, from `first` on and before `end`; empty `end`: to the last."""
+        """Returns the cached hashes h with `first` <= h < `end`; an empty `end` means no upper
+        bound."""
         return [h for h in self._by_hash if first <= h and (not end or h < end)]
 
     def leaves(self) -> list[int]:
-        """Returns hashed blocks without children, the most lately used first."""
+        """Returns the ids of hashed blocks without children, the most recently used first."""
         blocks = self._blocks
         leaves = [b for b in self._by_hash.values() if not blocks[b].num_children]
         leaves.sort(key=lambda b: (blocks[b].num_references > 0, blocks[b].last_used), reverse=True)
         return leaves
 
     def chain(self, leaf: int) -> list[int]:
-        """Returns block ids from the root to a hashed block."""
+        """Returns the block ids from the root of a chain to `leaf`, a hashed block."""
         chain = []
         block_id: int | None = leaf
         while block_id is not None:
@@ -342,14 +360,16 @@ class BlockPool:
         is_cached = not block.num_references
         if is_cached:
             self._cached.discard(block_id)
-        # A tier may take it at this use, also while others use it, as they do a system prompt.
+        # A tier is offered the block again at this use, also while others use it, as with a system
+        # prompt.
         if block.copy is Copy.LOST or (is_cached and block.copy is Copy.UNWANTED):
             block.copy = Copy.NONE
             self._unwritten[block_id] = None
         block.num_references += 1
 
     def _evict(self) -> Copy:
-        """Frees a CACHED leaf; one that is being written is LEAVING instead. Returns its copy."""
+        """Evicts a CACHED leaf: it becomes FREE, or LEAVING if a tier is copying it. Returns the
+        state of its copy."""
         block_id = self._cached.pop()
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} is evicted and was not cached"
@@ -374,13 +394,14 @@ class BlockPool:
         return copy
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError naming what is wrong; `block_tables` are all that reference."""
+        """Raises AssertionError if the pool is inconsistent. `block_tables` are all tables that
+        reference blocks."""
         expected = Counter(block_id for table in block_tables for block_id in table)
         cached = _check_blocks(self._blocks, self._by_hash, expected)
         self._check_sets(expected, cached)
 
     def copies(self) -> list[tuple[int, bytes | None, Copy]]:
-        """Returns each block with its hash and its copy."""
+        """Returns (block id, hash, state of the copy) of each block."""
         return [(i, block.block_hash, block.copy) for i, block in enumerate(self._blocks)]
 
     def _check_sets(self, expected: Counter[int], cached: set[int]) -> None:
@@ -404,9 +425,9 @@ class BlockPool:
 def _check_blocks(
     blocks: Sequence[Block], by_hash: Mapping[bytes, int], references: Counter[int]
 ) -> set[int]:
-    """Returns the blocks that are CACHED. Raises AssertionError naming what is wrong.
+    """Returns the CACHED blocks. Raises AssertionError if the blocks are inconsistent.
 
-    `references` are those of all tables, by block.
+    `references` is the number of tables that reference each block.
     """
     children: Counter[int] = Counter()
     cached = set()

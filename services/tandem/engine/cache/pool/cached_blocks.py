@@ -1,4 +1,5 @@
-"""The CACHED blocks of a pool by their copies, and among them the leaves, which can be evicted."""
+"""The CACHED blocks of a pool by the state of their copies, and the leaves among them, which can be
+evicted."""
 
 from collections.abc import Collection
 
@@ -7,38 +8,40 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class CachedBlocks:
-    """Counts blocks that nobody references and that have a hash, and orders their leaves."""
+    """Counts the hashed blocks without references, and orders the leaves among them for
+    eviction."""
 
     def __init__(self, blocks: list[Block]) -> None:
-        """`blocks` are those of the pool, by their ids."""
+        """`blocks` are all blocks of the pool, by id."""
         self._blocks = blocks
         self._num = dict.fromkeys(Copy, 0)
-        # Those that are not pinned, and those that are.
+        # First the leaves that are not pinned, then the pinned ones.
         self._leaves = (_queues(), _queues())
 
     def __len__(self) -> int:
         return sum(self._num.values())
 
     def num(self, copy: Copy) -> int:
-        """Returns how many blocks have such a copy."""
+        """Returns the number of blocks whose copy is in this state."""
         return self._num[copy]
 
     def add(self, block_id: int) -> None:
-        """Adds a hashed block whose last reference is gone."""
+        """Adds a hashed block that has no references any more."""
         block = self._blocks[block_id]
         self._num[block.copy] += 1
         if not block.num_children:
             self._queue(block).add(block_id, (block.worth, block.last_used))
 
     def discard(self, block_id: int) -> None:
-        """Removes a block that is referenced again or evicted. It still has its copy and pin."""
+        """Removes a block that is referenced again or evicted. Its copy and its pin must not have
+        changed yet."""
         block = self._blocks[block_id]
         self._num[block.copy] -= 1
         if not block.num_children:
             self._queue(block).discard(block_id)
 
     def update(self, block_id: int) -> None:
-        """Puts a block in its new place after it got its first child, lost its last one, was used
+        """Moves a block to its new place after it got its first child, lost its last one, was used
         or gained worth. Ignores referenced blocks."""
         block = self._blocks[block_id]
         leaves = self._queue(block)
@@ -47,19 +50,19 @@ class CachedBlocks:
             leaves.add(block_id, (block.worth, block.last_used))
 
     def oldest(self, copy: Copy) -> int | None:
-        """Returns the leaf with such a copy that is evicted first."""
+        """Returns the leaf to evict first among those whose copy is in this state; None if there is
+        none."""
         return next((leaves[copy].oldest() for leaves in self._leaves if leaves[copy]), None)
 
     def pop(self) -> int:
-        """Takes out the leaf that is evicted first of all. Raises StopIteration if there is
-        none."""
+        """Removes and returns the leaf to evict first. Raises StopIteration if there is none."""
         leaves = next(leaves for half in self._leaves for leaves in half.values() if leaves)
         block_id = leaves.pop()
         self._num[self._blocks[block_id].copy] -= 1
         return block_id
 
     def check(self, expected: Collection[int]) -> None:
-        """Raises AssertionError if these are not the cached blocks."""
+        """Raises AssertionError if `expected` are not the cached blocks."""
         assert len(self) == len(expected), f"{len(self)} cached, found {len(expected)}"
         for copy in Copy:
             found = {b for b in expected if self._blocks[b].copy is copy}
@@ -78,7 +81,7 @@ class CachedBlocks:
 
 
 def _queues() -> dict[Copy, EvictionQueue[int]]:
-    """Returns the leaves by their copies, those first that are evicted first."""
+    """Returns the queues of leaves by the state of their copies, in the order of eviction."""
     queues = {copy: EvictionQueue[int]() for copy in Copy}
-    queues[Copy.LOST] = queues[Copy.WHOLE]
+    queues[Copy.LOST] = queues[Copy.COMPLETE]
     return queues

@@ -1,7 +1,8 @@
-"""The cached blocks of a pool by their parents: finds the one that begins as a prompt goes on.
+"""The cached blocks of a pool by their parents, to find the block that shares the longest beginning
+with a prompt.
 
-A parent's blocks are sorted by their tokens, so the one with the longest common beginning is next
-to the place where the wanted tokens would stand.
+The children of a parent are sorted by their tokens, so the child with the longest common beginning
+is adjacent to the position at which the wanted tokens would be inserted.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import NamedTuple
 _TOKEN_BYTES = 4
 
 
-class Beginning(NamedTuple):
-    """A block that has the wanted tokens, as far as it goes on as they do."""
+class PartialMatch(NamedTuple):
+    """A block and the number of its first tokens that equal the wanted tokens."""
 
     num_tokens: int
     block_hash: bytes
@@ -23,17 +24,18 @@ class Beginning(NamedTuple):
 
 class ChildBlocks:
     def __init__(self) -> None:
-        self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}  # (tokens, hash) by parent
+        # (tokens, hash) of each child, by parent
+        self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
         self._places: dict[bytes, tuple[bytes, bytes]] = {}  # (parent, tokens) by hash
 
     def add(self, parent_hash: bytes, block_hash: bytes, token_ids: Sequence[int]) -> None:
-        """A block with these tokens can be found from now on."""
+        """Adds a block with these tokens."""
         packed = _pack(token_ids)
         self._places[block_hash] = parent_hash, packed
         insort(self._children.setdefault(parent_hash, []), (packed, block_hash))
 
     def remove(self, block_hash: bytes) -> None:
-        """The block cannot be found any more; unknown ones are ignored."""
+        """Removes a block. Ignores unknown ones."""
         if (place := self._places.pop(block_hash, None)) is None:
             return
         parent_hash, packed = place
@@ -42,31 +44,32 @@ class ChildBlocks:
         if not siblings:
             del self._children[parent_hash]
 
-    def closest(self, parent_hash: bytes, token_ids: Sequence[int]) -> list[Beginning]:
-        """Returns at most two children that begin as `token_ids` do, the best one first."""
+    def closest(self, parent_hash: bytes, token_ids: Sequence[int]) -> list[PartialMatch]:
+        """Returns at most two children that begin with the same token as `token_ids`, the longest
+        match first."""
         siblings = self._children.get(parent_hash)
         if not siblings or not token_ids:
             return []
         wanted = _pack(token_ids)
         place = bisect_left(siblings, (wanted,))
         found = [
-            Beginning(_num_common(wanted, packed), block_hash)
+            PartialMatch(_num_common(wanted, packed), block_hash)
             for packed, block_hash in siblings[max(0, place - 1) : place + 1]
         ]
         return sorted((each for each in found if each.num_tokens), reverse=True)
 
     def block_hashes(self) -> set[bytes]:
-        """All blocks that can be found."""
+        """Returns the hashes of all blocks that can be found."""
         return set(self._places)
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
-    """Bytes that sort as the tokens do."""
+    """Returns bytes that sort as the tokens do."""
     return struct.pack(f">{len(token_ids)}I", *token_ids)
 
 
 def _num_common(wanted: bytes, packed: bytes) -> int:
-    """Returns how many first tokens are the same. `packed` may be longer, or shorter."""
+    """Returns the number of equal first tokens. `packed` may be longer or shorter than `wanted`."""
     size = min(len(wanted), len(packed))
     differing = int.from_bytes(wanted[:size]) ^ int.from_bytes(packed[:size])
     return (size - -(-differing.bit_length() // 8)) // _TOKEN_BYTES

@@ -1,18 +1,19 @@
-"""The order in which a pool evicts its unreferenced cached blocks: by rank, the lowest first.
+"""The order in which a pool evicts its unreferenced cached blocks: by rank, lowest first.
 
-The pool offers only leaves (blocks with no cached child), so a rank never has to think of chains; a
-parent is offered when its last child is gone.
+The pool adds only leaves (blocks without a cached child), so a rank need not consider chains. A
+parent is added when its last child is evicted.
 """
 
 import heapq
 from typing import Generic, TypeVar
 
-Rank = tuple[float, int]  # worth, and time of the last use
-_Id = TypeVar("_Id", int, bytes)  # of a block, or its hash
+Rank = tuple[float, int]  # (worth, time of the last use)
+_Id = TypeVar("_Id", int, bytes)  # a block's id or its hash
 
 
 class EvictionQueue(Generic[_Id]):
-    """A heap whose dead entries are skipped when they come up, and swept when they prevail."""
+    """A heap with lazy deletion. Stale entries are skipped by `pop`, and removed when they
+    outnumber the valid ones."""
 
     def __init__(self) -> None:
         self._ranks: dict[_Id, Rank] = {}
@@ -26,7 +27,7 @@ class EvictionQueue(Generic[_Id]):
         return self._ranks.get(block_id)
 
     def add(self, block_id: _Id, rank: Rank) -> None:
-        """The block became evictable, or has another rank now."""
+        """Adds an evictable block, or changes its rank."""
         self._ranks[block_id] = rank
         if len(self._heap) > 2 * len(self._ranks) + 64:
             self._heap = [(rank, block) for block, rank in self._ranks.items()]
@@ -35,11 +36,11 @@ class EvictionQueue(Generic[_Id]):
             heapq.heappush(self._heap, (rank, block_id))
 
     def discard(self, block_id: _Id) -> None:
-        """The block is not evictable any more; unknown ids are ignored."""
+        """Removes a block that is not evictable any more. Ignores unknown ids."""
         self._ranks.pop(block_id, None)
 
     def pop(self) -> _Id:
-        """Takes out the block to evict. Raises IndexError when there is none."""
+        """Removes and returns the block to evict. Raises IndexError if there is none."""
         while True:
             rank, block_id = heapq.heappop(self._heap)
             if self._ranks.get(block_id) == rank:
@@ -47,7 +48,7 @@ class EvictionQueue(Generic[_Id]):
                 return block_id
 
     def oldest(self) -> _Id | None:
-        """Returns the block that `pop` would take out."""
+        """Returns the block that `pop` would return; None if there is none."""
         while self._heap:
             rank, block_id = self._heap[0]
             if self._ranks.get(block_id) == rank:
@@ -56,5 +57,5 @@ class EvictionQueue(Generic[_Id]):
         return None
 
     def block_ids(self) -> set[_Id]:
-        """All that are evictable now."""
+        """Returns all evictable blocks."""
         return set(self._ranks)

@@ -1,16 +1,16 @@
-"""The blocks of a pool that are evicted last: a tenant has pinned them, until a time.
+"""The pinned blocks of a pool, which are evicted last. A tenant pins blocks until a given time.
 
     pin --> pinned --its time is over--> EXPIRED
-                |--another tenant came, and the share is smaller--> TRIMMED
-                `--nothing else was left to be evicted--> EVICTED
+                |--a new tenant makes the share smaller--> TRIMMED
+                `--no unpinned block is left to evict--> EVICTED
 
-Tenants that have pins share the capacity by their weights, and none has more than its share. A pin
-holds no room: a pinned block that nobody references is evicted when nothing else is left, so it
-delays no request.
+Tenants that have pins share the capacity by their weights, and none exceeds its share. A pin
+reserves no room: a pinned block without references is evicted when nothing else is left, so pins
+delay no request.
 
-A chain is pinned from its first block on, and no block longer than those before it. So what loses
-its pin first is the end of a chain, and the pinned blocks of a tree are a tree. Knows hashes, no
-blocks. Times are the caller's, in seconds.
+A chain is pinned from its first block on, and no block stays pinned longer than the blocks before
+it. So the end of a chain loses its pins first, and the pinned blocks of a tree form a tree. The
+module knows hashes, no blocks. Times are the caller's, in seconds.
 """
 
 from collections import Counter
@@ -22,10 +22,10 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class Fate(Enum):
-    """The outcome of a wish to pin a block, or of its pin."""
+    """The outcome of a request to pin a block, or of its pin."""
 
     PINNED = "pinned"
-    REFUSED = "refused"  # beyond the tenant's share
+    REFUSED = "refused"  # exceeds the tenant's share
     EXPIRED = "expired"
     TRIMMED = "trimmed"
     EVICTED = "evicted"
@@ -41,11 +41,11 @@ class Pins:
     def __init__(self, capacity: int) -> None:
         """`capacity` is the largest number of pinned blocks."""
         self.capacity = capacity
-        self.fates: Counter[Fate] = Counter()  # of blocks, since the start
-        self._tenants: dict[bytes, _Tenant] = {}  # those that have pins
-        self._owner: dict[bytes, bytes] = {}  # of each pinned block
+        self.fates: Counter[Fate] = Counter()  # number of blocks since the start
+        self._tenants: dict[bytes, _Tenant] = {}  # tenants that have pins
+        self._owner: dict[bytes, bytes] = {}  # the tenant of each pinned block
         self._changed: dict[bytes, None] = {}
-        self._next_end = float("inf")  # at the earliest
+        self._next_end = float("inf")  # the earliest time at which a pin may expire
 
     def __len__(self) -> int:
         return len(self._owner)
@@ -54,17 +54,21 @@ class Pins:
         return block_hash in self._owner
 
     def share(self, tenant: bytes, weight: int) -> int:
-        """Returns how many blocks a tenant of such a weight may pin beside the others."""
+        """Returns the number of blocks that a tenant of this weight may pin, given the other
+        tenants."""
         others = sum(each.weight for name, each in self._tenants.items() if name != tenant)
         return self.capacity * weight // (others + weight)
 
     def count(self, tenant: bytes) -> int:
-        """Returns how many blocks a tenant has pinned."""
+        """Returns the number of blocks that a tenant has pinned."""
         return len(self._tenants[tenant].blocks) if tenant in self._tenants else 0
 
     def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
-        """Pins a chain of the tenant's as far as its share goes. Returns how many first blocks are
-        pinned until then, or longer. `chain` begins with its first block."""
+        """Pins a chain for a tenant, as far as its share allows, until the time `until`.
+
+        `chain` starts with the chain's first block. Returns the number of leading blocks that are
+        pinned until then or longer.
+        """
         share = self.share(tenant, weight)
         if not share or not chain:
             self.fates[Fate.REFUSED] += len(chain)
@@ -88,11 +92,11 @@ class Pins:
         return len(chain)
 
     def are_due(self, now: float) -> bool:
-        """Returns whether the time of a pin may be over."""
+        """Returns whether a pin may have expired."""
         return now >= self._next_end
 
     def expire(self, now: float) -> None:
-        """Ends the pins whose time is over."""
+        """Ends the pins that have expired."""
         self._next_end = float("inf")
         for name in list(self._tenants):
             blocks = self._tenants[name].blocks
@@ -105,17 +109,17 @@ class Pins:
                 self._end(first, Fate.EXPIRED)
 
     def forget(self, block_hash: bytes) -> None:
-        """A pinned block was evicted."""
+        """Records that a pinned block was evicted."""
         self._end(block_hash, Fate.EVICTED)
 
     def take_changed(self) -> list[bytes]:
-        """Returns the blocks that were pinned, or are no more, since the last call."""
+        """Returns the blocks that were pinned or unpinned since the last call."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
 
     def check(self) -> None:
-        """Raises AssertionError if a tenant has more than its share, or the books disagree."""
+        """Raises AssertionError if a tenant exceeds its share or the counts are inconsistent."""
         for name, tenant in self._tenants.items():
             num = len(tenant.blocks)
             share = self.share(name, tenant.weight)
@@ -124,7 +128,7 @@ class Pins:
         assert counted == len(self._owner), f"{len(self._owner)} are pinned, tenants have {counted}"
 
     def _trim(self, name: bytes) -> None:
-        """Ends the pins of a tenant that are beyond its share: those that would end first."""
+        """Ends the pins of a tenant that exceed its share; those that would end first go first."""
         tenant = self._tenants[name]
         share = self.share(name, tenant.weight)
         while len(tenant.blocks) > share:

@@ -1,11 +1,14 @@
-"""The pool of a KV group with a sliding window. Its blocks have no parents, so any of them may go.
+"""The pool of a KV group with a sliding window. Its blocks have no parents, so any of them may be
+evicted.
 
-Evicted first are blocks that the window has passed, then the least recently used, and of one
-sequence's the oldest position first: the last ones are those that a later request may go on from.
+Blocks that the window has passed are evicted first, then the least recently used ones. Among the
+blocks of one sequence the earliest position goes first, because a later request most likely resumes
+after the last ones.
 
-Tiers copy a block only if a request is expected to need it, because most of them are passed soon:
+Tiers copy a block only if a request is expected to need it, because the window soon passes most
+blocks:
 
-    stored --> UNWANTED --want_copies, or another sequence reuses it--> NONE --> written
+    stored --> UNWANTED --want_copies, or another sequence reuses it--> NONE --> copied
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,20 +17,24 @@ from tandem.common.adapter import Adapter
 from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool
 
-_PASSED = 1 << 62  # before anything that was used when its sequence ended
+# ranks passed blocks before all blocks that were released at the end of their sequence
+_PASSED = 1 << 62
 
 
 class WindowPool(BlockPool):
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         super().__init__(num_blocks, report_tokens=report_tokens)
-        self._parent_hashes: dict[int, bytes] = {}  # of hashed blocks; empty: a chain's first
+        # parent's hash of each hashed block, by block id; empty for a chain's first block
+        self._parent_hashes: dict[int, bytes] = {}
 
     def release(self, block_table: Sequence[int]) -> None:
-        """Drops one reference on each block of a table (given in the order of the chain)."""
+        """Drops one reference on each block of a table, which is given in the order of the
+        chain."""
         self._release_in_order(block_table, 0)
 
-    def release_passed(self, block_ids: Sequence[int]) -> None:
-        """Drops one reference on blocks that no later token of their sequence sees, in order."""
+    def release_out_of_window(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference on each of these blocks, in order. No later token of their sequence
+        sees them."""
         self._release_in_order(block_ids, -_PASSED)
 
     def store(
@@ -41,7 +48,7 @@ class WindowPool(BlockPool):
         index: int = 0,
         adapter: Adapter | None = None,
     ) -> int:
-        """Lets a full block be found, as `BlockPool.store`; no copy of it is wanted yet."""
+        """Caches a full block, as `BlockPool.store` does. Tiers do not copy it yet."""
         stored = super().store(
             block_id,
             parent_id=parent_id,
@@ -57,31 +64,36 @@ class WindowPool(BlockPool):
         return stored
 
     def want_copies(self, block_hashes: Iterable[bytes]) -> None:
-        """Lets tiers copy these blocks, as far as they are here: a request may need them."""
+        """Lets tiers copy those of these blocks that are cached, because a request may need
+        them."""
         for block_hash in block_hashes:
             block_id = self.find(block_hash)
             if block_id is not None and self._blocks[block_id].copy is Copy.UNWANTED:
                 self._set_copy(block_id, Copy.NONE)
                 self._unwritten[block_id] = None
 
-    def names_of(self, block_id: int) -> tuple[bytes, bytes]:
-        """Returns the hashes of a hashed block and of its parent; empty if it has no parent."""
-        block_hash, _ = super().names_of(block_id)
+    def hashes_of(self, block_id: int) -> tuple[bytes, bytes]:
+        """Returns the hashes of a hashed block and of its parent; the second is empty if it has no
+        parent."""
+        block_hash, _ = super().hashes_of(block_id)
         return block_hash, self._parent_hashes[block_id]
 
     def can_reserve_any(self, block_hashes: Sequence[bytes], num_blocks: int) -> bool:
-        """Returns whether there is room for what `reserve_any` would take."""
+        """Returns whether `reserve_any` would find room."""
         return self._fits(self._find_any(block_hashes), num_blocks, None)
 
     def reserve_any(self, block_hashes: Sequence[bytes], num_blocks: int) -> list[int] | None:
-        """References those of these blocks that are here, whichever they are, and allocates the
-        rest of `num_blocks`. None when there is no room; then nothing changed."""
-        here = self._find_any(block_hashes)
-        if not self._fits(here, num_blocks, None):
+        """References those of these blocks that are cached, in any order, and allocates the rest of
+        `num_blocks`.
+
+        Returns None, and changes nothing, if there is not enough room.
+        """
+        cached = self._find_any(block_hashes)
+        if not self._fits(cached, num_blocks, None):
             return None
-        for block_id in here:
+        for block_id in cached:
             self._reference(block_id)
-        fresh = self.allocate(num_blocks - len(here))
+        fresh = self.allocate(num_blocks - len(cached))
         assert fresh is not None
         rest = iter(fresh)
         table = [self._by_hash.get(block_hash) for block_hash in block_hashes]

@@ -1,10 +1,11 @@
-"""The same decoder as torch/decoder.py, computed by C++ on the CPU (kernels/tandem_kernels/native).
+"""The decoder of torch/decoder.py, computed by C++ kernels on the CPU
+(kernels/tandem_kernels/native).
 
-Sums are fp32; weights stay as the checkpoint has them (bf16, fp32 or quantized) or become int8 with
-a scale for each output. Activations are fp32, too, but rounded to bf16 for products with bf16
-weights where the processor multiplies those as they are, and to int8 for products with quantized
-ones. Every output is summed in one order, whatever shares the step, so a sequence's tokens depend
-on itself alone: this is both the fast and the invariant path.
+Sums are fp32. Weights keep the checkpoint's format (bf16, fp32 or quantized) or become int8 with a
+scale per output. Activations are fp32. They are rounded to bf16 for products with bf16 weights if
+the processor multiplies bf16 directly, and to int8 for products with quantized weights. Every
+output is summed in a fixed order, whatever else the step computes, so a sequence's tokens depend on
+this sequence alone. This is both the fast and the invariant path.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ from tandem_kernels.native.library import (
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
 
-_HEAD_MAX = 512  # kv_int4.h
+_HEAD_MAX = 512  # the limit of kv_int4.h
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
-_ALL_KEYS = (0, 0)  # of a span of decoder.h
+_ALL_KEYS = (0, 0)  # the `visible` fields of a span in decoder.h
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 _KV_KINDS = {
     "float32": Kind.F32,
@@ -68,8 +69,9 @@ _KV_KINDS = {
     "k8v4": Kind.I8_I4,
     "int4": Kind.I4,
 }
-_LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}  # by the rotated keys
-_ANGLES_MIN = 2048  # positions
+# kinds of latent KV rows by the dtype of the rotated keys
+_LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}
+_ANGLES_MIN = 2048  # smallest number of positions in the angle table
 
 
 def why_not_native(config: ModelConfig) -> str:
@@ -95,7 +97,7 @@ class NativeDecoder:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """Packs the weights; only the embedding's tensor is kept."""
+        """Packs the weights. Of the given tensors only the embedding is kept."""
         library = load()
         assert library is not None
         self._library: Library = library
@@ -104,7 +106,7 @@ class NativeDecoder:
         self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
         self._angles = _AngleTable(config)
         self._results = _Results(0, config.vocab_size)
-        self._logit_rows: list[int] = []  # of the last step
+        self._logit_rows: list[int] = []  # logit rows of the last step
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()
         places = layer_places(config)
@@ -112,7 +114,7 @@ class NativeDecoder:
             *map(self._layer, config.layers, places, weights.layers)
         )
         output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
-        self._kept = [layers, self._packer]  # what the structs point to
+        self._kept = [layers, self._packer]  # keeps alive what the structs point to
         self._model = Model(
             layers=layers,
             final_norm=self._packer.floats(weights.final_norm),
@@ -141,7 +143,7 @@ class NativeDecoder:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """True if bfloat16 is multiplied as it is, not widened to fp32 first."""
+        """True if bfloat16 is multiplied directly instead of being widened to fp32."""
         return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
 
     def __del__(self) -> None:
@@ -154,9 +156,13 @@ class NativeDecoder:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Writes the tokens' KV into the pools of all groups; fp32 logits [slices that want them,
-        vocab], good until the next call. `on_kv_written` is called when all KV is in the pools."""
-        if self._pools is not pools:  # the same in every step: asking a tensor takes long
+        """Writes the tokens' KV into the pools of all groups. Returns fp32 logits [rows that need
+        logits, vocab], valid until the next call.
+
+        Calls `on_kv_written` when all KV is in the pools.
+        """
+        # The pools are the same in every step, and reading a tensor's address takes long.
+        if self._pools is not pools:
             self._groups = _kv_groups_of(pools)
             self._pools = pools
         layout = pools[0].layout
@@ -189,14 +195,15 @@ class NativeDecoder:
         if on_kv_written is not None:
             on_kv_written()
         self._library.to_logits(self._decoder, step)
-        inputs.block_sums.put_back()
+        inputs.block_sums.write_back()
         self._logit_rows = inputs.logit_rows
         return results.logits
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """A token id for each row of the last step's logits, or for each of `rows` of them."""
+        """Returns a sampled token id for each row of the last step's logits, or for each of
+        `rows`."""
         most_likely = self._results.most_likely.tolist()
         if rows is not None:
             logits = logits[rows]
@@ -206,7 +213,8 @@ class NativeDecoder:
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Measures a token of each of `rows` of the last step's logits."""
+        """Returns the log probabilities of one token for each of `rows` of the last step's
+        logits."""
         num_top = min(num_top, self._config.vocab_size)
         return self._library.measure(
             self._decoder,
@@ -217,18 +225,19 @@ class NativeDecoder:
         )
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns what the last step's logits were made of, for some of their rows."""
+        """Returns the hidden states after the final norm for `rows` of the last step's logits, each
+        [hidden]."""
         of_step = np.array([self._logit_rows[row] for row in rows], np.int32)
         size = self._config.hidden_size
         states = self._library.final_hidden(self._decoder, of_step, size)
         return [state.tolist() for state in states]
 
     def pack_adapter(self, weights: LoraWeights) -> PackedLora:
-        """Packs an adapter for `add_adapter`; may run in any thread."""
+        """Packs an adapter for `adapters.add`. May run in any thread."""
         return PackedLora(self._library, weights)
 
     def take_stages(self) -> dict[Stage, float]:
-        """Seconds spent in each stage since the last time."""
+        """Returns the seconds spent in each stage since the last call."""
         return self._library.take_stages(self._decoder)
 
     def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:
@@ -291,10 +300,10 @@ def _gating(config: ModelConfig) -> Gating:
 
 
 class _Inputs:
-    """A step's batch as arrays of int32: rows are its tokens, sequence after sequence.
+    """A step's batch as int32 arrays. The rows are the step's tokens, sequence after sequence.
 
-    Made from lists, and all in one: a step of one token, which all other costs are seen beside, has
-    them sooner.
+    All arrays are built from lists in one buffer, because this is the fastest way for a step of one
+    token, whose other costs are small.
     """
 
     def __init__(
@@ -303,7 +312,7 @@ class _Inputs:
         wanted: Sequence[SequenceSlice],
         block_size: int,
     ) -> None:
-        """`wanted` are the same slices in the order in which their logits are wanted."""
+        """`wanted` has the same slices in the order of the requested logits."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[int] = []
@@ -320,7 +329,7 @@ class _Inputs:
             sums = self.block_sums.add(piece.block_sums)
             spans += (len(token_ids), num_tokens, context_len, len(tables), *visible, sums)
             token_ids += piece.token_ids
-            positions += [at + piece.num_passed for at in places] if piece.num_passed else places
+            positions += [at + piece.num_evicted for at in places] if piece.num_evicted else places
             slots += [table[at // block_size] * block_size + at % block_size for at in places]
             tables += table[: -(-context_len // block_size)]
             rows[id(piece)] = range(len(token_ids) - piece.num_logits, len(token_ids))
@@ -329,8 +338,8 @@ class _Inputs:
         self.num_rows = len(token_ids)
         self.logit_rows = logit_rows
         self.num_logit_rows = len(logit_rows)
-        self.positions_end = max(piece.context_len + piece.num_passed for piece in slices)
-        self._numbers = array("i")  # OverflowError beyond what an int32 holds
+        self.positions_end = max(piece.context_len + piece.num_evicted for piece in slices)
+        self._numbers = array("i")  # raises OverflowError for a number beyond int32
         first = []
         for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):
             first.append(len(self._numbers))
@@ -344,7 +353,7 @@ class _Inputs:
 def _other_groups(
     slices: Sequence[SequenceSlice], block_size: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the slots and the tables of each KV group but the first."""
+    """Yields the slots and the block tables of each KV group except the first."""
     for number in range(len(slices[0].other_tables)):
         slots: list[int] = []
         tables: list[int] = []
@@ -357,8 +366,11 @@ def _other_groups(
 
 
 class _AngleTable:
-    """Angles of all positions up to twice the furthest one seen: looking them up is faster than
-    computing them, and a computed position's bits would depend on those beside it."""
+    """Rotary angles of all positions up to twice the largest one so far.
+
+    A lookup is faster than a computation, and the last bits of computed angles would depend on the
+    other positions of the step.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
@@ -368,8 +380,10 @@ class _AngleTable:
         self.reach(_ANGLES_MIN)
 
     def reach(self, positions_end: int) -> None:
-        """Lets `fields`, addresses of [ropes, positions, rope_dim / 2] each, have the positions
-        before `positions_end`."""
+        """Extends the tables in `fields` to cover all positions before `positions_end`.
+
+        `fields` has addresses of fp32 [ropes, positions, rope_dim / 2].
+        """
         if positions_end <= self._size:
             return
         self._size = 1 << (positions_end - 1).bit_length()
@@ -386,7 +400,7 @@ class _AngleTable:
 
 
 class _BlockSums:
-    """The weights that blocks attracted, of the sequences of a step that count them."""
+    """The attention sums of a step's sequences that count them, joined in one array."""
 
     def __init__(self) -> None:
         self._of_sequences: list[Sums] = []
@@ -394,22 +408,23 @@ class _BlockSums:
         self._size = 0
 
     def add(self, sums: Sums | None) -> int:
-        """Returns where a sequence's sums begin; -1 if it has none."""
+        """Returns the index of a sequence's first sum; -1 if it has none."""
         if sums is None:
             return -1
-        first, self._size = self._size, self._size + len(sums)
+        first = self._size
+        self._size += len(sums)
         self._of_sequences.append(sums)
         return first
 
     def address(self) -> int | None:
-        """Returns where all sums lie; None if there are none."""
+        """Returns the address of all sums; None if there are none."""
         if not self._of_sequences:
             return None
         self._all = np.concatenate(self._of_sequences)
         return self._all.ctypes.data
 
-    def put_back(self) -> None:
-        """Gives the sequences their sums as they are now."""
+    def write_back(self) -> None:
+        """Copies the updated sums back to their sequences."""
         if self._all is not None:
             first = 0
             for sums in self._of_sequences:
@@ -418,14 +433,15 @@ class _BlockSums:
 
 
 def _kv_kind_of(pool: KvPool) -> Kind:
-    """Returns what the rows of a pool are made of."""
+    """Returns the kind of a pool's rows."""
     if pool.layout.rotated is not None:
         return _LATENT_KV_KINDS[pool.layout.rotated.dtype]
     return _KV_KINDS[pool.layout.dtype]
 
 
 def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
-    """Returns where the KV of each group lies; a step adds which blocks it has."""
+    """Returns the addresses and strides of each group's KV; each step adds the slots and block
+    tables."""
     return (KvGroup * len(pools))(
         *(
             KvGroup(
@@ -449,10 +465,11 @@ def _static_fields(static: StaticKv | None) -> dict[str, int]:
 
 
 class _Results:
-    """Memory for a step's results, reused: the system would find and zero megabytes each step."""
+    """Memory for a step's results. It is reused; otherwise the system would allocate and zero
+    megabytes in each step."""
 
     def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
-        """`room` of one before, used again if it is large enough."""
+        """`room` is the memory of earlier results; it is reused if it is large enough."""
         if room is None or len(room) < num_rows * vocab:
             room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
         self._room = room

@@ -1,4 +1,5 @@
-"""LoRA adapters as the C++ decoder reads them: packed once, named in the steps that use them."""
+"""LoRA adapters in the form that the C++ decoder reads: packed once, and referenced by the steps
+that use them."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ _LoraLayer = library.LoraLayer
 
 
 class PackedLora:
-    """One adapter's layers; made in any thread."""
+    """One adapter's packed layers. May be created in any thread."""
 
     def __init__(self, library: Library, weights: LoraWeights) -> None:
         self._library = library
         self._huge_pages = HugePages()
-        self._kept: list[Any] = []  # what the structs point to
+        self._kept: list[Any] = []  # keeps alive what the structs point to
         self.digest = weights.digest
-        self.rank = 0  # the largest of a product, all its parts together
+        self.rank = 0  # the largest rank of a product, summed over its parts
         self.layers = (_LoraLayer * len(weights.layers))(
             *(
                 _LoraLayer(
@@ -47,7 +48,7 @@ class PackedLora:
         firsts = [0, *accumulate(ranks)]
         self.rank = max(self.rank, firsts[-1])
         a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
-        matrix = self._matrix(a)  # before those of B, as steps read them
+        matrix = self._matrix(a)  # A is packed before the Bs, in the order in which steps read them
         packed = (library.LoraPart * len(parts))(
             *(
                 library.LoraPart(self._matrix(part.b), part.first, first)
@@ -58,7 +59,7 @@ class PackedLora:
         return library.LoraProduct(a=matrix, parts=packed, num_parts=len(parts))
 
     def _heads(self, heads: LoraHeads | None) -> Any:
-        """Packs a product of each head."""
+        """Packs the product of each head."""
         if heads is None:
             return None
         num_heads, rank, _ = heads.a.shape
@@ -76,7 +77,7 @@ class PackedLora:
         return packed
 
     def _matrices(self, weights: torch.Tensor) -> list[Matrix]:
-        """Packs a matrix of each head, one that they share once."""
+        """Packs the matrix of each head; a matrix that all heads share is packed once."""
         if weights.stride(0) == 0:
             return [self._matrix(weights[0])] * len(weights)
         return list(map(self._matrix, weights))
@@ -90,11 +91,11 @@ class PackedLora:
 
 
 class NativeAdapters:
-    """The adapters that steps may name, by digest."""
+    """The adapters that steps may use, by digest."""
 
     def __init__(self) -> None:
         self._packed: dict[str, PackedLora] = {}
-        self._rows: Any = None  # of the last step
+        self._rows: Any = None  # keeps alive the rows of the last step
 
     def add(self, packed: PackedLora) -> None:
         self._packed[packed.digest] = packed
@@ -103,7 +104,7 @@ class NativeAdapters:
         self._packed.pop(digest, None)
 
     def fields(self, slices: Sequence[SequenceSlice]) -> dict[str, Any]:
-        """Returns a step's fields of its adapters; `slices` are in `by_adapter`'s order."""
+        """Returns the adapter fields of a step. `slices` must be in the order of `by_adapter`."""
         counts: dict[str, int] = {}
         for piece in slices:
             if piece.adapter:
@@ -121,5 +122,5 @@ class NativeAdapters:
 
 
 def by_adapter(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
-    """Returns the slices of each adapter side by side, and those of the base model last."""
+    """Returns the slices grouped by adapter, those of the base model last."""
     return sorted(slices, key=lambda piece: (not piece.adapter, piece.adapter))

@@ -1,4 +1,5 @@
-"""Weights in the order in which the native kernels read them (native/decoder.h, quantized.h)."""
+"""Packs weights in the order in which the native kernels read them (native/decoder.h,
+quantized.h)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     Linear,
     ModelWeights,
 )
-from tandem.engine.executor.weights.released_memory import FilePages, give_back_freed
+from tandem.engine.executor.weights.released_memory import FilePages, release_freed_memory
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.config.latent import Latent as LatentSizes
 from tandem.models.gguf.tensors import Blocks
@@ -37,28 +38,29 @@ from tandem_kernels.native.library import (
 KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 FP8_KINDS = {torch.float32: Kind.F8_F32, torch.bfloat16: Kind.F8_BF16}
 _MAPPED_AT_ONCE = 64 << 20
-_LINE = 64  # bytes
+_LINE = 64  # bytes of a cache line
 
 
 class HugePages:
-    """Memory of matrices that are read one after another, freed with this object."""
+    """Memory for matrices that are read one after another. It is freed with this object."""
 
     def __init__(self) -> None:
         self._mapped: list[npt.NDArray[np.uint8]] = []
         self._free = np.empty(0, np.uint8)
 
     def zeros(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Returns the next bytes, aligned to a cache line."""
+        """Returns the next `num_bytes` zeroed bytes, aligned to a cache line."""
         size = -(-num_bytes // _LINE) * _LINE
         if size > len(self._free):
             self._free = np.frombuffer(own_pages(max(size, _MAPPED_AT_ONCE)), np.uint8)
             self._mapped.append(self._free)
-        zeros, self._free = self._free[:num_bytes], self._free[size:]
+        zeros = self._free[:num_bytes]
+        self._free = self._free[size:]
         return zeros
 
 
 class Packer:
-    """Makes packed matrices, which live as long as it does."""
+    """Creates packed matrices, which live as long as the packer."""
 
     def __init__(
         self,
@@ -68,20 +70,21 @@ class Packer:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """`pages` that were packed are dropped."""
+        """`pages` are the mapped files; the pages of packed weights are dropped."""
         self._library = library
         self._pages = pages
         self._int8 = int8
         self._instructions = instructions
-        self._kept: list[Any] = []  # what the structs point to
+        self._kept: list[Any] = []  # keeps alive what the structs point to
         self._huge_pages = HugePages()
 
     def keep(self, struct: object) -> None:
-        """Lets a struct that others point to live as long."""
+        """Keeps a struct alive to which other structs point."""
         self._kept.append(struct)
 
     def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
-        """Packs the rows of all parts, one below the other; with `keeps_kind` never as int8."""
+        """Packs the rows of all parts, one after the other. With `keeps_kind` the matrix never
+        becomes int8."""
         if isinstance(parts[0].blocks, Fp8):
             return self._fp8(parts)
         if parts[0].blocks:
@@ -106,29 +109,31 @@ class Packer:
         )
 
     def gate_up(self, parts: Sequence[Linear]) -> Matrix:
-        """Packs gates and ups; they come as two matrices, or as one with the rows of both.
+        """Packs gates and ups, which are two matrices or one with the rows of both.
 
-        Packed in pairs, panels of gates and of ups take turns (decoder.h).
+        In the paired kinds, panels of gates and of ups alternate (decoder.h).
         """
         kind = None if isinstance(parts[0].blocks, Blocks) else self._kind_of(parts[0])
         if kind not in (Kind.BF16_PAIRS, Kind.F8_PAIRS):
             return self.matrix(parts)
         biases = [part.bias for part in parts if part.bias is not None]
-        bias = _in_turn(biases) if biases else None
+        bias = _interleave(biases) if biases else None
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         if blocks:
-            data = _in_turn([each.data.view(torch.uint8) for each in blocks])
-            fp8 = Fp8(data.view(blocks[0].data.dtype), _in_turn([each.scales for each in blocks]))
+            data = _interleave([each.data.view(torch.uint8) for each in blocks])
+            fp8 = Fp8(
+                data.view(blocks[0].data.dtype), _interleave([each.scales for each in blocks])
+            )
             weight = torch.empty(data.shape, dtype=parts[0].weight.dtype, device="meta")
             packed = self._fp8((Linear(weight, bias, fp8),), stored=blocks)
         else:
-            packed = self.matrix((Linear(_in_turn([part.weight for part in parts]), bias),))
+            packed = self.matrix((Linear(_interleave([part.weight for part in parts]), bias),))
         self._drop(parts)
         return packed
 
     def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
-        """Returns the model's fields of the embedding. A tied one is read from the panels of the
-        output matrix, unless they are int8."""
+        """Returns the model's embedding fields. A tied embedding is read from the panels of the
+        output matrix unless they are int8."""
         tied = weights.embedding_blocks is weights.output_blocks
         if tied and weights.embedding is weights.output and not self._int8:
             return {"embedding": None, "embedding_kind": output.kind}
@@ -159,7 +164,7 @@ class Packer:
         return latent
 
     def floats(self, tensor: torch.Tensor | None) -> int | None:
-        """Returns the address of the same numbers in float32; None of nothing."""
+        """Returns the address of a float32 copy of the tensor; None for None."""
         if tensor is None:
             return None
         floats = tensor.to(torch.float32, copy=True).contiguous()
@@ -167,14 +172,16 @@ class Packer:
         return floats.data_ptr()
 
     def _of_heads(self, weights: torch.Tensor) -> object:
-        """Packs a matrix of each head, which one thread multiplies with: never as int8."""
+        """Packs the matrix of each head. It never becomes int8, because a single thread multiplies
+        it."""
         matrices = [self.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
         packed = (Matrix * len(matrices))(*matrices)
         self.keep(packed)
         return packed
 
     def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
-        """Packs matrices in fp8. `stored` are those of the checkpoint that they were made of."""
+        """Packs fp8 matrices. `stored` has the checkpoint's matrices if `parts` were made from
+        them."""
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         data = [each.data.view(torch.uint8) for each in blocks]
         codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
@@ -200,7 +207,8 @@ class Packer:
         )
 
     def _quantized(self, parts: Sequence[Linear]) -> Matrix:
-        """Rows of another kind or order than the first become the rest of the matrix."""
+        """Packs quantized matrices. Rows whose kind or input order differs from the first become
+        the `rest` of the matrix."""
         matrix = None
         alike = [list(run) for _, run in groupby(parts, self._form_of_blocks)]
         for run in reversed(alike):
@@ -244,7 +252,7 @@ class Packer:
         return self._library.packed_kind(kind, self._instructions)
 
     def _form_of_blocks(self, part: Linear) -> tuple[Kind, bytes]:
-        """Returns the kind as which a matrix is packed, and the order of its inputs."""
+        """Returns the packed kind of a matrix, and the order of its inputs."""
         assert isinstance(part.blocks, Blocks)
         kind = self._library.kind_of_blocks(part.blocks.type)
         assert kind is not None
@@ -252,7 +260,8 @@ class Packer:
         return kind, b"" if order is None else order.numpy().tobytes()
 
     def _bias(self, parts: Sequence[Linear]) -> int | None:
-        """Returns the biases of all parts, zeros of those that have none."""
+        """Returns the address of the biases of all parts, with zeros for parts without one; None if
+        no part has one."""
         if all(part.bias is None for part in parts):
             return None
         biases = (
@@ -263,12 +272,12 @@ class Packer:
     def _drop(self, parts: Sequence[Linear]) -> None:
         for part in parts:
             self._pages.drop(part.blocks.data if part.blocks else part.weight)
-        give_back_freed()
+        release_freed_memory()
 
 
-def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Interleaves gates and ups, of one tensor or two, by panels of outputs; fills the last panel
-    of each with zeros."""
+def _interleave(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Interleaves gates and ups, from one tensor or two, by panels of outputs. The last panel of
+    each is padded with zeros."""
     tensors = parts if len(parts) == 2 else parts[0].chunk(2)
     rest = -len(tensors[0]) % PANEL
     if rest:

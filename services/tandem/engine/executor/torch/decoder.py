@@ -1,15 +1,14 @@
-"""The decoder of all families, by what a model's config says.
+"""The decoder for all model families, controlled by the model's config.
 
     x = embedding[token]
     per layer:  x += W_o attention(rotate(q), rotate(k), v)     q, k, v = W_qkv norm(x)
                 x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
-Families differ from this drawing in what models/config/families.py lists: norms may stand after
-attention and the MLP, q and k may be normalized, layers may have a window or no rotation, sums
-multipliers.
-In the place of the MLP there may be experts: MLPs of which a router chooses some for each token.
-Knows tensors and the KV pool; no sequences, no scheduling.
+models/config/families.py lists how families differ from this: norms after attention and the MLP,
+norms of q and k, layers with a window or without rotation, and multipliers of sums. Experts may
+replace the MLP: a router chooses some of them for each token. The decoder knows tensors and the KV
+pool, but no sequences and no scheduling.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +57,7 @@ class Decoder:
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
-        # What the last step's logits were made of.
+        # The hidden states after the final norm for the last step's logits.
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
 
     def forward(
@@ -68,10 +67,10 @@ class Decoder:
         lora: StepLora,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Writes the tokens' KV; fp32 logits [rows of inputs.logit_rows, vocab].
+        """Writes the tokens' KV. Returns fp32 logits [rows of inputs.logit_rows, vocab].
 
-        `on_kv_written` is called when the last layer's KV is in the pool (on CUDA: will be, by what
-        is in the stream), with the last layer's attention, its MLP and the logits still to come.
+        Calls `on_kv_written` when the last layer's KV is in the pool (on CUDA: when its writes are
+        in the stream). The last layer's attention, its MLP and the logits are computed after this.
         """
         specs = self._config.layers
         attentions = {
@@ -136,7 +135,8 @@ class Decoder:
     def _heads(
         self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [rows, heads, D] and keys [num_tokens, kv heads, D], rotated, and values."""
+        """Returns queries [rows, heads, D] and keys [num_tokens, kv heads, D], both rotated, and
+        values of the keys' shape."""
         num_heads = self._config.num_attention_heads
         num_kv_heads = self._config.num_kv_heads
         heads = projected.view(projected.shape[0], -1, self._config.head_dim)
@@ -158,8 +158,11 @@ class Decoder:
         num_tokens: int,
         lora: StepLora,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [rows, heads, D] as latents meet them, and the tokens' KV [num_tokens, 1, D],
-        which are keys and values; D has the latent and then the rotated key."""
+        """Returns the absorbed queries [rows, heads, D] and the tokens' KV [num_tokens, 1, D] as
+        keys and values.
+
+        D consists of the latent and the rotated key.
+        """
         latent = self._config.latent
         assert latent is not None
         queries, kv = torch.split(projected, [projected.shape[1] - latent.kv_dim, latent.kv_dim], 1)
@@ -196,7 +199,8 @@ class Decoder:
         x: torch.Tensor,
         lora: StepLora,
     ) -> torch.Tensor:
-        """Sums a row's experts in their order, each of which computes its rows together."""
+        """Returns the weighted sum of each row's experts. Each expert computes all its rows
+        together."""
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -223,24 +227,24 @@ class Decoder:
     def _added(
         self, x: torch.Tensor, delta: torch.Tensor, post_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the residual stream with what a part of the layer adds to it."""
+        """Returns the residual stream x plus the delta of a part of the layer."""
         delta = self._norm(delta, post_norm)
         if self._config.multipliers.residual != 1.0:
             delta = delta * self._config.multipliers.residual
         return x + delta
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """Returns normalized rows, or x itself where a layer has no norm."""
+        """Returns the normalized rows, or x itself if the layer has no such norm."""
         return x if weight is None else self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalizes heads [rows, heads, D]: each of them, or all of a row as one."""
+        """Normalizes heads [rows, heads, D], each one separately or all heads of a row together."""
         if self._config.qk_norm == "head":
             return self._norm(heads, weight)
         return self._norm(heads.flatten(1), weight).view(heads.shape)
 
     def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-        """Returns the products [rows, columns of all parts side by side]."""
+        """Returns the products with all parts, side by side [rows, columns]."""
         if len(parts) == 1 and parts[0].blocks is None:
             return self._kernels.linear(x, parts[0].weight, parts[0].bias)
         out = x.new_empty(x.shape[0], sum(part.weight.shape[0] for part in parts))
@@ -262,7 +266,8 @@ def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> tor
 def choose(
     form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the experts of each row, and their weights, from a router's logits."""
+    """Returns the chosen experts of each row and their weights, both [rows, top_k], from the
+    router's logits."""
     if form != "deepseek":
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
@@ -277,12 +282,12 @@ def choose(
 
 
 def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Returns what embeddings are multiplied with: transformers rounds it to the dtype."""
+    """Returns the factor of the embeddings, rounded to the dtype as in transformers."""
     return torch.tensor(config.multipliers.embedding, dtype=dtype).item()
 
 
 def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Returns logits from products with the output matrix: multiplied and capped."""
+    """Returns the final logits, multiplied and capped, from products with the output matrix."""
     if config.multipliers.logits != 1.0:
         logits = logits * config.multipliers.logits
     if config.logit_cap is not None:
@@ -293,10 +298,10 @@ def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
 def rope_tables(
     rope: Rope, head_dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rotary frequencies, and factors of cos and sin, [head_dim / 2] each.
+    """Returns rotary frequencies, and factors of cos and sin, each [head_dim / 2].
 
-    Pairs of numbers that have no position have the frequency 0 and the factor 1, which rotate
-    nothing. Where a rope rotates a part of a head, weights/load.py puts that part's pairs first.
+    Pairs that are not rotated have frequency 0 and factor 1. If a rope rotates only a part of a
+    head, weights/load.py has put the pairs of this part first.
     """
     rotary_dim = 0 if rope.theta is None else rope.rotary_dim(head_dim)
     num_still = (head_dim - rotary_dim) // 2

@@ -1,7 +1,8 @@
-"""A step's batch as tensors: made once, used by every layer.
+"""A step's batch as tensors, created once and used by every layer.
 
-Rows are the step's tokens, sequence after sequence in the order that attention wants, then padding
-up to the multiple that the kernels ask for; padding rows are computed and never read or stored.
+The rows are the step's tokens, sequence after sequence in the order that attention requires,
+followed by padding to the kernels' row multiple. Padding rows are computed but never read or
+stored.
 """
 
 from collections import defaultdict
@@ -18,25 +19,26 @@ from tandem_kernels.kv_cache import KvPool
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    num_tokens: int  # T; the rows beyond are padding
+    num_tokens: int  # T; the rows after T are padding
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    token_rows: list[torch.Tensor]  # of each KV group, [T, kv heads]; see KvPool.token_rows
-    spans: list[list[QuerySpan]]  # of each KV group
-    logit_rows: torch.Tensor  # of the slices that want logits, in the batch's order
-    adapted: Mapping[str, torch.Tensor]  # by an adapter's digest: its rows
-    shares: list[BlockShares]  # to be finished after the step
+    # one tensor [T, kv heads] for each KV group; see KvPool.token_rows
+    token_rows: list[torch.Tensor]
+    spans: list[list[QuerySpan]]  # one list for each KV group
+    logit_rows: torch.Tensor  # the rows of slices that need logits, in the batch's order
+    adapted: Mapping[str, torch.Tensor]  # the rows of each adapter, by digest
+    shares: list[BlockShares]  # `BlockShares.finish` is called on each after the step
 
 
 def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
-    """Makes the inputs of a step over the pools of all KV groups."""
+    """Creates the inputs of a step. `pools` has the pool of each KV group."""
     slices = batch.slices
     block_size = pools[0].block_size
     device = pools[0].device
     order = batch_order([s.context_len for s in slices], [s.num_tokens for s in slices])
     token_ids: list[int] = []
     positions: list[int] = []
-    offsets: list[int] = []  # in blocks
+    offsets: list[int] = []  # each token's index in its block
     block_ids: list[list[int]] = [[] for _ in pools]
     spans: list[list[QuerySpan]] = [[] for _ in pools]
     last_rows = [0] * len(slices)
@@ -64,7 +66,7 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
             )
             block_ids[group] += [table[place // block_size] for place in places]
         token_ids += piece.token_ids
-        positions += [place + piece.num_passed for place in places]
+        positions += [place + piece.num_evicted for place in places]
         offsets += [place % block_size for place in places]
         last_rows[i] = len(token_ids) - 1
     num_tokens = len(token_ids)

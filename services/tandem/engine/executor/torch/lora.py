@@ -1,4 +1,4 @@
-"""Adds the products of a step's adapters to those of the model, on torch's operators."""
+"""Adds the LoRA deltas of a step's adapters to the model's products, with torch operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HeadsName = Literal["latent_keys", "latent_values"]
 
 
 class AddsLora(Protocol):
-    """Adds the products of a step's adapters to the products of the model."""
+    """Adds the LoRA deltas of a step's adapters to the model's products."""
 
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
@@ -34,7 +34,7 @@ class AddsLora(Protocol):
 
 
 class StepLora:
-    """Adds to products; does nothing in a step without adapters."""
+    """Adds LoRA deltas in one step; does nothing if the step has no adapters."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class StepLora:
         row_multiple: int = 1,
         linear_of_heads: ProductOfHeads = linear_of_heads,
     ) -> None:
-        """`rows` are those of each adapter, by digest; `linear` is the base products', and so is
-        `linear_of_heads`."""
+        """`rows` has the rows of each adapter by digest. `linear` and `linear_of_heads` are the
+        operators of the base products."""
         self._adapted = [(of_one, adapters[digest]) for digest, of_one in rows.items()]
         self._linear = linear
         self._linear_of_heads = linear_of_heads
@@ -54,7 +54,8 @@ class StepLora:
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Returns `out`, the product of `x` in a layer, with what the adapters add to it."""
+        """Adds the adapters' deltas to `out`, a layer's product with input `x`, in place, and
+        returns it."""
         for rows, weights in self._adapted:
             parts: Parts = getattr(weights.layers[index], product)
             if parts:
@@ -64,7 +65,8 @@ class StepLora:
     def add_of_heads(
         self, index: int, product: HeadsName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Does as `add` for a product of heads [rows, heads, columns]."""
+        """Adds the adapters' deltas to `out`, a per-head product [rows, heads, columns], in place,
+        and returns it."""
         for rows, weights in self._adapted:
             heads: LoraHeads | None = getattr(weights.layers[index], product)
             if heads is not None:

@@ -1,4 +1,4 @@
-"""Steps on torch's own operators: any device, any dtype, either numerics."""
+"""Steps with torch's own operators, for any device, any dtype and both numerics."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,23 +24,23 @@ class TorchSteps:
         self._adapters: dict[str, LoraWeights] = {}
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Lets slices name the adapter's digest."""
+        """Makes an adapter available to the slices of batches, by its digest."""
         self._adapters[weights.digest] = weights
 
     def drop_adapter(self, digest: str) -> None:
-        """Forgets an adapter that no slice names any more."""
+        """Removes an adapter that no slice uses any more."""
         self._adapters.pop(digest, None)
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Draws as Runner.sample does."""
+        """Samples tokens as `Runner.sample` does."""
         return sample(logits if rows is None else logits[rows], draws)
 
     logprobs = staticmethod(logprobs)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns what Runner.final_hidden does."""
+        """Returns the same as `Runner.final_hidden`."""
         states: list[list[float]] = self._decoder.final_hidden[rows].float().tolist()
         return states
 
@@ -51,7 +51,7 @@ class TorchSteps:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Runs a step as NativeDecoder.forward does, on the device of the pools."""
+        """Runs a step as `NativeDecoder.forward` does, on the device of the pools."""
         inputs = make_step_inputs(batch, pools, row_multiple=self._kernels.row_multiple)
         kernels = self._kernels
         lora = StepLora(
@@ -66,8 +66,8 @@ class TorchSteps:
             for shares in inputs.shares:
                 shares.finish()
             return logits
-        # The rest of the kernels is put in the stream before waiting for the KV: the device goes on
-        # without a gap, and the wait ends when the KV is there, not when they are done.
+        # All remaining kernels are launched before the wait for the KV. So the device computes
+        # without a gap, and the wait ends when the KV is written, not when all kernels are done.
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         logits = self._decoder.forward(inputs, pools, lora, written.record)
         written.synchronize()

@@ -1,4 +1,4 @@
-"""Attention of a layer on the Triton kernels: stores a step's KV, then attends to it.
+"""Attention of a layer with the Triton kernels: stores a step's KV and then attends to it.
 
 rotate and store    one kernel: norms of heads, rope, cache write
 attention           one launch for single tokens, one for chunks
@@ -23,20 +23,20 @@ from tandem_kernels.triton.rope_cache import Angles, rotate_and_store
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """A layer in one step."""
+    """The inputs of one layer in one step."""
 
     step: StepViews
     weights: LayerWeights
     window: int | None
-    group: int  # of the KV groups
+    group: int  # index of the KV group
     kv: LayerKv
     angles: Angles
-    index: int  # of the layer
-    lora: AddsLora  # of the step
+    index: int  # index of the layer
+    lora: AddsLora  # adds the LoRA deltas of the step
 
 
 class HeadAttention:
-    """Attention by keys and values of heads."""
+    """Attention over the keys and values of heads."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         self._config = config
@@ -45,9 +45,10 @@ class HeadAttention:
     def attend(
         self, qkv: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
     ) -> torch.Tensor:
-        """Returns what heads attended, [T, heads * D], from q, k and v side by side.
+        """Returns the attention output, [T, heads * D], from q, k and v side by side.
 
-        `on_kv_launched` is called when what writes the KV is in the stream."""
+        `on_kv_launched` is called when the kernels that write the KV are in the stream.
+        """
         has_norms = self._config.qk_norm == "head"
         queries = rotate_and_store(
             qkv,

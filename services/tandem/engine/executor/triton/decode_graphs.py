@@ -1,10 +1,11 @@
-"""Decode steps as CUDA graphs, one for each of a few numbers of rows: a step is one launch.
+"""Decode steps as CUDA graphs, one for each of several numbers of rows. A step is one launch.
 
-A decode step of many small kernels takes the host longer to launch than the device to run. So each
-is recorded once, with every tensor at its fixed address, and replayed: a step copies its inputs to
-where the recorded kernels read them. A batch is padded to the next recorded number of rows.
+The host takes longer to launch the many small kernels of a decode step than the device takes to run
+them. So each step is recorded once, with every tensor at a fixed address, and replayed: a step
+copies its inputs to the addresses that the recorded kernels read. A batch is padded to the next
+recorded number of rows.
 
-Off CUDA (in Triton's interpreter) the same buffers are used and the kernels simply run.
+Without CUDA (in Triton's interpreter) the same buffers are used and the kernels run directly.
 """
 
 import logging
@@ -21,13 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def bucket_sizes(num_seqs_max: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64; the last is the maximum."""
+    """Returns the recorded numbers of rows: 1, 2, 4, 8, every 8 up to 64, every 16 up to 256, every
+    64 after that, and the maximum."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, num_seqs_max, 64)]
     return [size for size in sizes if size < num_seqs_max] + [num_seqs_max]
 
 
 class DecodeGraphs:
-    """The recorded decode steps. `run` returns logits, which the next step overwrites."""
+    """The recorded decode steps. The next step overwrites the logits that `run` returns."""
 
     def __init__(
         self,
@@ -40,10 +42,10 @@ class DecodeGraphs:
         num_groups: int,
         device: torch.device,
     ) -> None:
-        """Records all graphs on a CUDA device; kernels are compiled and tuned before that."""
+        """Records all graphs on a CUDA device. Kernels are compiled and tuned first."""
         self._sizes = bucket_sizes(num_seqs_max)
         shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
-        # The widest first: later graphs fit into the memory of the ones before.
+        # The largest graph is recorded first, so that later graphs reuse its memory.
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._buckets = [
             _Bucket(shape, forward, block_size, num_blocks, device, pool)
@@ -53,14 +55,17 @@ class DecodeGraphs:
             log.info("recorded decode steps of %s rows", ", ".join(map(str, self._sizes)))
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Returns whether these slices are a decode step without adapters, which differ from step
-        to step, and without hidden states, which a replayed graph does not keep."""
+        """Returns whether these slices are a decode step that a graph can replay.
+
+        Steps with adapters differ from each other, and a replayed graph does not keep hidden
+        states.
+        """
         return 0 < len(slices) <= self._sizes[-1] and all(
             s.num_tokens == 1 and not (s.wants_hidden or s.adapter) for s in slices
         )
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Returns fp32 logits [slices, vocab], of every slice."""
+        """Returns fp32 logits [slices, vocab] for every slice."""
         bucket = self._buckets[bisect_left(self._sizes, len(slices))]
         return bucket.run(slices)[: len(slices)]
 
@@ -95,8 +100,11 @@ class _Bucket:
         return self._logits
 
     def _record(self, num_blocks: int, pool: Any) -> None:
-        """The run before it compiles and tunes, over contexts as long as tables and pool allow;
-        nothing is stored."""
+        """Records the graph. A run before that compiles and tunes the kernels, with contexts as
+        long as tables and pool allow.
+
+        Nothing is stored in the pool.
+        """
         views = self._views
         views.slots.fill_(-1)
         width = min(views.shape.table_width, max(1, num_blocks // views.shape.num_seqs))

@@ -1,14 +1,15 @@
-"""The same decoder as torch/decoder.py, on the fused Triton kernels.
+"""The decoder of torch/decoder.py with the fused Triton kernels.
 
-    x += delta, normed     one kernel: residual and norm       delta: what the part before adds
+    x += delta, normed     one kernel: residual and norm       delta: the output of the part before
     q, k, v                one product      (`_product`)
     attention              attention.py; latent.py with latents
     silu(gate) * up        one kernel
 
-Norms after attention and the MLP, and norms of all heads as one, are kernels of their own. Experts
+Norms after attention and the MLP, and norms over all heads together, are separate kernels. Experts
 are in experts.py.
 
-Only views and launches, nothing that waits for the device: a CUDA graph can record it.
+The decoder only creates views and launches kernels. It never waits for the device, so a CUDA graph
+can record it.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 
 def _nothing() -> None:
-    """Waits for nobody."""
+    """Does nothing; the default if no caller waits for the KV."""
 
 
 class TritonDecoder:
@@ -70,7 +71,8 @@ class TritonDecoder:
         clamp = config.gate_clamp
         self._clamp = (clamp.alpha, clamp.limit) if clamp else None
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
-        # What the last step's logits were made of; a step that is replayed does not set it.
+        # The hidden states after the final norm for the last step's logits; a replayed graph does
+        # not set them.
         dtype = weights.embedding.dtype
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
 
@@ -81,10 +83,10 @@ class TritonDecoder:
         on_kv_launched: Callable[[], object] = _nothing,
         lora: AddsLora = NO_LORA,
     ) -> torch.Tensor:
-        """Writes the tokens' KV; fp32 logits [rows of step.logit_rows, vocab].
+        """Writes the tokens' KV. Returns fp32 logits [rows of step.logit_rows, vocab].
 
-        `pools` are those of the KV groups.
-        `on_kv_launched` is called when all that writes KV is in the stream.
+        `pools` has the pool of each KV group. `on_kv_launched` is called when all kernels that
+        write KV are in the stream.
         """
         specs = self._config.layers
         eps = self._config.rms_norm_eps
@@ -150,7 +152,7 @@ class TritonDecoder:
         x: torch.Tensor,
         lora: AddsLora,
     ) -> torch.Tensor:
-        """Returns the weighted sum of each row's experts, and what the shared MLP gives."""
+        """Returns the weighted sum of each row's experts, plus the output of the shared MLP."""
         router = weights.router
         logits = _product(x.to(router.weight.dtype), router)
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
@@ -162,15 +164,16 @@ class TritonDecoder:
     def _add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Adds delta, if any, to x in place; returns the sum's normalized rows, or the sum itself
-        where a layer has no norm."""
+        """Adds delta, if any, to x in place. Returns the normalized rows of the sum, or the sum
+        itself without a norm."""
         if norm is None:
             return x if delta is None else x.add_(delta)
         eps = self._config.rms_norm_eps
         return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
 
     def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
-        """Returns what is added to the residual stream."""
+        """Returns delta after its norm and the residual multiplier, ready to be added to the
+        residual stream."""
         if post_norm is not None:
             delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
         multiplier = self._config.multipliers.residual
@@ -179,7 +182,8 @@ class TritonDecoder:
     def _project_qkv(
         self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
-        """Returns q, k and v side by side; q and k normalized if that is done over all heads."""
+        """Returns q, k and v side by side. Norms over all heads together are already applied to q
+        and k."""
         qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None
@@ -193,18 +197,18 @@ class TritonDecoder:
 
 
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-    """Returns [rows, columns of all parts]; on a device weights/tensors_by_name.py joins them."""
+    """Returns the products [rows, columns of all parts]. On a device, weights/tensors_by_name.py
+    has joined the parts."""
     if len(parts) == 1:
         return _product(x, parts[0])
     return torch.cat([_product(x, part) for part in parts], dim=1)
 
 
 def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
-    """Returns [rows, outputs] of x [rows, inputs].
+    """Returns the product [rows, outputs] of x [rows, inputs].
 
-    numbers                      torch's product
-    integers in groups           one kernel, which makes numbers of them in registers
-    other quantized matrices     numbers of some outputs at a time, and torch's product with them
+    Dense weights use torch. Integers in groups use one kernel, which dequantizes them in registers.
+    Other quantized matrices are dequantized for a few outputs at a time and multiplied by torch.
     """
     groups = matrix.blocks
     if isinstance(groups, PackedGroups) and _is_multiplied(groups):
@@ -214,5 +218,5 @@ def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
 
 
 def _is_multiplied(groups: PackedGroups) -> bool:
-    """Returns whether the kernel takes a matrix as it is."""
+    """Returns whether the kernel can multiply a quantized matrix directly."""
     return groups.group_of_input is None and can_multiply(groups.shape[1], groups.scales.shape[1])

@@ -1,4 +1,4 @@
-"""A layer's experts on the Triton kernels: two products, each one launch for all of them."""
+"""A layer's experts with the Triton kernels: two products, each a single launch for all experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
 
 
 class Stack(NamedTuple):
-    """One matrix of all experts of a layer."""
+    """One matrix of every expert in a layer."""
 
-    weight: torch.Tensor | None  # [experts, out, in]; None: `parts` have it
+    # [experts, out, in]; None if quantized, then `parts` has the weights
+    weight: torch.Tensor | None
     bias: torch.Tensor | None  # [experts, out]
-    parts: Sequence[Sequence[Linear]]  # of each expert, if they are quantized
+    parts: Sequence[Sequence[Linear]]  # the parts of each expert's matrix, if they are quantized
 
     @classmethod
     def of(cls, matrices: Sequence[Sequence[Linear]]) -> Self:
@@ -31,7 +32,7 @@ class Stack(NamedTuple):
         return cls(weight, bias, ())
 
     def numbers(self) -> torch.Tensor:
-        """Returns [experts, out, in], made for this call if the experts are quantized."""
+        """Returns the weights [experts, out, in]. Quantized ones are dequantized for this call."""
         if self.weight is not None:
             return self.weight
         made: torch.Tensor | None = None
@@ -67,10 +68,10 @@ class StackedExperts(NamedTuple):
         shares: torch.Tensor,
         gated: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Returns the weighted sum of each row's experts, in fp32.
+        """Returns the weighted sum of each row's experts in fp32, [T, hidden].
 
-        chosen, shares  [T, top_k]: experts and their weights
-        gated           the activation of gates and ups
+        `chosen` and `shares`, both [T, top_k], are the experts and their weights. `gated` is the
+        activation of gates and ups.
         """
         tiles = tile_by_expert(chosen, self.num)
         inner = gated(grouped_linear(x, self.gate_up.numbers(), self.gate_up.bias, tiles))
@@ -80,8 +81,8 @@ class StackedExperts(NamedTuple):
 
 
 def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Returns one tensor of all experts: the one that they are views of (weights/experts.py), or a
-    copy."""
+    """Returns one tensor for all experts: the tensor of which they are views (weights/experts.py),
+    or a copy."""
     first = parts[0][0]
     num_bytes = first.numel() * first.element_size()
     storage = first.untyped_storage().data_ptr()

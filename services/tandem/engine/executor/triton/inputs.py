@@ -1,11 +1,11 @@
-"""A step's batch as one array of int32 and views of it: one copy brings a step to the device.
+"""A step's batch as views of one int32 array, so that a single copy brings it to the device.
 
     token_ids | positions | slots | context_lens | query_starts | logit_rows | block_tables
         T          T        G x T        S            C + 1           L          G x S x M
 
-T tokens of S sequences: first those with one token each, D of them, for decode attention; then C
-chunks. In a decode step rows of no sequence may follow, up to what a CUDA graph was made for: they
-have no slot and an empty context. Each of G KV groups has slots and tables of its own.
+T tokens of S sequences: first D sequences with one token each, for decode attention, then C chunks.
+In a decode step, padding rows may follow, up to the number of rows of a CUDA graph: they have no
+slot and an empty context. Each of the G KV groups has its own slots and tables.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    num_tokens: int  # T
-    num_seqs: int  # S
-    num_single: int  # D
-    num_logits: int  # L
-    table_width: int  # M
-    num_groups: int = 1  # G
+    num_tokens: int  # T: all tokens of the step
+    num_seqs: int  # S: sequences
+    num_single: int  # D: sequences with one token each
+    num_logits: int  # L: rows of logits
+    table_width: int  # M: entries of a block table
+    num_groups: int = 1  # G: KV groups
 
     @property
     def num_chunks(self) -> int:
@@ -44,7 +44,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepViews:
-    """The parts of an array."""
+    """The parts of the array."""
 
     array: torch.Tensor
     shape: StepShape
@@ -52,7 +52,7 @@ class StepViews:
     positions: torch.Tensor
     slots: torch.Tensor  # [G, T]: block id * block size + offset; -1: not stored
     context_lens: torch.Tensor
-    query_starts: torch.Tensor  # of the chunks, from 0 after the single tokens
+    query_starts: torch.Tensor  # starts of the chunks, counted after the single tokens
     logit_rows: torch.Tensor
     block_tables: torch.Tensor  # [G, S, M]
 
@@ -67,7 +67,7 @@ class StepViews:
 
 
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
-    """The whole batch, in a new array on the host."""
+    """Returns the batch in a new array on the host."""
     slices = _in_order(batch)
     shape = StepShape(
         num_tokens=batch.num_tokens,
@@ -108,7 +108,7 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
 
 
 def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:
-    """Returns the rows of each adapter in a step as `write_step` lays it out, by its digest."""
+    """Returns the rows of each adapter by digest, in the order of `write_step`."""
     rows: dict[str, list[int]] = {}
     first = 0
     for piece in _in_order(batch):
@@ -123,14 +123,14 @@ def _in_order(batch: StepBatch) -> list[SequenceSlice]:
 
 
 class DecodeRows:
-    """The host's array of a decode step of a fixed number of rows, kept from step to step.
+    """The host array of a decode step with a fixed number of rows, kept between steps.
 
-    Most of it are block tables, which hardly change: what is the same as in the step before is not
-    written again.
+    Most of the array is block tables, which rarely change. Entries that equal those of the previous
+    step are not written again.
     """
 
     def __init__(self, array: torch.Tensor, shape: StepShape) -> None:
-        """`array` is int32, on the host, as long as the shape needs."""
+        """`array` is int32 on the host, with the size that the shape requires."""
         assert shape.num_chunks == 0
         assert shape.num_logits == shape.num_tokens == shape.num_seqs
         self._views = StepViews.of(array, shape)

@@ -1,10 +1,10 @@
-"""Latent attention of a layer on the Triton kernels (tandem/models/config/latent.py).
+"""Latent attention of a layer with the Triton kernels (tandem/models/config/latent.py).
 
-queries             of what was projected, or the product of its normalized latent
+queries             the projected queries, or the product of their normalized latent
 rotate and store    one kernel: norm of latents, rope, cache write
-absorbed            W_k^T of the plain parts of queries, all heads in one product
+absorbed            W_k^T of the queries' parts without position, all heads in one product
 attention           one launch for single tokens, one for chunks
-values              W_v of what was attended, all heads in one product
+values              W_v of the attention output, all heads in one product
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem_kernels.triton.norm import rms_norm
 
 
 class LatentAttention:
-    """Attention by the latents of tokens; no head's keys and values are made."""
+    """Attention over the tokens' latents; no keys and values of heads are computed."""
 
     def __init__(self, sizes: Latent, max_model_len: int) -> None:
         self._sizes = sizes
@@ -35,11 +35,11 @@ class LatentAttention:
     def attend(
         self, projected: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
     ) -> torch.Tensor:
-        """Returns the values of what heads attended, [T, heads * value].
+        """Returns the attention output mapped to values, [T, heads * value].
 
-        projected   queries or their latent, and the tokens' KV side by side
-
-        `on_kv_launched` is called when what writes the KV is in the stream."""
+        `projected` has the queries or their latent, and the tokens' KV, side by side.
+        `on_kv_launched` is called when the kernels that write the KV are in the stream.
+        """
         sizes = self._sizes
         weights = at.weights.latent
         step = at.step
@@ -66,14 +66,14 @@ class LatentAttention:
         return at.lora.add_of_heads(at.index, "latent_values", values, attended).flatten(1)
 
     def _heads(self, queries: torch.Tensor, weights: LatentWeights, at: LayerStep) -> torch.Tensor:
-        """Returns queries [T, heads, plain + rope]."""
+        """Returns the queries [T, heads, plain + rope]."""
         if weights.q_norm is not None and weights.q_out is not None:
             normed = rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
             queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)
         return queries.view(len(queries), -1, self._sizes.q_dim)
 
     def _attend(self, queries: LatentQueries, at: LayerStep) -> torch.Tensor:
-        """Returns what heads attended, [T, heads, rank]."""
+        """Returns the attention output in the space of latents, [T, heads, rank]."""
         num_tokens, num_heads, _ = queries.rotated.shape
         step = at.step
         num_single = step.shape.num_single

@@ -1,6 +1,6 @@
-"""LoRA adapters on the Triton kernels: all of them in two launches for each product.
+"""LoRA adapters with the Triton kernels: two launches for each product, for all adapters of a step.
 
-Products of heads, which latent attention has, are torch's, one adapter after the other.
+The per-head products of latent attention use torch, one adapter after the other.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights
 from tandem_kernels.triton.lora import NO_PART, LoraTiles, add_lora, part_fields
 
 _PRODUCTS: tuple[ProductName, ...] = get_args(ProductName)
-_PARTS_MAX = 3  # of a product: q, k and v
+_PARTS_MAX = 3  # the largest number of parts of a product: q, k and v
 
 
 class TritonAdapters:
-    """The adapters in memory, and where kernels find their matrices."""
+    """The adapters in memory, and the addresses of their matrices for the kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._weights: dict[str, LoraWeights] = {}
         self._fields = torch.zeros(0, dtype=torch.int64)  # [adapters, layers, products, parts, 5]
-        self._sizes: list[dict[ProductName, tuple[int, int]]] = []  # of each layer
+        self._sizes: list[dict[ProductName, tuple[int, int]]] = []  # one for each layer
 
     def add(self, weights: LoraWeights) -> None:
-        """Lets slices name the adapter's digest."""
+        """Makes an adapter available to the slices of batches, by its digest."""
         self._weights[weights.digest] = weights
         self._update()
 
     def drop(self, digest: str) -> None:
-        """Forgets an adapter that no slice names any more."""
+        """Removes an adapter that no slice uses any more."""
         self._weights.pop(digest, None)
         self._update()
 
     def of_step(self, rows: Mapping[str, Sequence[int]]) -> AddsLora:
-        """Returns what adds to products of a step, in which adapters have some rows by digest."""
+        """Returns the object that adds the LoRA deltas of a step. `rows` has the rows of each
+        adapter by digest."""
         if not rows:
             return NO_LORA
         numbers = {digest: number for number, digest in enumerate(self._weights)}
@@ -48,7 +49,7 @@ class TritonAdapters:
         return _TritonStepLora(tiles, self._fields, self._sizes, self._of_heads(rows))
 
     def _of_heads(self, rows: Mapping[str, Sequence[int]]) -> StepLora:
-        """Returns what adds to products of heads."""
+        """Returns the object that adds the LoRA deltas of per-head products."""
         on_device = {
             digest: torch.tensor(of_one, dtype=torch.int64).to(self._device)
             for digest, of_one in rows.items()
@@ -83,7 +84,8 @@ class _TritonStepLora:
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Returns `out`, the product of `x` in a layer, with what the adapters add to it."""
+        """Adds the adapters' deltas to `out`, a layer's product with input `x`, in place, and
+        returns it."""
         if (sizes := self._sizes[index].get(product)) is not None:
             parts = self._fields[:, index, _PRODUCTS.index(product)]
             rank, columns = sizes
@@ -92,7 +94,8 @@ class _TritonStepLora:
 
 
 def _fields(layer: LoraLayer) -> list[list[list[int]]]:
-    """Returns how kernels find the parts of each product."""
+    """Returns the addresses and sizes of each product's parts for the kernels,
+    [products][parts][5]."""
     products = []
     for name in _PRODUCTS:
         parts = [part_fields(part) for part in getattr(layer, name)]
@@ -101,7 +104,8 @@ def _fields(layer: LoraLayer) -> list[list[list[int]]]:
 
 
 def _largest(layers: Sequence[LoraLayer], product: ProductName) -> tuple[int, int] | None:
-    """Returns the highest rank and the most columns of a product's parts; None without parts."""
+    """Returns the highest rank and the largest number of columns of a product's parts; None without
+    parts."""
     shapes = [part.b.shape for layer in layers for part in getattr(layer, product)]
     if not shapes:
         return None

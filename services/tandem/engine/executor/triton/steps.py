@@ -1,4 +1,5 @@
-"""Steps on the Triton kernels: decode as recorded graphs, all else launched kernel by kernel."""
+"""Steps with the Triton kernels. Decode steps replay recorded graphs; other steps launch each
+kernel."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,17 +32,20 @@ class TritonSteps:
         self._adapters = TritonAdapters(weights.embedding.device)
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Lets slices name the adapter's digest."""
+        """Makes an adapter available to the slices of batches, by its digest."""
         self._adapters.add(weights)
 
     def drop_adapter(self, digest: str) -> None:
-        """Forgets an adapter that no slice names any more."""
+        """Removes an adapter that no slice uses any more."""
         self._adapters.drop(digest)
 
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
-        """Compiles, tunes and records what steps over the pools of the KV groups need, so that no
-        request waits for it. The pools are zeros before it, and after it."""
+        """Compiles, tunes and records the kernels for steps over these pools, so that no request
+        waits for this.
+
+        `pools` has the pool of each KV group. They contain only zeros before and after the call.
+        """
         block_size = pools[0].block_size
         device = pools[0].device
         num_blocks = min(pool.layout.num_blocks for pool in pools)
@@ -56,7 +60,8 @@ class TritonSteps:
             device=device,
         )
         if device.type == "cuda":
-            for num_tokens in (16, min(512, self._max_model_len)):  # prefill's classes of shapes
+            # one prompt for each class of prefill shapes
+            for num_tokens in (16, min(512, self._max_model_len)):
                 blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
                 num_tokens = min(num_tokens, len(blocks) * block_size)
                 others = [blocks] * (len(pools) - 1)
@@ -71,7 +76,7 @@ class TritonSteps:
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Draws as Runner.sample does."""
+        """Samples tokens as `Runner.sample` does."""
         if rows is not None:
             logits = logits[rows]
         token_ids: list[int] = sample(logits, draws).tolist()
@@ -80,7 +85,7 @@ class TritonSteps:
     logprobs = staticmethod(logprobs)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns what Runner.final_hidden does."""
+        """Returns the same as `Runner.final_hidden`."""
         states: list[list[float]] = self._decoder.final_hidden[rows].float().tolist()
         return states
 
@@ -91,9 +96,10 @@ class TritonSteps:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Runs a step as TorchSteps.forward does. A decode step's logits last until the next one.
+        """Runs a step as `TorchSteps.forward` does. The logits of a decode step are valid until the
+        next one.
 
-        Waits for the device only to call `on_kv_written`; without it, it waits for nothing.
+        It waits for the device only before it calls `on_kv_written`, and not at all without it.
         """
         if self._pools is not pools:
             self.prepare(pools)

@@ -1,4 +1,4 @@
-"""Maps the tensors of a checkpoint, which models/checkpoint/check.py has checked."""
+"""Maps the tensors of a checkpoint after models/checkpoint/check.py has checked it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ Stored = Mapping[str, torch.Tensor | Blocks | Coded | Mxfp4]
 
 
 def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
-    """Returns the tensors, which stay in the files' pages; those of a quantized matrix as one."""
+    """Returns the tensors by name. They stay in the files' pages. The tensors of a quantized matrix
+    are joined.
+
+    Raises ConfigError, and names the file, if a file cannot be read.
+    """
     if files[0].suffix.lower() == ".gguf":
         with naming(files[0]):
             return read_tensors(files, config)
@@ -42,8 +46,12 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
 
 
 def check_tied(stored: Stored) -> None:
-    """Some checkpoints store the tied matrix twice. Raises UnsupportedModel if two matrices differ:
-    transformers does not tie them then."""
+    """Raises UnsupportedModel if the output matrix of a tied model is stored and differs from the
+    embedding.
+
+    Some checkpoints store the tied matrix twice. transformers does not tie two matrices that
+    differ.
+    """
     output, embedding = (_parts_of(stored.get(name)) for name in (OUTPUT, EMBEDDING))
     if not output:
         return
@@ -55,7 +63,8 @@ def check_tied(stored: Stored) -> None:
 
 
 def _parts_of(matrix: torch.Tensor | Blocks | Coded | Mxfp4 | None) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors of a matrix of safetensors; a GGUF file stores a tied one once."""
+    """Returns the tensors of a matrix by kind. Empty for GGUF, because a GGUF file stores a tied
+    matrix only once."""
     if isinstance(matrix, Coded):
         return matrix.by_kind
     return {"weight": matrix} if isinstance(matrix, torch.Tensor) else {}

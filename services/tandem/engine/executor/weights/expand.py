@@ -1,7 +1,8 @@
-"""Quantized matrices as numbers of the compute dtype, a few rows at a time.
+"""Dequantizes matrices to the compute dtype, a few rows at a time.
 
-The torch kernels, and Triton's where they have none for a form, multiply with these. No more than
-one piece is there at a time, so that a model takes the memory of its quantized weights.
+The torch kernels multiply with these rows, and so do the Triton kernels for formats that they
+cannot read. Only one piece exists at a time, so a model needs little more memory than its quantized
+weights.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 from tandem.engine.executor.weights.decoder_weights import Linear, ModelWeights
 
 _NUMBERS_AT_ONCE = 1 << 20
-_ON_A_DEVICE = 16 << 20  # where each operation has to be launched
+_ON_A_DEVICE = 16 << 20  # on a device each operation has a launch cost, so pieces are larger
 
 
 def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yields weights and biases of outputs one after another; all at once, if not quantized."""
+    """Yields the weights [rows, in] and biases [rows] of consecutive outputs; all in one piece if
+    not quantized."""
     if matrix.blocks is None:
         yield matrix.weight, matrix.bias
         return

@@ -1,4 +1,4 @@
-"""Loads a layer's experts, in whichever form a checkpoint has them (`ExpertNames`)."""
+"""Loads a layer's experts from any of the forms in which checkpoints store them (`ExpertNames`)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.config.experts import Experts
 from tandem.models.gguf.tensors import Blocks
 
-Parts = list[tuple[Linear, ...]]  # of each expert
+Parts = list[tuple[Linear, ...]]  # the parts of each expert's matrix
 
 
 def load_experts(
     tensors: TensorsByName, names: ExpertNames, layer: str, experts: Experts, shared: Mlp | None
 ) -> ExpertWeights:
-    """Returns the experts of the layer with this name. `shared` is the MLP beside them."""
+    """Returns the experts of the layer with this name. `shared` is the MLP that all tokens use."""
     gate_ups, downs = _products(tensors, names, layer, experts.num)
     correction = f"{layer}.{names.correction}"
     return ExpertWeights(
@@ -31,7 +31,8 @@ def load_experts(
 
 
 def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
-    """Returns the router's matrix, of float32 where transformers computes with that."""
+    """Returns the router's matrix [experts, hidden], in float32 if transformers computes it in
+    float32."""
     name = f"{layer}.{names.router}"
     if names.form == "deepseek":
         return Linear(tensors.floats(f"{name}.weight"), None)
@@ -41,10 +42,10 @@ def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
 def _products(
     tensors: TensorsByName, names: ExpertNames, layer: str, num: int
 ) -> tuple[Parts, Parts]:
-    """Returns gates and ups, and downs."""
+    """Returns the gate and up matrices, and the down matrices, of all experts."""
     stacked = [f"{layer}.{name}" for name in names.stacked]
     if names.is_gguf:
-        matrices = [*tensors.alike(stacked[:2]), tensors.matrix(stacked[2])]
+        matrices = [*tensors.matrices(stacked[:2]), tensors.matrix(stacked[2])]
         biased = map(tensors.with_bias, matrices, map(bias_of, stacked))
         gates, ups, downs = map(_one_by_one, biased)
         return [gate + up for gate, up in zip(gates, ups, strict=True)], downs
@@ -63,7 +64,7 @@ def _products(
 
 
 def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
-    """Returns weights [experts, out, in] and biases [experts, out]."""
+    """Returns weights [experts, out, in] and biases [experts, out] from a gpt-oss checkpoint."""
     bias = tensors.tensor(f"{name}_bias")
     if is_mxfp4:
         return replace(tensors.matrix(name), bias=bias)
@@ -71,8 +72,10 @@ def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
 
 
 def _gates_first(gate_up: Linear) -> Linear:
-    """Returns the same with the gates before the ups, which take turns. Blocks are sorted where
-    they are: nobody else has them."""
+    """Returns the matrix with all gate rows before all up rows; the checkpoint interleaves them.
+
+    Blocks are reordered in place, because nothing else refers to them.
+    """
     assert gate_up.bias is not None
     bias = _sorted(gate_up.bias)
     if gate_up.blocks is None:
@@ -84,12 +87,12 @@ def _gates_first(gate_up: Linear) -> Linear:
 
 
 def _sorted(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the even rows [experts, rows, ...] of each expert, then the odd ones."""
+    """Returns the even rows of each expert, then the odd ones; `rows` is [experts, rows, ...]."""
     return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
 
 
 def _one_by_one(stack: Linear) -> Parts:
-    """Returns the matrix of each expert, of one tensor of all of them."""
+    """Returns the matrix of each expert as views of one tensor for all experts."""
     num = len(stack.weight)
     biases = [None] * num if stack.bias is None else stack.bias
     blocks = stack.blocks.matrices() if isinstance(stack.blocks, Blocks) else [None] * num
@@ -97,10 +100,12 @@ def _one_by_one(stack: Linear) -> Parts:
 
 
 def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
-    """Returns the matrix of each expert, or its parts: views of one tensor of all experts where
-    that costs no copy that is not made anyway."""
+    """Returns the matrix of each expert, or its parts.
+
+    They are views of one tensor for all experts if that needs no additional copy.
+    """
     every = [part for parts in names for part in parts]
-    apart = tensors.alike(every) if tensors.is_mapped(every[0]) else tensors.quantized(every)
+    apart = tensors.matrices(every) if tensors.is_mapped(every[0]) else tensors.quantized(every)
     if apart:
         parts = len(names[0])
         return [tuple(apart[at : at + parts]) for at in range(0, len(apart), parts)]

@@ -1,7 +1,8 @@
-"""Reads the static scales of KV in fp8_e4m3 that a checkpoint may have: of K and V of each layer.
+"""Reads the static scales for fp8_e4m3 KV that a checkpoint may have: one for K and one for V in
+each layer.
 
-They take the place of the scales that tokens have of their own (tandem_kernels/kv_fp8.py). All
-workers of a model must have the same; their digest is part of the KV data type's name.
+They replace the scales per token (tandem_kernels/kv_fp8.py). All workers of a model must use the
+same scales; their digest is part of the KV data type's name.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from tandem_kernels.kv_int8 import SCALE_MAX, round_up
 
 
 def fixed_scales(folder: ModelFolder) -> FixedScales | None:
-    """Returns the scales of a model; None if neither its files nor its config tell of any.
+    """Returns the scales of a model; None if neither its files nor its config have any.
 
-    Raises UnsupportedModel for a scale that is missing or no scale, and ConfigError naming a file
+    Raises UnsupportedModel for a missing or invalid scale, and ConfigError with the name of a file
     that cannot be read.
     """
     stored = find_kv_scales(folder.weight_files, folder.config)

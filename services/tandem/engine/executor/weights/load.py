@@ -1,8 +1,9 @@
-"""Loads a decoder's weights, from the safetensors of a Hugging Face folder or from a GGUF file.
+"""Loads a decoder's weights from the safetensors files of a Hugging Face folder or from a GGUF
+file.
 
 Files are mapped: a tensor that is stored in the compute dtype is never copied, and all processes
-that map it share its memory. The config names and shapes every tensor; a missing, surplus or
-wrongly shaped one is an error before anything is read.
+that map it share its memory. The config determines the name and shape of every tensor. A missing,
+surplus or wrongly shaped one is an error before any tensor is read.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import Blocks
 
-Tell = Callable[[int, int], None]  # hears of bytes that are loaded, and of all bytes
+# Is called with the number of bytes loaded so far and the number of all bytes.
+OnProgress = Callable[[int, int], None]
 
 
-def nobody(num_bytes: int, num_bytes_all: int) -> None:
-    """Hears of progress and does nothing with it."""
+def ignore_progress(num_bytes: int, num_bytes_all: int) -> None:
+    """Ignores the progress of a load."""
 
 
 def load_weights(
@@ -59,20 +61,22 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     kept_for: KeptFor = "",
-    tell: Tell = nobody,
+    on_progress: OnProgress = ignore_progress,
 ) -> ModelWeights:
-    """Loads the weights in `dtype`. Matrices stay quantized if they are kept for kernels that
-    multiply so, or that expand them. A layer is loaded each time that it is asked for. `tell` hears
-    of the progress.
+    """Loads the weights in `dtype`.
 
-    Raises UnsupportedModel naming the tensors that are missing, surplus or wrongly shaped, and
-    ConfigError naming a file that cannot be read."""
+    Matrices stay quantized if `kept_for` names kernels that multiply or dequantize them. Each
+    access to a layer loads it. `on_progress` is called with the progress.
+
+    Raises UnsupportedModel with the names of tensors that are missing, surplus or wrongly shaped,
+    and ConfigError with the name of a file that cannot be read.
+    """
     shapes = check_weights(files, config)
     stored = map_files(files, config)
     if config.tie_word_embeddings:
         with naming(files[0] if len(files) == 1 else files[0].parent):
             check_tied(stored)
-    progress = LoadProgress(shapes, sum(file.stat().st_size for file in files), tell)
+    progress = LoadProgress(shapes, sum(file.stat().st_size for file in files), on_progress)
     pages = FilePages(files)
     tensors = TensorsByName(stored, dtype=dtype, device=device, kept_for=kept_for, pages=pages)
     builder = _Builder(tensors, config, ExpertNames.of(config, stored))
@@ -96,14 +100,14 @@ def load_weights(
 
 
 def _is_read_by_rows(embedding: Quantized | None) -> bool:
-    """Returns whether the native kernels look up rows of such an embedding."""
+    """Returns whether the native kernels can look up rows of such an embedding."""
     if isinstance(embedding, Blocks):
         return embedding.order is None
     return not isinstance(embedding, Fp8)
 
 
 class _Layers(Sequence[LayerWeights]):
-    """Layers that are loaded when they are asked for, each time anew."""
+    """The layers of a model. Each access loads the layer again."""
 
     def __init__(
         self, builder: _Builder, specs: Sequence[LayerSpec], progress: LoadProgress
@@ -132,7 +136,7 @@ class _Layers(Sequence[LayerWeights]):
 
 
 class _Builder:
-    """Makes layers of tensors."""
+    """Creates layers from tensors."""
 
     def __init__(self, tensors: TensorsByName, config: ModelConfig, names: ExpertNames) -> None:
         self._tensors = tensors
@@ -169,8 +173,10 @@ class _Builder:
         )
 
     def norm(self, name: str) -> torch.Tensor:
-        """Returns the weights of a norm. With an offset they are float32: in bfloat16 the sum
-        would lose most of its digits."""
+        """Returns the weights of a norm.
+
+        With an offset they are float32, because in bfloat16 the sum would lose most of its digits.
+        """
         if not self._config.norm_offset:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset
@@ -220,7 +226,8 @@ class _Builder:
 def _keys_and_values(
     name: str, latent: Latent, tensors: TensorsByName
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `keys` and `values`, which a checkpoint has as one matrix or apart."""
+    """Returns the fields `keys` and `values` of latent attention, which a checkpoint stores as one
+    matrix or two."""
     if f"{name}.k_b_proj.weight" in tensors:
         keys, values = (tensors.tensor(f"{name}.{part}_b_proj.weight") for part in "kv")
         return keys, values
@@ -231,28 +238,31 @@ def _keys_and_values(
 
 
 class LoadProgress:
-    """The progress of one load, in bytes of the model's files.
+    """Reports the progress of one load, in bytes of the model's files.
 
-    Bytes are in proportion to numbers of elements: a file may store some tensors in fewer bits. A
-    layer that is loaded again, for a second decoder, counts once.
+    Bytes are estimated from numbers of elements, because a file may store some tensors with fewer
+    bits. A layer that is loaded again, for a second decoder, counts once.
     """
 
     def __init__(
-        self, shapes: Mapping[str, Sequence[int]], num_bytes: int, tell: Tell = nobody
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        num_bytes: int,
+        on_progress: OnProgress = ignore_progress,
     ) -> None:
-        """`shapes` are those of all tensors, by name; `num_bytes` have all files together."""
+        """`shapes` has the shapes of all tensors by name. `num_bytes` is the size of all files."""
         self._shapes = shapes
         self._num_bytes = num_bytes
         self._num_elements = max(1, sum(map(prod, shapes.values())))
         self._loaded: dict[str, int] = {}
-        self._tell = tell
-        tell(0, num_bytes)
+        self._on_progress = on_progress
+        on_progress(0, num_bytes)
 
     def note(self, start: str) -> None:
-        """Notes that all tensors whose names begin so are loaded."""
+        """Records that all tensors whose names begin with `start` are loaded."""
         if start in self._loaded:
             return
         named = (shape for name, shape in self._shapes.items() if name.startswith(start))
         self._loaded[start] = sum(map(prod, named))
         share = min(1.0, sum(self._loaded.values()) / self._num_elements)
-        self._tell(round(share * self._num_bytes), self._num_bytes)
+        self._on_progress(round(share * self._num_bytes), self._num_bytes)

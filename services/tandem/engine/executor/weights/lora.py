@@ -1,6 +1,6 @@
-"""A LoRA adapter's weights as the decoders read them, by the products that they change.
+"""A LoRA adapter's weights in the form that the decoders read, by the products that they change.
 
-Scales are multiplied into B in float32, before it is rounded to the compute dtype.
+Scales are multiplied into B in float32, before B is rounded to the compute dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
-# The matrices of each product, side by side; of a fused one the first name alone. In a layer with
+# The matrices of each product, side by side; `_FUSED` has the names of fused ones. In a layer with
 # experts the MLP is the shared one.
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -43,13 +43,14 @@ _FUSED = {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """The parts of an adapter in the products of one layer; empty where it adds nothing."""
+    """The parts of an adapter in the products of one layer; empty for products that it does not
+    change."""
 
     qkv: Parts
     attention_out: Parts
     gate_up: Parts
     down: Parts
-    q_out: Parts = ()  # this and the rest: of latent attention
+    q_out: Parts = ()  # this field and the next two are for latent attention
     latent_keys: LoraHeads | None = None
     latent_values: LoraHeads | None = None
 
@@ -68,10 +69,10 @@ def load_lora(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LoraWeights:
-    """Reads an adapter whose files are those of its digest.
+    """Reads an adapter whose files must have its digest.
 
-    Raises AdapterUnavailable where they are not, and ConfigError for a folder that cannot be read
-    or used.
+    Raises AdapterUnavailable if the digest differs, and ConfigError if the folder cannot be read or
+    used.
     """
     folder = open_lora(adapter.path, config, rank_max=rank_max)
     weights, digest = folder.read_weights()
@@ -93,14 +94,15 @@ def make_layers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[LoraLayer, ...]:
-    """Brings an adapter's tensors into the compute dtype and onto the device."""
+    """Converts an adapter's tensors to the compute dtype and moves them to the device."""
     names = _names(config)
     widths = _widths(config)
     order = rotary_rows(config)
     rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns A, and B with the scale."""
+        """Returns A [rank, in], and B [out, rank] multiplied by the scale; None if the module has
+        no adapter."""
         if (module := folder.modules.get(name)) is None:
             return None
         a, b = (stored[tensor] for tensor in folder.tensors[name])
@@ -117,7 +119,8 @@ def make_layers(
                 short = short.replace("mlp.", SHARED_MLP)
             if (found := factors(f"model.layers.{layer}.{short}")) is not None:
                 a, b = found
-                if product == "qkv" and order is not None:  # of a fused matrix
+                # the rows of a fused matrix are reordered
+                if product == "qkv" and order is not None:
                     b = b[order]
                 elif short in rotated:
                     b = rotated[short].in_halves(b)
@@ -125,7 +128,7 @@ def make_layers(
             first += widths.get(short, 0)
         return tuple(made)
 
-    def whole(layer: int) -> LoraLayer:
+    def lora_layer(layer: int) -> LoraLayer:
         products: dict[str, Any] = {product: parts(layer, product) for product in _PRODUCTS}
         found = factors(f"model.layers.{layer}.self_attn.kv_b_proj")
         if config.latent is None or found is None:
@@ -134,14 +137,15 @@ def make_layers(
         keys, values = _absorbed(a, b, config.latent)
         return LoraLayer(**products, latent_keys=keys, latent_values=values)
 
-    return tuple(map(whole, range(config.num_layers)))
+    return tuple(map(lora_layer, range(config.num_layers)))
 
 
 def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHeads, LoraHeads]:
-    """Returns what kv_b_proj's adapter adds to queries and to what heads attended.
+    """Returns the adapter of kv_b_proj for the absorbed products of queries and of attention
+    outputs.
 
-    With K = W_k + B_k A of a head, its query meets latents as K^T q = W_k^T q + A^T (B_k^T q), and
-    V c = W_v c + B_v (A c): the sums are those of the merged matrix.
+    With K = W_k + B_k A for a head, its query attends to latents as K^T q = W_k^T q + A^T (B_k^T
+    q), and V c = W_v c + B_v (A c). The sums equal those of the merged matrix.
     """
     of_heads = b.view(-1, latent.plain_dim + latent.value_dim, len(a))
     num_heads = len(of_heads)
@@ -155,7 +159,7 @@ def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHea
 
 
 def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns the matrices of each product, side by side."""
+    """Returns the names of the matrices of each product, side by side."""
     if config.latent is not None:
         products = token_products(config.latent)
         return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
@@ -163,7 +167,7 @@ def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
-    """Returns how decoders order the rows of a latent attention's matrices; else nothing."""
+    """Returns the row order of latent attention's matrices by name; empty for other models."""
     if config.latent is None:
         return {}
     products = [*token_products(config.latent), ("q_b_proj", query_rows(config.latent))]
@@ -171,5 +175,5 @@ def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
 
 
 def _widths(config: ModelConfig) -> dict[str, int]:
-    """Returns the outputs of each matrix."""
+    """Returns the number of outputs of each matrix."""
     return {name.split(".", 3)[3]: num_out for name, (num_out, _) in linear_shapes(config).items()}

@@ -1,11 +1,11 @@
 """MXFP4: blocks of 32 numbers of 4 bits with one scale, a power of 2.
 
-    NAME_blocks    [experts, out, blocks, 16] uint8: the lower half of a byte comes before the upper
+    NAME_blocks    [experts, out, blocks, 16] uint8; the lower half of a byte is the first number
     NAME_scales    [experts, out, blocks] uint8: 127 + the exponent of 2
     a number       1 bit of sign, 2 of exponent, 1 of mantissa (E2M1)
 
-OCP Microscaling Formats (MX) Specification 1.0. GGUF files have a block's scale before its numbers,
-of which the lower halves of the bytes are the first 16.
+Source: OCP Microscaling Formats (MX) Specification 1.0. GGUF files store a block's scale before its
+numbers, and the lower halves of the bytes are the first 16 numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BIAS = 127
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """The matrices of all experts of a layer, as safetensors have them."""
+    """The matrices of all experts of a layer, in the layout of safetensors files."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -37,11 +37,12 @@ class Mxfp4:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the checkpoint."""
+        """The tensors of the checkpoint: codes and scales."""
         return self.codes, self.scales
 
     def numbers(self) -> torch.Tensor:
-        """Returns the numbers in bfloat16, which holds each of them exactly."""
+        """Returns the numbers in bfloat16, which represents each of them exactly, [experts, out,
+        in]."""
         numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
         out = torch.empty((*self.codes.shape[:-1], MXFP4_BLOCK), dtype=torch.bfloat16)
         for expert, codes, scales in zip(out, self.codes, self.scales, strict=True):
@@ -50,7 +51,7 @@ class Mxfp4:
         return out.flatten(-2)
 
     def blocks(self) -> Blocks:
-        """Returns the same in the form of GGUF files."""
+        """Returns the same matrices in the layout of GGUF files."""
         num, num_out, num_in = self.shape
         data = torch.empty((*self.codes.shape[:-1], 1 + MXFP4_BLOCK // 2), dtype=torch.uint8)
         for expert, codes, scales in zip(data, self.codes, self.scales, strict=True):
@@ -62,7 +63,7 @@ class Mxfp4:
 
 
 def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Mxfp4]:
-    """Returns the tensors of a checkpoint, with the blocks and scales of each one as one."""
+    """Returns the tensors of a checkpoint, with the blocks and scales of each matrix joined."""
     joined: dict[str, torch.Tensor | Mxfp4] = dict(stored)
     for stem in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
         del joined[f"{stem}_blocks"], joined[f"{stem}_scales"]

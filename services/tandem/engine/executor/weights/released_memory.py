@@ -1,10 +1,10 @@
-"""Gives memory back to the system that a process needs no more while it loads weights.
+"""Returns memory to the system that a process no longer needs while it loads weights.
 
-A page of a mapped file counts as the process's memory from its first use on, beside the copy that
-is made of it. What is dropped here is read from the file again if it is used again.
+A page of a mapped file counts as the process's memory after its first use, in addition to a
+converted copy. A page that is dropped here is read from the file again if it is needed.
 
-glibc keeps freed blocks of up to 32 MiB for later ones. A process that loads weights frees as much
-in converted tensors as it keeps.
+glibc keeps freed blocks of up to 32 MiB for later allocations. A process that loads weights frees
+as much memory of converted tensors as it keeps.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 
 _MAPS = Path("/proc/self/maps")
 _MADV_DONTNEED = 4
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this function
 
 
 class FilePages:
-    """The places at which some files are mapped now."""
+    """The address ranges at which these files are mapped now."""
 
     def __init__(self, files: Sequence[Path] = ()) -> None:
         self._spans: list[tuple[int, int]] = []
-        if not _MAPS.is_file():  # not Linux
+        if not _MAPS.is_file():  # not on Linux
             return
         names = {str(file.resolve()) for file in files}
         for line in _MAPS.read_text().splitlines():
@@ -37,7 +37,7 @@ class FilePages:
         self._madvise = ctypes.CDLL(None).madvise
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Drops the whole pages under a tensor, if it lies in one of the files."""
+        """Drops the pages that lie completely within a tensor, if it lies in one of the files."""
         if tensor.device.type != "cpu":
             return
         begin = tensor.data_ptr()
@@ -49,7 +49,7 @@ class FilePages:
                 self._madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_DONTNEED)
 
 
-def give_back_freed() -> None:
-    """Gives whole pages of freed memory back to the system."""
+def release_freed_memory() -> None:
+    """Returns pages of freed memory to the system."""
     if _trim is not None:
         _trim(0)

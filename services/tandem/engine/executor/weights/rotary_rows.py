@@ -1,4 +1,4 @@
-"""The order of the rows of matrices that make queries, keys and values, as decoders read them."""
+"""The row order of the query, key and value matrices that the decoders expect."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from tandem.models.config.model import ModelConfig
 
 
 def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the order of the rows of q, k and v as decoders read them; None: as they are stored.
+    """Returns the order of the q, k and v rows that the decoders expect; None for the stored order.
 
-    Kernels rotate number i of a head with number i + half of it. Where a part of each head is
-    rotated, that part's pairs come first in both halves."""
+    Kernels rotate element i of a head with element i + half of the head. If only a part of each
+    head is rotated, the pairs of this part come first in both halves.
+    """
     head_dim = config.head_dim
     rotary_dim = config.layers[0].rope.rotary_dim(head_dim)
     if rotary_dim == head_dim or config.latent is not None:
         return None
-    turned, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
-    halves = zip(turned.chunk(2), still.chunk(2), strict=True)
+    rotated = torch.arange(rotary_dim)
+    unrotated = torch.arange(rotary_dim, head_dim)
+    halves = zip(rotated.chunk(2), unrotated.chunk(2), strict=True)
     of_head = torch.cat([torch.cat(parts) for parts in halves])
     num_heads = config.num_attention_heads + config.num_kv_heads
-    turned_rows = (torch.arange(num_heads).unsqueeze(1) * head_dim + of_head).flatten()
+    rotated_rows = (torch.arange(num_heads).unsqueeze(1) * head_dim + of_head).flatten()
     num_values = config.num_kv_heads * head_dim
-    return torch.cat((turned_rows, len(turned_rows) + torch.arange(num_values)))
+    return torch.cat((rotated_rows, len(rotated_rows) + torch.arange(num_values)))
 
 
 class RotatedRows(NamedTuple):
-    """Rows of a matrix that are rotated, as checkpoints have them."""
+    """The rotated rows of a matrix, as checkpoints store them."""
 
-    num: int  # at the end of each part; 0: none
+    num: int  # number of rotated rows at the end of each part; 0: none
     part_dim: int
-    has_pairs: bool  # those that are rotated together are side by side
+    has_pairs: bool  # rows that are rotated together are adjacent
 
     def in_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows in the order of kernels, which rotate number i of a half with number i
-        of the other one."""
+        """Returns the rows in the order that kernels expect: element i of one half is rotated with
+        element i of the other."""
         if not self.num or not self.has_pairs:
             return rows
         parts = rows.view(-1, self.part_dim, *rows.shape[1:])
@@ -46,12 +48,12 @@ class RotatedRows(NamedTuple):
 
 
 def query_rows(latent: Latent) -> RotatedRows:
-    """Returns the order of the rows of a matrix that makes queries."""
+    """Returns the row order of a query matrix."""
     return RotatedRows(latent.rope_dim, latent.q_dim, latent.has_pairs)
 
 
 def token_products(latent: Latent) -> list[tuple[str, RotatedRows]]:
-    """Returns the products of a layer's input: queries or their latent, and a token's KV."""
+    """Returns the products of a layer's input: the queries or their latent, and a token's KV."""
     kv = RotatedRows(latent.rope_dim, latent.kv_dim, latent.has_pairs)
     if latent.q_rank is None:
         return [("q_proj", query_rows(latent)), ("kv_a_proj_with_mqa", kv)]

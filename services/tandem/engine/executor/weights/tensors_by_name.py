@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in the compute dtype and on the device of a decoder."""
+"""The tensors of a checkpoint, in the compute dtype and on the device of a decoder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tandem.engine.executor.weights.decoder_weights import Linear, Quantized
 from tandem.engine.executor.weights.mxfp4 import (
     Mxfp4,
 )
-from tandem.engine.executor.weights.released_memory import FilePages, give_back_freed
+from tandem.engine.executor.weights.released_memory import FilePages, release_freed_memory
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.gguf.tensors import Blocks, can_widen, is_packed
 
-# The kernels for which matrices stay quantized; "": they become numbers.
+# The kernels for which matrices stay quantized; empty: all are dequantized.
 KeptFor = Literal["", "native", "torch", "triton"]
 
 log = logging.getLogger(__name__)
 
 
 class TensorsByName:
-    """Brings tensors, and matrices that may stay quantized, into the form that decoders read."""
+    """Converts tensors, and matrices that may stay quantized, to the form that decoders read."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class TensorsByName:
         kept_for: KeptFor,
         pages: FilePages,
     ) -> None:
-        """`pages` of tensors that were converted are dropped."""
+        """`pages` are the mapped files; the pages of tensors that were converted are dropped."""
         self._stored = stored
         self._kept_for = kept_for
         self._pages = pages
         self._dtype = dtype
         self._device = device
-        self._has_said = False  # that a matrix was converted
+        self._has_warned = False  # whether a warning about a converted matrix was logged
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -60,21 +60,25 @@ class TensorsByName:
         return self.dense(name).to(device=self._device, dtype=torch.float32)
 
     def dense(self, name: str) -> torch.Tensor:
-        """Returns the numbers, in any type."""
+        """Returns the dequantized tensor, in any dtype."""
         stored = self._stored[name]
         return stored if isinstance(stored, torch.Tensor) else stored.numbers()
 
     def matrix(self, name: str) -> Linear:
-        """Returns a matrix, or those of all experts, without biases; quantized if kept so."""
-        return self.alike([name])[0]
+        """Returns a matrix, or the matrices of all experts, without biases; quantized if the
+        kernels keep it so."""
+        return self.matrices([name])[0]
 
-    def alike(self, names: Sequence[str]) -> list[Linear]:
-        """Returns matrices without biases, all of them quantized or none."""
+    def matrices(self, names: Sequence[str]) -> list[Linear]:
+        """Returns matrices without biases, either all of them quantized or none."""
         return self.quantized(names) or [Linear(self.tensor(name), None) for name in names]
 
     def quantized(self, names: Sequence[str]) -> list[Linear]:
-        """Returns matrices as blocks without biases; an empty list if one does not stay so, or if
-        they are of fp8 and of integers, which the native kernels do not multiply as one."""
+        """Returns quantized matrices without biases.
+
+        Returns an empty list if one of them does not stay quantized, or if the native kernels would
+        have to multiply fp8 and integer matrices as one.
+        """
         found = []
         for name in names:
             blocks = self._kept(name)
@@ -86,31 +90,34 @@ class TensorsByName:
         return [] if is_mixed and self._kept_for == "native" else found
 
     def linear(self, name: str) -> Linear:
-        """Returns a matrix with its bias, if there is one."""
+        """Returns a matrix with its bias, if the checkpoint has one."""
         return self.with_bias(self.matrix(f"{name}.weight"), f"{name}.bias")
 
     def with_bias(self, matrix: Linear, name: str) -> Linear:
-        """Returns the same with the bias of this name, if there is one."""
+        """Returns the matrix with the bias of this name, if the checkpoint has one."""
         return replace(matrix, bias=self.tensor(name)) if name in self else matrix
 
     def joined(self, *names: str) -> tuple[Linear, ...]:
-        """Returns one matrix for products of the same input, where it costs no copy that is not
-        made anyway: mapped tensors stay apart, and so do quantized ones."""
+        """Returns the matrices of products with the same input, as one matrix if that needs no
+        additional copy.
+
+        Mapped tensors and quantized matrices stay separate.
+        """
         weights, biases = ([f"{name}.{part}" for name in names] for part in ("weight", "bias"))
-        apart = self.alike(weights) if self.is_mapped(weights[0]) else self.quantized(weights)
+        apart = self.matrices(weights) if self.is_mapped(weights[0]) else self.quantized(weights)
         if apart:
             return tuple(map(self.with_bias, apart, biases))
         return (Linear(self.stacked(weights), self.stacked(biases) if biases[0] in self else None),)
 
     def is_mapped(self, name: str) -> bool:
-        """Returns whether a tensor is used as it lies in its file."""
+        """Returns whether a tensor is used directly from its mapped file."""
         stored = self._stored[name]
         if not isinstance(stored, torch.Tensor):
             return False
         return stored.dtype == self._dtype and stored.device == self._device
 
     def stacked(self, names: Sequence[str]) -> torch.Tensor:
-        """Returns the rows of some tensors, one below the other."""
+        """Returns the rows of several tensors as one tensor, one after the other."""
         shapes = [self._stored[name].shape for name in names]
         sizes = [shape[0] for shape in shapes]
         shape = (sum(sizes), *shapes[0][1:])
@@ -127,7 +134,8 @@ class TensorsByName:
         return self._native(name, stored) if self._kept_for == "native" else self._moved(stored)
 
     def _moved(self, stored: Blocks | Coded | Mxfp4) -> Quantized | None:
-        """Returns a matrix on the device, exactly, for kernels that expand it."""
+        """Returns a quantized matrix on the device, without loss, for kernels that dequantize it
+        themselves."""
         if isinstance(stored, Blocks) and not can_widen(stored.type):
             return None
         quantized: Quantized
@@ -142,32 +150,33 @@ class TensorsByName:
         if all(moved.data.data_ptr() != part.data_ptr() for part in parts):
             for part in parts:
                 self._pages.drop(part)
-            give_back_freed()
+            release_freed_memory()
         return moved
 
     def _native(self, name: str, stored: Blocks | Coded | Mxfp4) -> Blocks | Fp8 | None:
-        """Returns blocks that native kernels multiply with."""
+        """Returns a matrix that the native kernels multiply in quantized form; None if they
+        cannot."""
         if isinstance(stored, Blocks):
             return stored if is_packed(stored.type) else None
         blocks = stored.blocks()
         if blocks is None:
-            self._say_converted(name)
+            self._warn_converted(name)
             return None
         if isinstance(blocks, Fp8):
             return blocks
         self._drop(name)
-        give_back_freed()
+        release_freed_memory()
         return blocks if is_packed(blocks.type) else None
 
-    def _say_converted(self, name: str) -> None:
-        if not self._has_said:
+    def _warn_converted(self, name: str) -> None:
+        if not self._has_warned:
             log.warning(
                 "%s, and what follows of its kind, becomes numbers of %s: it cannot be repacked "
                 "without a change (docs/adding_a_model.md)",
                 name,
                 self._dtype,
             )
-        self._has_said = True
+        self._has_warned = True
 
     def _drop(self, name: str) -> None:
         stored = self._stored[name]

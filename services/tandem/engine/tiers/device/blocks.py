@@ -1,10 +1,10 @@
-"""The protocol by which the threads of tiers reach the blocks of a pool.
+"""The protocol by which the threads of tiers access the blocks of a pool.
 
-    write   mark ... begin_out --> on its way --> bytes on the host --> a storage writes them
-    load    mark ... buffer --> a storage fills it --> begin_in --> on its way --> in the pool
+    write   mark ... begin_out --> copy in flight --> bytes on the host --> a storage writes them
+    load    mark ... buffer --> a storage fills it --> begin_in --> copy in flight --> in the pool
 
-On a CPU a block's bytes are used where they lie in the pool, and nothing is ever on its way
-(`BlocksInPlace`). Another device copies them from and to host memory (staged_blocks.py).
+On a CPU, storages use a block's bytes directly in the pool, without copies (`BlocksInPlace`). Other
+devices copy them to and from host memory (staged_blocks.py).
 """
 
 from collections.abc import Callable
@@ -20,48 +20,55 @@ class Event(Protocol):
     """A point in the work of a device."""
 
     def query(self) -> bool:
-        """Returns whether the device has come there."""
+        """Returns whether the device has reached this point."""
 
     def synchronize(self) -> object:
-        """Waits until it has."""
+        """Waits until the device reaches this point."""
 
 
 class HostPages(NamedTuple):
-    """Memory of the host for copies of blocks."""
+    """Host memory for copies of blocks."""
 
     data: Bytes  # [num_bytes]
-    is_reached: bool  # the device copies from it and to it by itself
+    is_device_accessible: bool  # the device can copy to and from it asynchronously
 
 
 class Channel(Protocol):
     """Copies blocks for one thread; no other thread uses it."""
 
-    num_at_once: int  # blocks that may be on their way, each way
+    num_at_once: int  # maximum number of copies in flight, in each direction
 
     def begin_out(self, block_id: int, after: Event, slot: Bytes | None) -> Callable[[], Bytes]:
-        """Begins to copy a block out, after the work of the engine that `after` marks; into `slot`,
-        if that is given. What is returned waits for the bytes. They may change after
-        `num_at_once` more calls."""
+        """Starts to copy a block to the host, after the engine's work that `after` marks. The copy
+        goes to `slot`, if given.
+
+        The returned function waits for the bytes. They may change after `num_at_once` more calls.
+        """
 
     def buffer(self, block_id: int, slot: Bytes | None) -> Bytes:
-        """Returns where a storage puts the bytes that are to go to a block; `slot`, if given."""
+        """Returns the memory [block_bytes] that a storage fills for a block: `slot`, if given."""
 
     def begin_in(self, block_id: int, data: Bytes, after: Event) -> Event:
-        """Begins to copy what is in `buffer` now to the block, after the work of the engine that
-        `after` marks. The bytes stay as they are, and the block is written, until the event."""
+        """Starts to copy `data`, the filled result of `buffer`, to the block, after the engine's
+        work that `after` marks.
+
+        Until the returned event, `data` must not change and the block is being written.
+        """
 
 
 class DeviceBlocks(Protocol):
     """The blocks of a pool on its device."""
 
     def mark(self) -> Event:
-        """Marks the work that the engine has given the device by now. For the engine's thread."""
+        """Returns an event after the work that the engine has submitted to the device. Called in
+        the engine's thread only."""
 
     def open_channel(self) -> Channel:
-        """Returns a channel for a further thread."""
+        """Returns a channel for another thread."""
 
     def host_pages(self, num_bytes: int) -> HostPages:
-        """Returns zeroed memory, which goes with its last user. Raises ConfigError."""
+        """Returns zeroed host memory, which is freed with its last reference. Raises
+        ConfigError."""
 
 
 class _Done:
@@ -69,14 +76,14 @@ class _Done:
         return True
 
     def synchronize(self) -> None:
-        """Does nothing."""
+        """Returns immediately."""
 
 
 DONE: Event = _Done()
 
 
 class BlocksInPlace(DeviceBlocks, Channel):
-    """The pool of a CPU: storages write from it and read into it."""
+    """The pool of a CPU: storages write from it and read into it directly."""
 
     num_at_once = 64
 
@@ -91,7 +98,7 @@ class BlocksInPlace(DeviceBlocks, Channel):
         return self
 
     def host_pages(self, num_bytes: int) -> HostPages:
-        return HostPages(np.frombuffer(own_pages(num_bytes), np.uint8), is_reached=False)
+        return HostPages(np.frombuffer(own_pages(num_bytes), np.uint8), is_device_accessible=False)
 
     def begin_out(self, block_id: int, after: Event, slot: Bytes | None) -> Callable[[], Bytes]:
         return lambda: self._rows[block_id]

@@ -1,7 +1,7 @@
-"""A CUDA device as tiers use it: streams beside the engine's, events, and pinned host memory.
+"""A CUDA device for tiers: streams separate from the engine's, events, and pinned host memory.
 
-A copy waits for an event of the engine's stream, and the host for an event of the copy: the
-engine's thread gives the device no step that reads a block before it knows that the copy is done.
+A copy waits for an event on the engine's stream, and the host waits for an event after the copy. So
+the engine submits no step that reads a block before its copy is known to be done.
 """
 
 import logging
@@ -30,8 +30,11 @@ class CudaDevice(Device):
         return CudaStream(self._device)
 
     def host_pages(self, num_bytes: int) -> HostPages:
-        """Registers pages with CUDA, which takes all of them from the system now. If CUDA refuses,
-        copies wait in the driver, and a tier in host memory goes through buffers, too."""
+        """Allocates pages and registers them with CUDA, which allocates all of them immediately.
+
+        If CUDA refuses, copies block in the driver, and a tier in host memory also copies through
+        buffers.
+        """
         pages = own_pages(num_bytes)
         data = np.frombuffer(pages, np.uint8)
         address = data.ctypes.data
@@ -45,10 +48,10 @@ class CudaDevice(Device):
                 cudart.cudaGetErrorString(error),
             )
             _forget_error(self._device)
-            return HostPages(data, is_reached=False)
+            return HostPages(data, is_device_accessible=False)
         ended = weakref.finalize(data, cudart.cudaHostUnregister, address)
-        ended.atexit = False  # the process gives all back by then
-        return HostPages(data, is_reached=True)
+        ended.atexit = False  # the process frees everything at exit
+        return HostPages(data, is_device_accessible=True)
 
 
 class CudaStream(Stream):
@@ -65,7 +68,7 @@ class CudaStream(Stream):
 
 
 def _forget_error(device: torch.device) -> None:
-    """Takes the error that CUDA keeps for the next launch, which has nothing to do with it."""
+    """Clears the error that CUDA would otherwise report at the next, unrelated launch."""
     try:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:

@@ -1,10 +1,10 @@
-"""The blocks of a pool whose bytes the host cannot touch: copies, by way of memory of the host.
+"""The blocks of a pool that the host cannot access directly. They are copied through host memory.
 
     pool block --stream--> slot of a tier in host memory, or a buffer --> disk, store
     pool block <--stream-- slot of a tier in host memory, or a buffer <-- disk, store
 
-Each channel has a stream and a ring of buffers of its own. A buffer is used again only when the
-copy that used it last is done.
+Each channel has its own stream and its own ring of buffers. A buffer is reused only when the last
+copy that used it is done.
 """
 
 from collections.abc import Callable
@@ -15,31 +15,30 @@ import torch
 from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event, HostPages
 from tandem.engine.tiers.storage import Bytes
 
-RING_BYTES = 64 << 20  # of a channel
-RING_MIN = 2  # buffers
-RING_MAX = 16  # buffers
+RING_BYTES = 64 << 20  # bytes of one channel's ring
+RING_MIN = 2  # smallest number of buffers in a ring
+RING_MAX = 16  # largest number of buffers in a ring
 
 
 class Stream(Protocol):
-    """Copies one after the other, beside the engine's work."""
+    """Runs copies one after the other, concurrently with the engine's work."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Queues a copy that begins after `after`; returns its end. One of the tensors is on the
-        device."""
+        """Queues a copy that starts after `after`, and returns the event of its end. One of the
+        tensors is on the device."""
 
 
 class Device(Protocol):
-    """A device that copies by itself."""
+    """A device that copies asynchronously."""
 
     def mark(self) -> Event:
-        """Marks the work that the calling thread has given the device by now."""
+        """Returns an event after all work that the calling thread has submitted to the device."""
 
     def open_stream(self) -> Stream:
-        """Returns a further stream."""
+        """Returns a new stream."""
 
     def host_pages(self, num_bytes: int) -> HostPages:
-        """Returns zeroed memory of the host, which the device reaches if the system allows it.
-        Raises ConfigError."""
+        """Returns zeroed host memory, pinned if the system allows it. Raises ConfigError."""
 
 
 class StagedBlocks(DeviceBlocks):
@@ -66,7 +65,8 @@ class StagedChannel(Channel):
         self.num_at_once = max(RING_MIN, min(RING_MAX, RING_BYTES // block_bytes))
         pages = device.host_pages(self.num_at_once * block_bytes)
         self._ring = pages.data.reshape(self.num_at_once, block_bytes)
-        self._used: list[Event] = [DONE] * self.num_at_once  # ends of the copies of each buffer
+        # the end of the last copy of each buffer
+        self._used: list[Event] = [DONE] * self.num_at_once
         self._next = 0
 
     def begin_out(self, block_id: int, after: Event, slot: Bytes | None) -> Callable[[], Bytes]:

@@ -1,11 +1,12 @@
 """The manifest of a tier on disk: which block each slot of the file `blocks` holds.
 
-    header, 4096 bytes: what the KV was computed with | a record for each slot, 48 bytes
+    header, 4096 bytes: format and identity of the KV | a record for each slot, 48 bytes
 
-    record  hash of the block, 16 | of its parent, 16 | checksum of its bytes, 8 | of the record, 8
+    record  block hash, 16 | parent hash, 16 | checksum of the bytes, 8 | checksum of the record, 8
 
-A slot's record is cleared before its bytes change, and written after them. So a process that is
-killed leaves no record of bytes that it did not write. After a power failure the checksums tell.
+A slot's record is cleared before its bytes change and written after them. So a process that is
+killed leaves no record for bytes that it did not write. After a power failure the checksums detect
+such bytes.
 """
 
 import json
@@ -26,13 +27,14 @@ _FORMAT = 1
 
 
 def header(identity: str, block_bytes: int) -> bytes:
-    """Returns the header of a manifest; `identity` names all that decides the numbers in KV."""
-    told = {"format": _FORMAT, "identity": identity, "block_bytes": block_bytes}
-    return json.dumps(told).encode().ljust(HEADER_BYTES)
+    """Returns the header of a manifest. `identity` names everything on which the KV depends."""
+    fields = {"format": _FORMAT, "identity": identity, "block_bytes": block_bytes}
+    return json.dumps(fields).encode().ljust(HEADER_BYTES)
 
 
 def has_header(path: Path, expected: bytes) -> bool:
-    """Returns whether a manifest has this header. A link is not followed, nor a pipe awaited."""
+    """Returns whether a manifest has this header. It follows no link and does not block on a
+    pipe."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(file, "rb") as stream:
@@ -42,10 +44,11 @@ def has_header(path: Path, expected: bytes) -> bool:
 
 
 class Manifest:
-    """A manifest that is open, of `num_slots` slots."""
+    """An open manifest of `num_slots` slots."""
 
     def __init__(self, file: int, num_slots: int, expected: bytes) -> None:
-        """Clears a manifest that has another header. Raises OSError."""
+        """Opens the manifest in `file`, and clears it if its header is not `expected`. Raises
+        OSError."""
         self._file = file
         self._num_slots = num_slots
         self._header = expected
@@ -55,25 +58,27 @@ class Manifest:
             os.ftruncate(file, HEADER_BYTES + num_slots * RECORD_BYTES)
 
     def clear(self) -> None:
-        """Forgets all slots. Raises OSError."""
+        """Clears all slots. Raises OSError."""
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, HEADER_BYTES + self._num_slots * RECORD_BYTES)
         os.pwrite(self._file, self._header, 0)
 
     def write(self, slot: int, entry: Entry, checksum: int) -> None:
-        """Tells what a slot holds. Raises OSError."""
+        """Records the block in a slot. Raises OSError."""
         parent = entry.parent_hash or _NO_HASH
         record = _RECORD.pack(entry.block_hash, parent, checksum, 0)[:-8]
         self._put(slot, record + xxhash.xxh3_64_intdigest(record, slot).to_bytes(8, "little"))
 
     def clear_slot(self, slot: int) -> None:
-        """Tells that a slot holds nothing. Raises OSError."""
+        """Records that a slot is empty. Raises OSError."""
         self._put(slot, _CLEAR)
 
     def read(self) -> tuple[list[tuple[int, Entry, int]], int]:
-        """Returns the slots that hold a block, with its checksum; and the number of torn records.
+        """Returns (slot, entry, checksum of the bytes) for each slot that holds a block, and the
+        number of torn records.
 
-        Raises OSError."""
+        Raises OSError.
+        """
         found = []
         num_torn = 0
         at = HEADER_BYTES

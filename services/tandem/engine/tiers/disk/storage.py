@@ -1,9 +1,9 @@
-"""A tier's slots in a file. A restart of the worker finds them again, by the manifest.
+"""The slots of a tier in a file. After a restart the worker finds them again by the manifest.
 
-It uses plain reads and writes of the system (POSIX), which tell why they failed: a full disk is an
-error like others here. Nothing is synced to the disk: that costs more than what a power failure
-would save. Each block has a checksum of its hash and its bytes, as they are sealed (seal.py), which
-is compared when it is read.
+The storage uses plain POSIX reads and writes, whose errors have a cause, such as a full disk.
+Nothing is synced to the disk, because syncing would cost more than a power failure loses. Each
+block has a checksum of its hash and its sealed bytes (seal.py), which is compared when the block is
+read.
 
 The storages of a model's KV groups share a folder. Each has a file of blocks and a manifest there.
 """
@@ -47,8 +47,8 @@ class DiskStorage(Storage):
         group: int = 0,
         folder: DiskFolder | None = None,
     ) -> None:
-        """`identity` names what the KV was computed with, and `folder` is that of a KV group before
-        this one. Raises ConfigError."""
+        """`identity` names everything on which the KV depends. `folder` is the folder of an earlier
+        KV group; without it, the storage claims one. Raises ConfigError."""
         self._seal = seal
         block_bytes += seal.num_extra_bytes
         self.num_slots = (bytes_max - HEADER_BYTES) // (block_bytes + RECORD_BYTES)
@@ -57,21 +57,21 @@ class DiskStorage(Storage):
         own = header(f"{identity} {seal.name}", block_bytes)
         blocks, manifest = (f"{name}-{group}" if group else name for name in ("blocks", "manifest"))
         if folder is not None:
-            self.folder = folder.again()
+            self.folder = folder.duplicate()
         else:
             self.folder = claim(path, lambda each: has_header(each / manifest, own))
         try:
             self._file = self.folder.open(blocks)
             if not has_header(self.folder.path / manifest, own):
-                os.ftruncate(self._file, 0)  # first: a full disk needs the room
+                os.ftruncate(self._file, 0)  # this comes first, because a full disk needs the room
                 if folder is None:
-                    self.folder.drop("blocks-*", "manifest-*")  # of another model's groups
+                    self.folder.drop("blocks-*", "manifest-*")  # files of another model's groups
             self._manifest = Manifest(self.folder.open(manifest), self.num_slots, own)
             found, self.num_torn = self._manifest.read()
             num_whole = os.fstat(self._file).st_size // block_bytes
             os.ftruncate(self._file, self.num_slots * block_bytes)
             for slot, _, _ in found:
-                if slot >= num_whole:  # the file was cut off, or deleted
+                if slot >= num_whole:  # the file was truncated or deleted
                     self._manifest.clear_slot(slot)
                     self.num_torn += 1
             found = [each for each in found if each[0] < num_whole]
@@ -88,7 +88,7 @@ class DiskStorage(Storage):
         if self._checksums[slot]:
             self._manifest.clear_slot(slot)
             self._checksums[slot] = 0
-        self._find_lost()  # before the file grows again
+        self._find_lost()  # must come before the write, which lets the file grow again
         sealed = self._seal.seal(entry.block_hash, data)
         checksum = _checksum(entry.block_hash, sealed)
         self._move(os.pwrite, slot, sealed)
@@ -110,8 +110,11 @@ class DiskStorage(Storage):
         return [self._lost.get_nowait() for _ in range(self._lost.qsize())]
 
     def _find_lost(self) -> None:
-        """Finds out whether somebody has cut off the file: all slots beyond its end have lost their
-        bytes then. Raises OSError."""
+        """Checks whether another process has truncated the file. All slots beyond its end have lost
+        their bytes then.
+
+        Raises OSError.
+        """
         num_whole = os.fstat(self._file).st_size // self._block_bytes
         if num_whole >= self.num_slots:
             return

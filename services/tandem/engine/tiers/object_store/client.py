@@ -1,4 +1,4 @@
-"""Opens the object store that --kv-store-url names, by obstore."""
+"""Opens the object store of --kv-store-url with obstore."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
 
-REQUEST_S = 2.0  # at most; a load that gets no block for longer is given up, too
+REQUEST_S = 2.0  # limit on a request; a load that gets no block for longer is cancelled anyway
 _CONNECT_S = 1.0
 _FIELDS = {
     "aws_access_key_id": "access_key_id",
@@ -48,7 +48,7 @@ def open_store(config: EngineConfig) -> Any:
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)},
             **settings,
         )
-    except Exception as error:  # obstore has one class for each setting
+    except Exception as error:  # obstore raises a different class for each setting
         raise ConfigError(f"kv-store-url {config.kv_store_url}: {error}") from error
 
 
@@ -61,7 +61,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def read_credentials(path: Path) -> dict[str, str]:
-    """Reads the section `default` of a file in the form of AWS's. Raises ConfigError."""
+    """Reads the section `default` of an AWS credentials file. Raises ConfigError."""
     option = f"kv-store-credentials {path}"
     parser = configparser.ConfigParser(interpolation=None)
     try:

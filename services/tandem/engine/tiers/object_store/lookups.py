@@ -1,11 +1,11 @@
-"""Looks up how much of a waiting prompt a store has, which other workers write to as well.
+"""Looks up how much of a waiting prompt is in the object store, to which other workers write too.
 
-    WAITING --await_answer--> asked --answer, or deadline--> admitted with what is known by then
+    WAITING --lookup starts--> waits --result, or deadline--> admitted with what is known by then
 
-A worker knows the blocks that it wrote or found. It keeps no list of what others wrote, and reads
-none when it starts: a store may have millions. Instead it asks for the prompt at hand, and for one
-that nobody wrote that is one short request. A prompt waits for it for a small part of the time that
-computing takes. An answer that comes later is of use to the next prompt.
+A worker knows the blocks that it wrote or found. It keeps no list of the blocks of others, and
+reads none when it starts, because a store may have millions. Instead it looks up each prompt; for a
+prompt that is not stored this is a single short request. A prompt waits only for a small fraction
+of its compute time. A later result helps the next prompt.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tandem.engine.tiers.tier import LoadRate, Tier, TierGroup
 
 log = logging.getLogger(__name__)
 
-WAIT_SHARE = 0.1  # of the time to compute what may be there
+WAIT_SHARE = 0.1  # fraction of the time to compute the blocks that the store may have
 WAIT_S_MAX = 1.0
-_AT_ONCE = 4  # found blocks that are taken before the clock is looked at
+_AT_ONCE = 4  # number of found blocks to add between checks of the clock
 
 
 @dataclass(slots=True)
 class _Lookup:
-    storages: Sequence[SharedStorage]  # of each KV group
+    storages: Sequence[SharedStorage]  # one for each KV group
     layout: KvLayout
     block_hashes: Sequence[bytes]
-    first: int  # blocks of the group without a window that are known to be there
+    first: int  # number of first blocks of the full-attention group known to be stored
     clock: Callable[[], float]
     on_end: Callable[[_Lookup], object]
     deadline: float
@@ -50,7 +50,8 @@ class _Lookup:
         try:
             self.found = search(self.storages, self.layout, self.block_hashes, self.first)
         except OSError as error:
-            log.debug("a look-up failed: %s", error)  # the storage is not ready for a while
+            # the storage itself pauses requests after an error
+            log.debug("a look-up failed: %s", error)
         finally:
             self.seconds = self.clock() - started
             self.on_end(self)
@@ -65,7 +66,7 @@ class Lookups:
         layout: KvLayout,
         depth: Callable[[Sequence[bytes]], int],
     ) -> None:
-        """`depth` says how many first blocks of a chain can be loaded."""
+        """`depth` returns how many first blocks of a chain can be loaded."""
         self._layout = layout
         self._depth = depth
         self._tier = next((t for t in tiers if isinstance(t.storage, SharedStorage)), None)
@@ -73,21 +74,21 @@ class Lookups:
         self._storages = [g.storage for g in groups if isinstance(g.storage, SharedStorage)]
         self._thread = start_thread("store-lookups") if self._tier else None
         self._clock = clock
-        self._asked: dict[str, _Lookup] = {}  # by sequence
+        self._lookups: dict[str, _Lookup] = {}  # by sequence id
         self._ended: SimpleQueue[_Lookup] = SimpleQueue()
         self._num_in_flight = 0
-        self._taken: _Lookup | None = None  # of which the engine takes what was found
-        self._untaken: deque[tuple[TierGroup, list[Entry]]] = deque()
-        self._rate = LoadRate()  # of a look-up
+        self._current: _Lookup | None = None  # the look-up whose result is being added
+        self._unadded: deque[tuple[TierGroup, list[Entry]]] = deque()
+        self._rate = LoadRate()  # measured duration of look-ups
 
     @property
     def are_on(self) -> bool:
-        """True if there is a store."""
+        """True if there is an object store."""
         return self._tier is not None
 
     @property
     def has_ended(self) -> bool:
-        return self._taken is not None or not self._ended.empty()
+        return self._current is not None or not self._ended.empty()
 
     @property
     def is_busy(self) -> bool:
@@ -96,12 +97,15 @@ class Lookups:
     def awaits_answer(
         self, sequence_id: str, block_hashes: Sequence[bytes], cached: int, compute_s: float | None
     ) -> bool:
-        """Returns whether the prompt of a sequence should wait for an answer. `cached` first blocks
-        are in the pool; all others take `compute_s` to compute, None if that is not known."""
+        """Returns whether a sequence's prompt should wait for the result of a look-up.
+
+        The first `cached` blocks are in the pool; computing all others takes `compute_s` seconds
+        (None: unknown).
+        """
         tier = self._tier
         if tier is None or self._thread is None:
             return False
-        lookup = self._asked.get(sequence_id)
+        lookup = self._lookups.get(sequence_id)
         if lookup is not None:
             return not lookup.is_ended and self._clock() < lookup.deadline
         known = max(cached, self._depth(block_hashes))
@@ -121,44 +125,44 @@ class Lookups:
             self._ended.put,
             deadline,
         )
-        self._asked[sequence_id] = lookup
+        self._lookups[sequence_id] = lookup
         self._num_in_flight += 1
         self._thread.submit(lookup)
         return True
 
-    def turn(self, until: float) -> None:
-        """Takes answers, as far as there is time until then by `time.perf_counter`, but at least a
-        part of one."""
+    def settle(self, until: float) -> None:
+        """Adds the results of look-ups until the time `until` of `time.perf_counter`, but at least
+        one part of one."""
         while self.has_ended:
-            if self._taken is None:
+            if self._current is None:
                 self._open(self._ended.get_nowait())
-            elif self._untaken:
-                group, entries = self._untaken.popleft()
+            elif self._unadded:
+                group, entries = self._unadded.popleft()
                 group.learn(entries)
             else:
-                self._taken.is_ended = True
-                self._taken = None
+                self._current.is_ended = True
+                self._current = None
                 self._num_in_flight -= 1
             if time.perf_counter() >= until:
                 return
 
     def _open(self, lookup: _Lookup) -> None:
-        """Divides an answer into parts that take little time."""
-        self._taken = lookup
+        """Divides a result into parts that take little time to add."""
+        self._current = lookup
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
-        if lookup.found:  # the worker that wrote them used them, at a priority that is not known
+        if lookup.found:  # the worker that wrote these blocks used them, at an unknown priority
             written = [lookup.block_hashes[i] for i in lookup.found[0]]
             self._tier.policy.use(written, keep=False, priority=PRIORITY_MIN)
         for group, indexes in zip(self._tier.groups, lookup.found, strict=False):
             entries = [Entry(links[i][1], links[i][0]) for i in indexes]
             parts = (entries[i : i + _AT_ONCE] for i in range(0, len(entries), _AT_ONCE))
-            self._untaken += ((group, part) for part in parts)
+            self._unadded += ((group, part) for part in parts)
 
     def forget(self, sequence_id: str) -> None:
-        """The sequence is gone."""
-        self._asked.pop(sequence_id, None)
+        """Forgets the look-up of a sequence that is gone."""
+        self._lookups.pop(sequence_id, None)
 
     def close(self) -> None:
         if self._thread is not None:

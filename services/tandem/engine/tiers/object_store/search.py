@@ -1,11 +1,12 @@
-"""Finds out how much of a chain a store has, by requests to it; runs in a thread of its own.
+"""Finds how much of a chain an object store has, by requests to it. Runs in its own thread.
 
-A group without a window is asked for by whole prefixes (storage.py). A window's blocks are
-in the store in runs: those that a request needs to go on somewhere. A run that is as long as the
-window has a block at each stride of the window's length, so few requests find the deepest one:
+For a group without a window, complete prefixes are looked up (storage.py). For a group with a
+window the store has runs of blocks: those that requests need to resume somewhere. A run as long as
+the window contains at least one of the blocks at multiples of the window's length, so few requests
+find the deepest run:
 
     blocks of a window of 3    . . a a a . . . . b b b b . . .
-    asked for                          ^     ^     ^     ^       then its neighbours
+    requested                          ^     ^     ^     ^       then their neighbours
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Callable, Sequence
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.tiers.storage import SharedStorage
 
-AT_ONCE = 8  # strides
+AT_ONCE = 8  # number of blocks that are looked up together
 
 
-Found = list[list[int]]  # of each group, indexes of blocks in the chain that are in the store
+Found = list[list[int]]  # for each group, the chain indices of blocks that are in the store
 
 
 def search(
@@ -27,8 +28,10 @@ def search(
     block_hashes: Sequence[bytes],
     first: int,
 ) -> Found:
-    """Returns what is there of a chain, as deep as a request can go on. Of the group without a
-    window, `first` blocks are known to be. Raises OSError."""
+    """Returns the stored blocks of a chain up to the largest depth at which a request can resume.
+
+    The first `first` blocks of the group without a window are known to be stored. Raises OSError.
+    """
     depth = len(block_hashes)
     found = [list[int]() for _ in layout.groups]
     for number, group in enumerate(layout.groups):
@@ -39,12 +42,12 @@ def search(
         return found
     known = [dict[int, bool]() for _ in layout.groups]
 
-    def ask(number: int, indexes: Sequence[int]) -> None:
+    def look_up(number: int, indexes: Sequence[int]) -> None:
         new = [index for index in indexes if index not in known[number]]
         there = storages[number].look_up_each([block_hashes[index] for index in new])
         known[number].update(zip(new, there, strict=True))
 
-    deepest = _search_windows(layout, depth, known, ask)
+    deepest = _search_windows(layout, depth, known, look_up)
     for number, group in enumerate(layout.groups):
         if group.window is None:
             found[number] = found[number][:depth]
@@ -57,9 +60,10 @@ def _search_windows(
     layout: KvLayout,
     depth: int,
     known: Sequence[dict[int, bool]],
-    ask: Callable[[int, Sequence[int]], None],
+    look_up: Callable[[int, Sequence[int]], None],
 ) -> int:
-    """Returns the largest depth, at most `depth`, at which all windows are there; 0: none."""
+    """Returns the largest depth up to `depth` at which all windows are complete; 0 if there is
+    none."""
     windows = [n for n, group in enumerate(layout.groups) if group.window is not None]
     longest = max(windows, key=lambda number: layout.groups[number].blocks_seen)
     stride = max(1, layout.groups[longest].blocks_seen)
@@ -70,14 +74,14 @@ def _search_windows(
 
     strides = range(depth - 1, -1, -stride)
     for at in range(0, len(strides), AT_ONCE):
-        ask(longest, strides[at : at + AT_ONCE])
+        look_up(longest, strides[at : at + AT_ONCE])
         for index in strides[at : at + AT_ONCE]:
             if not known[longest][index]:
                 continue
             end = min(depth, index + stride)
             for number in windows:
-                ask(number, range(max(0, index - stride), end))
-            # Of runs before `index` perhaps not all blocks were asked for yet.
+                look_up(number, range(max(0, index - stride), end))
+            # Blocks of runs before `index` may not all have been requested yet.
             if (deepest := layout.deepest_hit(chain, end, has)) >= max(1, index):
                 return deepest
     return 0

@@ -1,16 +1,17 @@
-"""A tier's blocks in an object store, which the workers of all machines share.
+"""The blocks of a tier in an object store that the workers of all machines share.
 
     PREFIX/1-MODEL/HASH     a block: checksum, 8 bytes | its bytes, sealed (seal.py)
-    PREFIX/1-MODEL/HASH-1   the same of the model's second KV group
-    PREFIX/1-MODEL/about    what the blocks were computed with, in words
+    PREFIX/1-MODEL/HASH-1   the same for the model's second KV group
+    PREFIX/1-MODEL/about    a description of everything on which the KV depends
 
-MODEL is a digest of all that decides the numbers in KV, and HASH the block's, so that a worker
-finds what any other one wrote. Slots are only numbers here: they bound what a worker remembers. An
-object has one block. Objects of several would save requests, but two prompts that part within one
-would both write its first blocks; and requests run side by side.
+MODEL is a digest of everything on which the KV depends, and HASH is the block's hash, so a worker
+finds the blocks that any other worker wrote. Slots are only numbers here: they limit how many
+blocks a worker remembers. An object has one block. Objects of several blocks would save requests,
+but two prompts that diverge within an object would both write its first blocks; and requests run in
+parallel anyway.
 
-What goes wrong is an OSError or a bad block. After an error of the store it is not ready for a
-while, then one request tries it.
+Every failure is an OSError or a BadBlock. After an error of the store the storage is not ready for
+a while; then a single request tries the store again.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REMEMBERED = 65_536  # blocks that a worker knows to be there
-_AT_ONCE = 8  # writes, and reads
-_START_S = 60.0  # for the threads: the machine may be busy
+REMEMBERED = 65_536  # number of blocks that a worker remembers as stored
+_AT_ONCE = 8  # maximum number of writes in flight, and of reads
+_START_S = 60.0  # time limit for starting the threads on a busy machine
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
 _CHECKSUM_BYTES = 8
@@ -51,8 +52,8 @@ class ObjectStorage(SharedStorage):
     num_slots = REMEMBERED
 
     def __init__(self, client: Any, *, place: str, identity: str, seal: Seal) -> None:
-        """`client` is a store of obstore, `place` names it in errors, `identity` names what the KV
-        was computed with. Raises ConfigError if the store refuses to be written."""
+        """`client` is a store of obstore, `place` names it in errors, and `identity` names
+        everything on which the KV depends. Raises ConfigError if the store refuses writes."""
         import obstore
 
         self._obstore = obstore
@@ -65,8 +66,8 @@ class ObjectStorage(SharedStorage):
         self._health = _Health()
         self._suffix = ""
         try:
-            self._ask(obstore.put, f"{self._folder}/about", about)
-            self._has(bytes(16))  # AWS answers 403 to those who may not list the bucket
+            self._request(obstore.put, f"{self._folder}/about", about)
+            self._has(bytes(16))  # AWS answers 403 to clients that may not list the bucket
         except PermissionError as error:
             raise ConfigError(
                 f"kv-store-url {place}: the store refuses the credentials of kv-store-credentials, "
@@ -97,20 +98,22 @@ class ObjectStorage(SharedStorage):
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
         sealed = self._seal.seal(entry.block_hash, data)
         checksum = _checksum(entry.block_hash, sealed)
-        self._ask(self._obstore.put, self._name(entry.block_hash), checksum + sealed.tobytes())
+        self._request(self._obstore.put, self._name(entry.block_hash), checksum + sealed.tobytes())
 
     def read(self, slot: int, block_hash: bytes, target: Bytes) -> None:
         self.begin_read(slot, block_hash)(target)
 
     def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
-        """Returns how many first blocks of a chain are there; `first` of them are known to be.
+        """Returns how many first blocks of a chain are in the store; the first `first` are known to
+        be.
 
-        It takes the store for one of whole prefixes: a load finds out whether that is so. A chain
-        of which nothing is there costs one request, another one log(length) / log(9) rounds.
+        It assumes that the store has complete prefixes; a load detects a gap. If no further block
+        is there this costs one request, otherwise log(length) / log(9) rounds of parallel requests.
         """
         if not self._has(block_hashes[first]):
             return first
-        low, high = first + 1, len(block_hashes)  # there are at least, and at most, so many
+        low = first + 1  # lower bound of the result
+        high = len(block_hashes)  # upper bound of the result
         while low < high:
             step = -(-(high - low) // (_AT_ONCE + 1))
             probes = [*range(low + step, high, step), high][:_AT_ONCE]
@@ -123,14 +126,14 @@ class ObjectStorage(SharedStorage):
         return low
 
     def look_up_each(self, block_hashes: Sequence[bytes]) -> list[bool]:
-        """Returns which of these blocks are there."""
+        """Returns, for each of these blocks, whether it is in the store."""
         return list(self._readers.map(self._has, block_hashes))
 
     def forget(self) -> None:
-        """Does nothing: the blocks are those of other workers, too."""
+        """Does nothing, because other workers share these blocks."""
 
     def entries(self) -> list[tuple[int, Entry]]:
-        """Returns nothing: what is there is looked up prompt by prompt."""
+        """Returns an empty list: stored blocks are looked up for each prompt instead."""
         return []
 
     def close(self) -> None:
@@ -138,7 +141,7 @@ class ObjectStorage(SharedStorage):
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, block_hash: bytes) -> bytes:
-        data: bytes = self._ask(
+        data: bytes = self._request(
             lambda *about: self._obstore.get(*about).bytes(), self._name(block_hash)
         )
         return data
@@ -160,7 +163,7 @@ class ObjectStorage(SharedStorage):
 
     def _has(self, block_hash: bytes) -> bool:
         try:
-            self._ask(self._obstore.head, self._name(block_hash))
+            self._request(self._obstore.head, self._name(block_hash))
         except FileNotFoundError:
             return False
         return True
@@ -168,8 +171,8 @@ class ObjectStorage(SharedStorage):
     def _name(self, block_hash: bytes) -> str:
         return f"{self._folder}/{block_hash.hex()}{self._suffix}"
 
-    def _ask(self, call: Callable[..., T], name: str, *data: bytes) -> T:
-        """Makes a request. Raises OSError, and none to no avail while the store is not ready."""
+    def _request(self, call: Callable[..., T], name: str, *data: bytes) -> T:
+        """Makes a request. Raises OSError, without a request while the store is not ready."""
         self._health.enter()
         errors = self._obstore.exceptions
         try:
@@ -183,7 +186,7 @@ class ObjectStorage(SharedStorage):
         except (errors.BaseError, OSError) as error:
             self._health.fail(error)
             raise OSError(_first_line(error)) from error
-        except BaseException as error:  # not one of obstore's errors, or a panic in it
+        except BaseException as error:  # an error outside obstore's tree, or a panic in it
             self._health.fail(error)
             raise
         self._health.succeed()
@@ -191,60 +194,64 @@ class ObjectStorage(SharedStorage):
 
 
 class _Health:
-    """Says whether the store may be asked. Any thread may call it."""
+    """Decides whether a request may be made. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._backoff = Backoff(doubling(_PAUSE_S, _PAUSE_S_MAX))
-        self._has_failed = self._is_tried = False
+        self._has_failed = self._is_probed = False
         self._ready_at = 0.0
 
     @property
     def is_ready(self) -> bool:
         with self._lock:
-            return self._may_ask()
+            return self._may_request()
 
     def enter(self) -> None:
-        """Raises OSError if the store is not to be asked now. While another request tries it, this
-        one waits for what comes of that."""
+        """Raises OSError if no request may be made now. While another request tries the store, this
+        one waits for its result."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._is_tried, 2 * REQUEST_S)
-            if not self._may_ask():
+            self._lock.wait_for(lambda: not self._is_probed, 2 * REQUEST_S)
+            if not self._may_request():
                 raise OSError("the store has failed lately")
-            self._is_tried = self._has_failed
+            self._is_probed = self._has_failed
 
     def succeed(self) -> None:
         with self._lock:
             if self._has_failed:
                 log.info("the store answers again")
                 self._backoff.reset()
-            self._has_failed = self._is_tried = False
+            self._has_failed = self._is_probed = False
             self._lock.notify_all()
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
-            if not self._has_failed or self._is_tried:  # not for others that were under way
+            # Other requests that were in flight do not extend the pause.
+            if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
                 log.warning("the store fails; off for %.0f s: %s", pause_s, _first_line(error))
                 self._ready_at = time.monotonic() + pause_s
             self._has_failed = True
-            self._is_tried = False
+            self._is_probed = False
             self._lock.notify_all()
 
-    def _may_ask(self) -> bool:
+    def _may_request(self) -> bool:
         if not self._has_failed:
             return True
-        return not self._is_tried and time.monotonic() >= self._ready_at
+        return not self._is_probed and time.monotonic() >= self._ready_at
 
 
 def _start_threads(name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run. A `submit` that cannot start a thread raises, and the
-    call stays queued: nobody would know when a write has read its block. Raises ConfigError."""
+    """Returns a thread pool whose threads are all running.
+
+    If `submit` had to start a thread and failed, it would raise but leave the call queued, and the
+    end of a write would never be known. Raises ConfigError if the threads do not start.
+    """
     threads = ThreadPoolExecutor(_AT_ONCE, name)
     all_run = threading.Barrier(_AT_ONCE, timeout=_START_S)
     try:
         list(threads.map(lambda _: all_run.wait(), range(_AT_ONCE)))
-    except RuntimeError as error:  # also of a barrier that waited too long
+    except RuntimeError as error:  # also raised by a barrier that timed out
         all_run.abort()
         raise ConfigError(f"the threads of the object store do not start: {error!r}") from error
     return threads

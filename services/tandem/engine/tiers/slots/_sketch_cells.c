@@ -3,9 +3,9 @@
  *     add(cells, block_hashes, weight)   adds `weight` to the cells of each block
  *     smallest(cells, block_hash)        -> the smallest cell of a block
  *
- * A block hash has 16 bytes: a little-endian uint32 for each row, of which the lowest bits name the
- * cell. A row has a power of 2 of cells. In NumPy each step of these functions costs as much as all of
- * them here, because after a step of the model no code is in the processor's caches.
+ * A block hash has 16 bytes: a little-endian uint32 for each row, whose lowest bits are the index of
+ * the cell. The number of cells in a row is a power of 2. A single NumPy operation would cost as much
+ * as one of these functions, because after a step of the model no code is in the processor's caches.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,7 +14,7 @@
 #define ROWS 4
 #define HASH_BYTES 16
 
-/* The cells, and in `width` those of a row. Raises ValueError. */
+/* Opens the buffer of the cells and sets `width` to the number of cells in a row. Raises ValueError. */
 static int open_cells(PyObject *object, Py_buffer *cells, Py_ssize_t *width)
 {
     if (PyObject_GetBuffer(object, cells, PyBUF_WRITABLE) < 0)
@@ -27,7 +27,7 @@ static int open_cells(PyObject *object, Py_buffer *cells, Py_ssize_t *width)
     return -1;
 }
 
-/* Sets `at` to the indexes of a block's cells. Raises ValueError. */
+/* Sets `at` to the indices of a block's cells. Raises ValueError. */
 static int find_cells(PyObject *block_hash, Py_ssize_t width, Py_ssize_t at[ROWS])
 {
     if (!PyBytes_Check(block_hash) || PyBytes_GET_SIZE(block_hash) != HASH_BYTES) {

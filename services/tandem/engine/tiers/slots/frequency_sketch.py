@@ -1,12 +1,12 @@
-"""Estimates how often blocks were used lately, in a few bytes for each: a count-min sketch.
+"""Estimates how often blocks were used recently, in a few bytes per block: a count-min sketch.
 
-A block counts in one cell of each row, by a part of its hash, and the smallest of its cells is its
-estimate. A use weighs twice as much as one that lies a half-life before it, so what was used long
-ago fades, and two blocks that nobody uses keep their order. Compare TinyLFU (Einziger, Friedman and
-Manes, 2017), which halves all cells now and then.
+Each row has one cell for a block, selected by a part of its hash, and the smallest of its cells is
+the estimate. A use counts twice as much as a use one half-life earlier. So old uses fade, and two
+blocks that are not used keep their order. Compare TinyLFU (Einziger, Friedman and Manes, 2017),
+which halves all cells from time to time.
 
-The cells are read and written by _sketch_cells.c. Where it could not be compiled, NumPy and Python
-do the same, and take several times as long.
+_sketch_cells.c reads and writes the cells. If it could not be compiled, NumPy and Python do the
+same several times more slowly.
 """
 
 import math
@@ -20,30 +20,33 @@ try:
 except ImportError:
     _sketch_cells = None  # type: ignore[assignment]
 
-_ROWS = 4  # a block hash has 16 bytes: 4 for each row
-_PARTS = Struct("<4I")  # of a block hash
+_ROWS = 4  # a block hash has 16 bytes, 4 for each row
+_PARTS = Struct("<4I")  # the parts of a block hash, one for each row
 _CELLS_PER_BLOCK = 4
-_HALF_LIFE = 4  # uses of each block: the best of four in benchmarks/tiers/policies.py
-_PREFAULT_BYTES_MAX = 1 << 26  # of the cells; 524,288 blocks take as much
-_RESCALE_AT = 64.0  # log2 of a use's weight
+_HALF_LIFE = 4  # uses per block; the best of four values in benchmarks/tiers/policies.py
+# Limit on the bytes of cells to pre-fault; 524,288 blocks need this much.
+_PREFAULT_BYTES_MAX = 1 << 26
+_RESCALE_AT = 64.0  # log2 of a use's weight at which all cells are rescaled
 
 
 class FrequencySketch:
     def __init__(self, num_blocks: int) -> None:
-        """`num_blocks` is how many different blocks it has to tell apart."""
+        """`num_blocks` is the number of different blocks that the sketch should distinguish."""
         width = 1 << max(6, (_CELLS_PER_BLOCK * num_blocks - 1).bit_length())
-        self._cells = np.zeros(_ROWS * width)  # row after row
+        self._cells = np.zeros(_ROWS * width)  # [rows * width]
         if self._cells.nbytes <= _PREFAULT_BYTES_MAX:
-            self._cells.fill(0.0)  # takes the memory now: a first use later would wait for it
-        self._view = self._cells.data  # reads a block's cells sooner than NumPy does
-        self._starts = np.arange(_ROWS, dtype=np.intp) * width  # of the rows
+            # Allocates the pages now; otherwise the first uses would wait for them.
+            self._cells.fill(0.0)
+        # Reading single cells is faster through this view than through NumPy.
+        self._view = self._cells.data
+        self._starts = np.arange(_ROWS, dtype=np.intp) * width  # index of each row's first cell
         self._width = width
         self._half_life = _HALF_LIFE * max(num_blocks, 16)
-        self._weight_log2 = 0.0  # of a use now, in cells
-        self._scale_log2 = 0.0  # that was taken out of the cells
+        self._weight_log2 = 0.0  # log2 of the weight that a current use adds to cells
+        self._scale_log2 = 0.0  # log2 of the factor by which the cells have been scaled down
 
     def add(self, block_hashes: Sequence[bytes], num_uses: int = 1) -> None:
-        """Counts `num_uses` uses of each of these blocks, which differ."""
+        """Counts `num_uses` uses of each of these blocks, which must be distinct."""
         if not block_hashes:
             return
         weight = num_uses * math.exp2(self._weight_log2)
@@ -58,12 +61,13 @@ class FrequencySketch:
             self._scale_log2 += _RESCALE_AT
 
     def estimate(self, block_hash: bytes) -> float:
-        """Returns the uses of a block, each as it weighs now."""
+        """Returns the estimated number of uses, where a current use counts 1 and older ones count
+        less."""
         return self._smallest(block_hash) / math.exp2(self._weight_log2)
 
     def log2(self, block_hash: bytes) -> float:
-        """Returns the logarithm of the estimate, but for a number that only grows and is the same
-        for all blocks: so results of different times can be compared."""
+        """Returns log2 of the estimate plus an offset. The offset is the same for all blocks and
+        only grows, so results of different times can be compared."""
         count = self._smallest(block_hash)
         return self._scale_log2 + math.log2(count) if count else -math.inf
 

@@ -1,13 +1,13 @@
-"""The policy of a tier: which blocks it takes, and which of them it evicts first.
+"""The policies of a tier: which blocks it accepts, and which of them it evicts first.
 
-    lru       takes all; evicts what was used least recently
-    prefix    takes all; evicts the blocks with the most tokens before them
-    priority  takes all; evicts the blocks whose highest request had the lowest priority
-    value     takes what was used twice, or is to be kept; evicts what is worth least:
-              (time to compute it again * how often it was used lately) / bytes
+    lru       accepts all; evicts the least recently used
+    prefix    accepts all; evicts the blocks with the most tokens before them
+    priority  accepts all; evicts the blocks whose highest request priority is lowest
+    value     accepts blocks that were used twice or are to be kept; evicts the lowest value:
+              (time to compute it again * recent frequency of use) / bytes
 
-Only leaves are evicted, whatever the policy says, and none whose child is being written. All blocks
-have the same bytes. Of two that are worth the same the one goes that was used less recently.
+Under every policy only leaves are evicted, and none whose child is being written. All blocks have
+the same number of bytes. Among blocks of equal worth, the least recently used is evicted.
 """
 
 import math
@@ -19,15 +19,17 @@ from tandem.common.perf_model.rates import DEFAULT_PREFILL, PrefillRate
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 
-# Uses of a block that is taken: now, and once in the half-life before. One that is to be kept
-# counts twice at once.
+# Uses that a block needs to be accepted: now, and once within the half-life before. A use of a
+# block that is to be kept counts twice.
 _USES_MIN = 1.5
 _KEPT_USES = 2
-# A rate of prefill is taken when it changes what a block with so many tokens before it is worth,
-# beside a chain's first one, by more than so much (log2). Fits of prefill change with every step.
+# A prefill rate is adopted when it changes the worth of a block with this many tokens before it,
+# relative to a chain's first block, by more than this (log2). The fitted rate changes with every
+# step.
 _DEEP_TOKENS = 8192
 _CHANGE_MIN = 0.1
-# Blocks whose priorities are remembered: those of the tier, and others that no tier has yet.
+# Limits on the number of blocks whose priorities are remembered, including blocks that no tier has
+# yet.
 _REMEMBERED_PER_SLOT = 2
 _REMEMBERED_MIN = 65_536
 
@@ -36,32 +38,32 @@ class KeepPolicy(Protocol):
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """A sequence of this priority computed these blocks or reuses them; `keep`: they are likely
-        to return."""
+        """Records that a sequence of this priority computed or reuses these blocks. `keep` says
+        that they are likely to be needed again."""
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """The tier found these blocks when it started."""
+        """Records the blocks that the tier found when it started."""
 
     def take_rate(self, rate: PrefillRate) -> bool:
-        """The worker measured this rate of prefill. Returns whether blocks may be worth less now
+        """Adopts the worker's measured prefill rate. Returns whether some blocks may be worth less
         than before."""
 
     def takes(self, block_hash: bytes) -> bool:
-        """Returns whether the tier is to have a copy."""
+        """Returns whether the tier should store a copy."""
 
     def worth(self, block_hash: bytes, index: int) -> float:
-        """Returns what a block is worth that has `index` others before it. It may grow by uses, and
-        change by a rate."""
+        """Returns the worth of a block at position `index` in its chain. Uses may raise it, and a
+        new rate may change it."""
 
 
 class LeastRecentlyUsed:
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """Does nothing."""
+        """Does nothing: the pool itself orders blocks by their last use."""
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Does nothing."""
+        """Does nothing: restored blocks have no use yet."""
 
     def take_rate(self, rate: PrefillRate) -> bool:
         return False
@@ -79,8 +81,11 @@ class ShortestPrefixes(LeastRecentlyUsed):
 
 
 class HighestPriorities(LeastRecentlyUsed):
-    """Remembers the highest priority of each of the blocks that were used last. The others have the
-    default one: those that a tier found when it started, and those that were forgotten."""
+    """Remembers the highest priority of each of the most recently used blocks.
+
+    The other blocks have the default priority: those that a tier found when it started, and those
+    that were forgotten.
+    """
 
     def __init__(self, num_remembered: int) -> None:
         self._num_remembered = num_remembered
@@ -89,7 +94,8 @@ class HighestPriorities(LeastRecentlyUsed):
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """Raises the blocks to this priority. Those not remembered get it as it is."""
+        """Raises the priority of these blocks to `priority`; blocks that are not remembered get
+        exactly this one."""
         priorities = self._priorities
         for block_hash in block_hashes:
             priorities[block_hash] = max(priority, priorities.get(block_hash, PRIORITY_MIN))
@@ -113,8 +119,8 @@ class MostValuable:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Counts the uses for which the tier once took them: nobody knows of later ones. A block
-        that several KV groups have is counted for the first of them."""
+        """Counts for each block the uses that it needs to be accepted, because its actual uses are
+        unknown. A block that several KV groups have is counted once."""
         new = [each for each in block_hashes if not self._sketch.estimate(each)]
         self._sketch.add(new, _KEPT_USES)
 
@@ -131,15 +137,16 @@ class MostValuable:
         return self._sketch.estimate(block_hash) >= _USES_MIN
 
     def worth(self, block_hash: bytes, index: int) -> float:
-        """Returns the logarithm, which has the same order."""
+        """Returns the logarithm of the value, which has the same order."""
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
 
     def _growth(self, rate: PrefillRate) -> float:
-        """Returns what each block before it adds to the time to compute a block, relative to that
-        of a chain's first block."""
+        """Returns the increase of a block's compute time per block before it, relative to the
+        compute time of a chain's first block."""
         size = self._block_size
         context_s = rate.token_context_s
-        first_s = rate.token_s + context_s * (size - 1) / 2 or context_s  # of a token
+        # seconds per token of a chain's first block
+        first_s = rate.token_s + context_s * (size - 1) / 2 or context_s
         return size * context_s / first_s if first_s else 0.0
 
 

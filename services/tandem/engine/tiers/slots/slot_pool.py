@@ -1,12 +1,13 @@
-"""The slots of a tier: which blocks have their copy in which slot, and which copy goes first.
+"""The slots of a tier: which block's copy each slot holds, and which copy is evicted next.
 
-A slot is to a tier what a block is to the device: it is found by its block's hash, a reader
-references it, and leaves are evicted first. So it is the same pool, with four additions: a slot
-whose bytes turned out bad, a parent that is kept because a child comes, slots that a tier on disk
-finds there when it starts, and a policy by which leaves are evicted.
+A slot is for a tier what a block is for the device: it is found by its block's hash, readers
+reference it, and leaves are evicted first. So the pool is a `BlockPool` with four additions: slots
+whose bytes are bad, parents that are kept for a child in flight, slots that a tier on disk finds
+when it starts, and a policy that ranks the leaves.
 
-A leaf keeps its rank until it is the next one to go, because a use only raises what it is worth. A
-new rate of prefill may lower it: `reprice` gives all leaves new ranks then, some at each eviction.
+The rank of a leaf is only updated when it would be evicted next, because a use can only raise its
+worth. A new prefill rate may lower the worth: `reprice` then updates all leaves, a few at each
+eviction.
 """
 
 import math
@@ -18,48 +19,49 @@ from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.tiers.slots.keep_policy import KeepPolicy
 from tandem.engine.tiers.storage import Entry
 
-_REPRICED_AT_ONCE = 8  # slots at each eviction
+_REPRICED_AT_ONCE = 8  # number of slots whose ranks are updated at each eviction
 
 
 class SlotPool(BlockPool):
     def __init__(self, num_slots: int, policy: KeepPolicy) -> None:
-        """`policy` says what a slot's block is worth."""
+        """`policy` gives the worth of each slot's block."""
         super().__init__(num_slots)
         self.policy = policy
-        self._indexes = [0] * num_slots  # of the slots' blocks in their chains
-        self._bad: set[bytes] = set()  # hashes of slots that could not be read
-        self._awaiting: Counter[bytes] = Counter()  # hashes of blocks whose children are written
-        self._num_old = 0  # first slots, whose ranks may be higher than what they are worth
+        self._indexes = [0] * num_slots  # position of each slot's block in its chain
+        self._bad: set[bytes] = set()  # hashes of copies that could not be read
+        # hashes of blocks whose children are being written
+        self._awaiting: Counter[bytes] = Counter()
+        self._num_old = 0  # number of first slots whose ranks may be higher than their worth
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain can be read here."""
+        """Returns how many first blocks of a chain can be read."""
         found = len(self.match(block_hashes))
         if not self._bad:
             return found
         return next((i for i in range(found) if block_hashes[i] in self._bad), found)
 
     def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """References the slots of blocks that are here, and returns them, until `release`."""
+        """References the slots of blocks that the tier has, until `release`. Returns the slots."""
         slots = [self._by_hash[block_hash] for block_hash in block_hashes]
         for slot in slots:
             self._reference(slot)
         return slots
 
     def has(self, block_hash: bytes) -> bool:
-        """Returns whether the block can be read here."""
+        """Returns whether the tier has a readable copy of the block."""
         return self.find(block_hash) is not None and block_hash not in self._bad
 
-    def name_of(self, slot: int) -> bytes | None:
-        """Returns the hash of a slot's block; None if it has none."""
+    def hash_of(self, slot: int) -> bytes | None:
+        """Returns the hash of a slot's block; None if the slot holds no block."""
         return self._blocks[slot].block_hash
 
     def mark_bad(self, block_hash: bytes) -> None:
-        """The copy cannot be read. Its slot stays until it is written anew or evicted."""
+        """Marks a copy as unreadable. It keeps its slot until it is written again or evicted."""
         assert self.find(block_hash) is not None, "no slot has this block"
         self._bad.add(block_hash)
 
     def hold_bad(self, block_hash: bytes) -> list[int]:
-        """References a bad copy that nobody reads, and its parents, until `release`.
+        """References a bad copy without readers, and its parents, until `release`.
 
         Returns the chain of slots, the bad one last; empty if there is none.
         """
@@ -71,17 +73,20 @@ class SlotPool(BlockPool):
             self._reference(each)
         return chain
 
-    def mend(self, block_hash: bytes) -> None:
-        """The copy was written anew."""
+    def clear_bad(self, block_hash: bytes) -> None:
+        """Marks a copy as readable after it was written again."""
         self._bad.discard(block_hash)
 
     def link(self, entry: Entry) -> Entry:
-        """Returns an entry with the parent that it needs here."""
+        """Returns an entry with the parent that this pool requires."""
         return entry
 
     def adopt(self, slot: int, entry: Entry) -> bool:
-        """Lets a slot that was written be found; returns False, and frees it, if its parent is not
-        here, or another slot has the block."""
+        """Caches a slot that was written, so that its block can be found.
+
+        Returns False, and frees the slot, if the tier lacks the block's parent or another slot has
+        the block.
+        """
         entry = self.link(entry)
         parent = self.find(entry.parent_hash) if entry.parent_hash else None
         if entry.parent_hash and parent is None:
@@ -95,11 +100,12 @@ class SlotPool(BlockPool):
         if parent is not None:
             self._cached.update(parent)
         self.release([stored])
-        self._events.forget_stored()  # so that its eviction is an event, however soon it comes
+        self._events.forget_stored()  # so that its later eviction is an event
         return stored == slot
 
     def take_slot(self) -> list[int]:
-        """Returns a referenced slot; none if it would be that of a block whose child is awaited."""
+        """Returns a list of one referenced slot. It is empty if no slot is free or evictable, or if
+        the next one to evict holds the parent of a block that is being written."""
         if not self.num_free:
             slot = self._cached.oldest(Copy.NONE)
             if slot is None or self._blocks[slot].worth == math.inf:
@@ -107,15 +113,18 @@ class SlotPool(BlockPool):
         return self.allocate(1) or []
 
     def await_child(self, parent_hash: bytes) -> None:
-        """A child of this block is being written: no write takes the block's slot until
-        `end_child`. The block may be written itself, and not be found yet. Ignores the empty hash
-        of a chain's root."""
+        """Keeps a block's slot from eviction while a child of the block is being written, until
+        `end_child`.
+
+        The block may still be written itself, and not be findable yet. Ignores the empty hash of a
+        chain's root.
+        """
         if parent_hash:
             self._awaiting[parent_hash] += 1
             self._follow_worth(parent_hash)
 
     def end_child(self, parent_hash: bytes) -> None:
-        """A child that was awaited is here, or will not come."""
+        """Records that a child that was being written is in its slot, or that its write failed."""
         if parent_hash:
             self._awaiting[parent_hash] -= 1
             if not self._awaiting[parent_hash]:
@@ -137,7 +146,7 @@ class SlotPool(BlockPool):
         return self.policy.worth(block_hash, self._indexes[slot])
 
     def reprice(self) -> None:
-        """Slots may be worth less than they were."""
+        """Marks the ranks of all slots as outdated, because they may be worth less now."""
         self._num_old = self.num_blocks
 
     def _reprice_some(self) -> None:
@@ -150,7 +159,8 @@ class SlotPool(BlockPool):
                 self._cached.update(slot)
 
     def _evict(self) -> Copy:
-        """Frees the leaf that is worth least now: those that were used meanwhile are worth more."""
+        """Frees the leaf with the lowest current worth; uses since its last ranking may have raised
+        it."""
         if self._num_old:
             self._reprice_some()
         while (slot := self._cached.oldest(Copy.NONE)) is not None:
@@ -164,22 +174,24 @@ class SlotPool(BlockPool):
         return super()._evict()
 
     def take_removed(self) -> list[bytes]:
-        """Returns hashes that were evicted since the last call, but those of bad copies."""
+        """Returns the hashes evicted since the last call, except those of bad copies."""
         _, removed = self.take_events()
         readable = [block_hash for block_hash in removed if block_hash not in self._bad]
         self._bad.difference_update(removed)
         return readable
 
     def readable_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns hashes as `block_hashes` does, but those of bad copies."""
+        """Returns the result of `block_hashes` without bad copies."""
         return [h for h in self.block_hashes(first, end) if h not in self._bad]
 
     def restore(self, entries: Collection[tuple[int, Entry]]) -> int:
-        """Takes slots that were written before; returns how many were left out.
+        """Restores slots that were written by an earlier process. Returns the number of slots that
+        were left out.
 
-        Left out are those whose parent is not there. The pool must be empty.
+        Slots whose parent is missing are left out. The pool must be empty.
         """
-        slots = {entry.block_hash: slot for slot, entry in entries}  # of two for a block the last
+        # if two slots have a block, the last one counts
+        slots = {entry.block_hash: slot for slot, entry in entries}
         children: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for slot, entry in entries:
             if slots[entry.block_hash] == slot:
@@ -198,7 +210,7 @@ class SlotPool(BlockPool):
     def _restore_slot(
         self, slot: int, block_hash: bytes, parent: int | None, num_children: int
     ) -> None:
-        """Takes a slot that nobody references, after the slot of its parent."""
+        """Restores an unreferenced slot. Its parent's slot must be restored before."""
         block = self._blocks[slot]
         block.block_hash = block_hash
         block.parent_id = parent
@@ -211,8 +223,8 @@ class SlotPool(BlockPool):
 
 
 class WindowSlotPool(SlotPool):
-    """The slots of a KV group with a window. Each is found by itself, whatever is before it in its
-    chain, and the policy knows no tokens before it."""
+    """The slots of a KV group with a window. Each block is found on its own, without its parents,
+    and the policy does not consider the tokens before it."""
 
     def link(self, entry: Entry) -> Entry:
         return Entry(entry.block_hash, b"")

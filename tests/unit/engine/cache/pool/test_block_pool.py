@@ -120,9 +120,9 @@ def test_evicts_what_no_write_waits_for_first_and_what_is_being_written_never() 
     tables = [hold(pool, chain(number)) for number in range(5)]
     for table in tables:
         pool.release(table)  # so block 0 is the least recently used
-    for block, is_whole in ((4, True), (2, True), (1, False)):
+    for block, has_copy in ((4, True), (2, True), (1, False)):
         pool.start_write(block)
-        pool.end_write(block, is_whole=is_whole)
+        pool.end_write(block, has_copy=has_copy)
     pool.start_write(3)
     assert (pool.num_available, pool._cached.num(Copy.WHOLE)) == (6, 2)
     taken: list[int] = []
@@ -137,7 +137,7 @@ def test_evicts_what_no_write_waits_for_first_and_what_is_being_written_never() 
         pool.check_integrity([taken])
     assert pool.allocate(1) is None
     assert pool.match(chain(3)) == [3]
-    pool.end_write(3, is_whole=True)
+    pool.end_write(3, has_copy=True)
     assert (pool.allocate(1), pool.num_dropped) == ([3], 2)
 
 
@@ -146,7 +146,7 @@ def test_a_block_that_no_tier_took_is_offered_again_at_its_next_use(is_in_use: b
     pool = BlockPool(4)
     first = hold(pool, chain(1, 2))
     for block_id in first:
-        pool.end_write(block_id, is_whole=False)
+        pool.end_write(block_id, has_copy=False)
     assert pool.next_unwritten is None
     if not is_in_use:
         pool.release(first)
@@ -161,13 +161,13 @@ def test_a_parent_that_is_offered_again_comes_before_children_that_wait() -> Non
     first = hold(pool, chain(1, 2, 3))
     other = hold(pool, chain(9))
     for block_id in first[:2]:
-        pool.end_write(block_id, is_whole=False)
+        pool.end_write(block_id, has_copy=False)
     again = hold(pool, chain(1, 2, 4))
     offered = []
     while pool.has_unwritten:
         offered.append(pool.next_unwritten)
         pool.start_write(offered[-1])
-        pool.end_write(offered[-1], is_whole=True)
+        pool.end_write(offered[-1], has_copy=True)
     assert offered == [*first, *other, again[-1]]
     assert pool.next_unwritten is None
     pool.check_integrity([first, other, again])
@@ -180,7 +180,7 @@ def test_a_block_that_leaves_while_it_is_written_is_free_after_that() -> None:
     assert pool.drop_cached() == 2
     assert (pool.num_leaving, pool.num_free) == (1, 1)
     assert pool.allocate(2) is None
-    pool.end_write(0, is_whole=True)
+    pool.end_write(0, has_copy=True)
     assert pool.allocate(2) is not None
     pool.check_integrity([[0, 1]])
 

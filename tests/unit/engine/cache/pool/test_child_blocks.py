@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.cache.pool.child_blocks import Beginning, ChildBlocks
+from tandem.engine.cache.pool.child_blocks import ChildBlocks, PartialMatch
 
 TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 1 << 31]), min_size=4, max_size=4)
 
@@ -41,5 +41,5 @@ def test_children_of_another_parent_are_not_found() -> None:
     blocks = ChildBlocks()
     blocks.add(b"one", b"a", [1, 2, 3, 4])
     blocks.add(b"two", b"b", [1, 2, 9, 9])
-    assert blocks.closest(b"two", [1, 2, 3, 4]) == [Beginning(2, b"b")]
+    assert blocks.closest(b"two", [1, 2, 3, 4]) == [PartialMatch(2, b"b")]
     assert blocks.closest(b"three", [1, 2, 3, 4]) == []

@@ -27,7 +27,7 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.mxfp4 import Mxfp4
-from tandem.engine.executor.weights.released_memory import give_back_freed
+from tandem.engine.executor.weights.released_memory import release_freed_memory
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.source import resolve
 
@@ -86,7 +86,7 @@ def main() -> None:
         runner.allocate(*[4] * (1 + len(others)))
         ids = list(range(1, num + 1))
         runner.forward(StepBatch([SequenceSlice(ids, num, table, True, other_tables=others)]))
-        give_back_freed()
+        release_freed_memory()
     grown = peak_bytes() - before
     gc.collect()
     stayed = resident_bytes() - before

@@ -22,7 +22,7 @@ def test_all_bytes_of_the_files_are_loaded_at_the_end_and_never_fewer(
         folder.config,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        tell=lambda *loaded: told.append(loaded),
+        on_progress=lambda *loaded: told.append(loaded),
     )
     list(weights.layers)
     num_bytes = sum(file.stat().st_size for file in folder.weight_files)

@@ -149,8 +149,8 @@ def test_cudas_copies_are_between_an_event_of_the_engine_and_their_own(
 def test_host_memory_is_registered_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch, "cuda", fake_cuda(calls))
-    data, is_reached = CudaDevice(torch.device("cpu")).host_pages(1 << 12)
-    assert is_reached
+    data, is_device_accessible = CudaDevice(torch.device("cpu")).host_pages(1 << 12)
+    assert is_device_accessible
     slot = data.reshape(4, -1)[1]
     del data
     assert calls == ["register 4096"]
@@ -164,7 +164,7 @@ def test_memory_that_cuda_cannot_pin_is_used_all_the_same(
 ) -> None:
     monkeypatch.setattr(torch, "cuda", fake_cuda([], error=2))
     with caplog.at_level(logging.WARNING):
-        data, is_reached = CudaDevice(torch.device("cpu")).host_pages(1 << 12)
-    assert not is_reached
+        data, is_device_accessible = CudaDevice(torch.device("cpu")).host_pages(1 << 12)
+    assert not is_device_accessible
     assert data.nbytes == 4096
     assert "CUDA cannot pin 4,096 bytes of host memory for KV tiers (error 2)" in caplog.text

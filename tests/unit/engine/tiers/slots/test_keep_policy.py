@@ -321,7 +321,7 @@ def tier_group(policy: str, num_slots: int) -> TierGroup:
 
 
 def host_storage(num_slots: int) -> HostStorage:
-    pages = HostPages(np.zeros(num_slots, np.uint8), is_reached=True)
+    pages = HostPages(np.zeros(num_slots, np.uint8), is_device_accessible=True)
     return HostStorage(pages, block_bytes=1)
 
 
@@ -355,7 +355,7 @@ def test_a_full_tier_takes_a_chain_in_parts(policy: str, at_once: int) -> None:
 @pytest.mark.parametrize("at_once", [1, 4, 8])
 def test_a_chain_that_is_longer_than_the_tier_fills_it(at_once: int) -> None:
     """Its next block takes no slot of the blocks before it."""
-    pages = HostPages(np.zeros(10, np.uint8), is_reached=True)
+    pages = HostPages(np.zeros(10, np.uint8), is_device_accessible=True)
     group = TierGroup(
         0, HostStorage(pages, block_bytes=1), SlotPool(10, keep_policy("lru", 10, BLOCK_SIZE))
     )
