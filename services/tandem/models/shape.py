@@ -1,6 +1,6 @@
-"""Reads a model's shape alone: no weights, no tokenizer, no conversion.
+"""Reads only a model's shape, without weights, tokenizer or conversion.
 
-Besides what `source.resolve` takes, a config.json will do.
+It accepts what `source.resolve` accepts, and also the path of a config.json.
 """
 
 from pathlib import Path
@@ -14,9 +14,10 @@ from tandem.models.source import BUILT_IN, built_in_file
 
 
 def read_shape(model: str, *, revision: str = "") -> ModelConfig:
-    """Reads the shape of a folder, a config.json, a GGUF file, the built-in or a hub's model.
+    """Reads the shape of a model: a folder, a config.json, a GGUF file, the built-in model or a
+    name on the Hugging Face hub.
 
-    Raises ConfigError when nothing is found, UnsupportedModel for a model that cannot be run.
+    Raises ConfigError if the model is not found, UnsupportedModel if it cannot be run.
     """
     path = Path(model).expanduser()
     if model == BUILT_IN and not path.exists():
@@ -35,7 +36,7 @@ def read_shape(model: str, *, revision: str = "") -> ModelConfig:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Returns the number of weights, biases and norms of the model."""
+    """Returns the number of parameters: weights, biases and norms."""
     hidden = model.hidden_size
     attention = _latent_parameters(model) if model.latent else _attention_parameters(model)
     mlps = sum(_mlp_parameters(model, layer.experts) for layer in model.layers)
@@ -45,7 +46,8 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def _attention_parameters(model: ModelConfig) -> int:
-    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    hidden = model.hidden_size
+    heads = model.num_attention_heads * model.head_dim
     kv = model.num_kv_heads * model.head_dim
     norms = 0
     if model.qk_norm:
@@ -56,7 +58,9 @@ def _attention_parameters(model: ModelConfig) -> int:
 
 
 def _latent_parameters(model: ModelConfig) -> int:
-    latent, hidden, heads = model.latent, model.hidden_size, model.num_attention_heads
+    latent = model.latent
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
     assert latent is not None
     has_bias = model.qkv_bias
     if latent.q_rank is None:
@@ -96,7 +100,7 @@ def _from_hub(name: str, revision: str) -> Path:
 
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision or None))
-    except (OSError, ValueError) as error:  # what the library's own errors derive from
+    except (OSError, ValueError) as error:  # These are the base classes of the library's errors.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{name} is no folder here and its config.json cannot be had from the hub ({reason})"
