@@ -10,7 +10,7 @@ The formula is in attention.py.
     out         summed over key tiles from the first; hidden keys add exactly 0, so tiles before a
                 window may be skipped
 
-    The maximum of a row is computed over all keys first, so no partial sum is rescaled.
+The maximum of a row is computed over all keys first, so no partial sum is rescaled.
 """
 
 import math

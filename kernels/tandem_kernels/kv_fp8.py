@@ -1,9 +1,9 @@
 """Quantization for an fp8_e4m3 KV pool. A row, the K or V of one token and head, has its own scale.
 
-m        largest |x| in the row of D numbers, fp32
-scale    m / 448 in fp32, at most 65504, then rounded up to float16 (so |x / scale| <= 448)
-number   x / scale in fp32, within -448 to 448, rounded to the nearest e4m3 (ties to even)
-x        is dequantized as number * scale, which is exact in fp32
+    m        largest |x| in the row of D numbers, fp32
+    scale    m / 448 in fp32, at most 65504, then rounded up to float16 (so |x / scale| <= 448)
+    number   x / scale in fp32, within -448 to 448, rounded to the nearest e4m3 (ties to even)
+    x        is dequantized as number * scale, which is exact in fp32
 
 An e4m3 number is a byte with a sign, 4 exponent bits and 3 fraction bits, as in float8_e4m3fn.
 The largest number is 448, and numbers below 2^-6 are multiples of 2^-9. If its lower 7 bits are

@@ -1,10 +1,10 @@
 """4-bit quantization for a KV pool. A row, the K or V of one token and head, has its own scale.
 
-e        the number with the largest |x| in the row of D numbers, fp32; the negative one if both
-         e and -e occur
-scale    -e / 8 in fp32, at most 65504, its magnitude rounded up to float16
-number   x / scale in fp32, rounded to the nearest integer (ties to even), within -8 to 7
-x        is dequantized as number * scale, which is exact in fp32
+    e        the number with the largest |x| in the row of D numbers, fp32; the negative one if both
+             e and -e occur
+    scale    -e / 8 in fp32, at most 65504, its magnitude rounded up to float16
+    number   x / scale in fp32, rounded to the nearest integer (ties to even), within -8 to 7
+    x        is dequantized as number * scale, which is exact in fp32
 
 The number for e is -8 for both signs of e, so all 16 codes are used. Byte i of a row holds
 number i + 8 in its low nibble and number (i + D / 2) + 8 in its high nibble; D is even.

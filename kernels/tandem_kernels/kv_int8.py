@@ -1,9 +1,9 @@
 """Quantization for an int8 KV pool. A row, the K or V of one token and head, has its own scale.
 
-m        largest |x| in the row of D numbers, fp32
-scale    m / 127 in fp32, at most 65504, then rounded up to float16 (so |x / scale| <= 127)
-number   x / scale in fp32, rounded to the nearest integer (ties to even), within -127 to 127
-x        is dequantized as number * scale, which is exact in fp32
+    m        largest |x| in the row of D numbers, fp32
+    scale    m / 127 in fp32, at most 65504, then rounded up to float16 (so |x / scale| <= 127)
+    number   x / scale in fp32, rounded to the nearest integer (ties to even), within -127 to 127
+    x        is dequantized as number * scale, which is exact in fp32
 
 A row of zeros has scale 0. A row with infinities or NaN has scale NaN and zeros as numbers, so
 its attention output is NaN, as with an unquantized pool. A row's bytes depend on that row only.

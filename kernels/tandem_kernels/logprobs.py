@@ -1,7 +1,7 @@
 """Log probabilities of chosen tokens and of the most likely tokens, from unedited logits.
 
-logprob = logit - log(sum of exp(logits))
-rank    = 1 + number of tokens with a greater logit
+    logprob = logit - log(sum of exp(logits))
+    rank    = 1 + number of tokens with a greater logit
 
 The most likely tokens are ordered by logit, and equal ones by token id. `logprobs` is the
 reference in torch; the native and Triton kernels compute the same in one pass over the logits.

@@ -4,9 +4,9 @@
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)     x1, x2: the halves of a head; pair i has the
                                                        angle position * frequency[i]
 
-    Frequencies are fp32 [D / 2], one per pair. Scaling changes frequencies and never positions. The
-    formulas equal those of transformers' modeling_rope_utils.py exactly, because checkpoints were
-    made with it.
+Frequencies are fp32 [D / 2], one per pair. Scaling changes frequencies and never positions. The
+formulas equal those of transformers' modeling_rope_utils.py exactly, because checkpoints were made
+with it.
 """
 
 import math

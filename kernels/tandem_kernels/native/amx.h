@@ -4,6 +4,7 @@
 //              weights 6   weights 7
 //     inputs 4    0           1          `rows` rows
 //     inputs 5    2           3          `more_rows` rows
+//
 // The instructions are inline asm, because GCC 12's intrinsics do not declare the memory that they
 // read. Denormal bf16 numbers and denormal sums are treated as zeros.
 

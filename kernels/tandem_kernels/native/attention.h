@@ -1,10 +1,12 @@
 // Causal grouped-query attention directly over the KV blocks.
-// A work item is a few rows (query, head of the KV head's group) of one span and one KV head. Keys
-// are processed in tiles of 64, aligned to position 0, with online softmax (arXiv:2205.14135). A
-// tile without visible keys leaves a row's sums bitwise unchanged. The result of a row therefore
-// does not depend on the other rows of its item, on chunk boundaries or on the block size. With a
-// window, the first tile is that of the first row's window. With a KV budget (docs/kv_budgets.md),
-// a span's first keys are read, too, and the tiles between are skipped.
+//
+// A work item is a few rows (query,
+// head of the KV head's group) of one span and one KV head. Keys are processed in tiles of 64,
+// aligned to position 0, with online softmax (arXiv:2205.14135). A tile without visible keys leaves
+// a row's sums bitwise unchanged. The result of a row therefore does not depend on the other rows
+// of its item, on chunk boundaries or on the block size. With a window, the first tile is that of
+// the first row's window. With a KV budget (docs/kv_budgets.md), a span's first keys are read, too,
+// and the tiles between are skipped.
 
 #include "block_sums.h"
 
@@ -137,8 +139,8 @@ template <class T>
 struct Tile {
     const uint32_t* keys;   // transposed
     const T* const* rows;   // address of each key; its value is `run` elements after it
-      const T* const* ahead;  // keys of the next tile, to prefetch
-      const float* widened;   // all values in fp32, if many rows use them; else null
+    const T* const* ahead;  // keys of the next tile, to prefetch
+    const float* widened;   // all values in fp32, if many rows use them; else null
     size_t run;
     int dim;
     float cap;  // soft cap of scores; 0: none
@@ -313,7 +315,7 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
 
 struct Item {
     int span, kv_head, first_row, num_rows;  // rows of the span: query * group + head of the group
-      int window;                              // window of the layer; 0: none
+    int window;                              // window of the layer; 0: none
 };
 
 // The keys that any row of the item attends to.
@@ -386,8 +388,7 @@ struct HeadKv {
     }
 
     // Calls work(index of the key in the tile, part of its block, its index in the block, number of
-        // keys in this run) for the keys of a tile that are read, block by block. Returns their
-        // range.
+    // keys in this run) for the keys of a tile that are read, block by block. Returns their range.
     template <class Work>
     Seen by_blocks(int tile, int most, Work work) const {
         const auto of_tile = [&](int key) { return std::clamp(key - tile, 0, most); };
@@ -405,8 +406,7 @@ struct HeadKv {
     }
 
     // Returns the addresses of the `most` keys of a tile. Keys before the first one that is read
-    // get
-        // the address of a key that is read, and keys after the last one get `nothing`.
+    // get the address of a key that is read, and keys after the last one get `nothing`.
     void tile(int first, int most, const T* nothing, const T** rows) const {
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;
@@ -416,8 +416,7 @@ struct HeadKv {
     }
 
     // Returns the scales of the same keys and of their values in a quantized pool; 0 for keys that
-    // are
-        // not read.
+    // are not read.
     void scales(int first, int most, float* of_keys, float* of_values) const {
         uint16_t halves[2][kKeysMax] = {};
         const size_t after_runs = run() + block_size * of_value;
@@ -437,8 +436,8 @@ struct HeadKv {
     }
 
     // Unpacks the same keys and values from a packed pool, [most][dim] each. Latents are
-    // dequantized,
-        // with zeros for keys that are not read. It also prefetches the parts of another tile.
+    // dequantized, with zeros for keys that are not read. It also prefetches the parts of another
+    // tile.
     void unpack(int first, int most, const HeadKv& then, int then_first, RowOf<T>* keys,
                 RowOf<T>* values) const {
         const size_t bytes = block_size * (of_key + of_value + 2 * sizeof(uint16_t));
@@ -559,7 +558,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     float* highest = scores + kRowsMax * kKeys;
     float* mass = highest + kRowsMax;
     float* nothing = mass + kRowsMax;  // a key and a value of zeros
-      float* wide = nothing + dim;  // converted keys, or unpacked latents
+    float* wide = nothing + dim;  // converted keys, or unpacked latents
     std::memset(nothing, 0, dim * sizeof(float));
     const HeadKv<Kept> kv(model, step, layer, item);
     Seen sees[kRowsMax];

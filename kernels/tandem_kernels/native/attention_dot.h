@@ -2,11 +2,12 @@
 // AVX512_BF16). Queries and softmax weights are rounded to bf16; all sums are fp32. int8 KV is
 // exact in bf16: the scale of a key is applied to its score, and the scale of a value to its
 // weight.
-// Work items are as in attention.h, with more rows: the keys and values of a tile of 128 tokens are
-// packed once for the products of all rows. Every row takes the same steps over the keys, 32 at a
-// time from position 0, and a hidden key has weight exactly 0. So the bits of a row depend on that
-// row only. Steps of zeros, which a row takes only because of other rows, change nothing: both
-// instructions treat denormal numbers as zeros and produce none, whatever MXCSR says.
+//
+// Work items are as in attention.h, with more rows: the keys and values of a tile of 128
+// tokens are packed once for the products of all rows. Every row takes the same steps over the
+// keys, 32 at a time from position 0, and a hidden key has weight exactly 0. So the bits of a row
+// depend on that row only. Steps of zeros, which a row takes only because of other rows, change
+// nothing: both instructions treat denormal numbers as zeros and produce none, whatever MXCSR says.
 
 namespace tandem::TANDEM_ISA {
 
@@ -219,11 +220,11 @@ inline void prefetch(const T* row, int dim) {
 template <class T>
 struct DotTile {
     const T* const* rows;   // address of each key; its value is `run` elements after it
-      const T* const* ahead;  // keys of the next tile, to prefetch
+    const T* const* ahead;  // keys of the next tile, to prefetch
     size_t run;
     int first, num_keys;  // positions
     const float *key_scales, *value_scales;  // for int8 KV
-      float cap;                               // soft cap of scores; 0: none
+    float cap;                               // soft cap of scores; 0: none
 };
 
 // Transposes 16 rows of 16 words. `put` is called with each column's index and its words.
@@ -476,7 +477,7 @@ inline int dot_rows_of_item(const Model& model, const Step& step) {
 struct DotRows {
     const DotBuffer& at;
     const Seen* sees;  // visible keys of each row of the item
-      const BlockShares* shares;  // of each row; or null
+    const BlockShares* shares;  // of each row; or null
     int dim;          // rounded up to whole steps
     int first_row, num_rows;
 

@@ -1,7 +1,8 @@
 // Sums the softmax weights that queries give to each block of keys (Span::first_sum).
 //
-// block_sums[j] += sum of a query's softmax weights of the keys of block j, over queries, layers
+//     block_sums[j] += sum of a query's softmax weights of the keys of block j, over queries, layers
 //                      and heads
+//
 // Attention writes sums [blocks] for each query and head of a layer. These are added to the query's
 // sums in the order of heads and layers, and at the end of the step to the span's sums in the order
 // of queries. The result does not depend on chunk boundaries, threads or other spans.
@@ -39,7 +40,7 @@ struct BlockSums {
     int num_heads = 0;
     const size_t* first = nullptr;  // of each span: index of its first block in `queries`
     float* queries = nullptr;       // for each span [queries][blocks]
-      float* heads = nullptr;         // for each span [queries][heads][blocks]
+    float* heads = nullptr;         // for each span [queries][heads][blocks]
 
     int num_blocks(const Span& span) const {
         return (span.context_len + step->block_size - 1) / step->block_size;

@@ -1,6 +1,6 @@
 // Decodes rows of quantized blocks: GGUF's types, and blocks with a zero point.
 //
-// https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the types of GGUF. Each is
+// https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h defines GGUF's types. Each is
 // decoded into groups of 32 inputs:
 //
 //     weight = scale * (number - zero) + min      numbers >= 0; zero or min is 0
@@ -28,7 +28,7 @@ constexpr int32_t kZeroedBy32 = 1032, kZeroedBy64 = 1064;
 
 struct BlockType {
     int32_t type;  // GGUF's type number, or kZeroedBy32 or kZeroedBy64
-      Kind kind;     // format after packing
+    Kind kind;     // format after packing
     int inputs, bytes;
     int zero;      // zero point of all groups, unless `decode` sets it
     // decodes a block into inputs / kGroup groups

@@ -1,17 +1,21 @@
 // The structs that Python passes (library.py mirrors them with ctypes), and the entry points.
+//
 // Activations are fp32 in row-major order. Weights are packed once (pack.cpp): each block of inputs
 // in panels of 16 outputs, in the order in which a product reads them:
 //
 //     inputs from `first` on of a block of `num`, panel p, lane n:
 //     element first * (outputs rounded up) + (p * num + k - first) * 16 + n = W[16 p + n][k]
+//
 // The lanes of a vector are therefore outputs, and every output is summed over its inputs in one
 // order. Its bits do not depend on the batch, the threads or the vector width. In bf16, outputs n
 // and n + 8 of a panel are adjacent.
+//
 // If the processor multiplies bf16 directly (AMX, AVX512_BF16), bf16 weights are packed in pairs of
 // inputs instead, padded with zeros to a multiple of 32 inputs:
 //
-// panel p, lane n: element (p * (inputs rounded up) + k - k % 2) * 16 + 2 n + k % 2 = W[16 p +
-// n][k]
+//     panel p, lane n:
+//     element (p * (inputs rounded up) + k - k % 2) * 16 + 2 n + k % 2 = W[16 p + n][k]
+//
 // In this format, the even panels of gate_up are gates and the odd ones ups (each padded to a
 // multiple of 16 outputs). A product rounds its inputs to bf16 and sums in fp32 in the order of the
 // instruction. A row's bits then also depend on the instruction (AMX or AVX512_BF16).
@@ -34,8 +38,7 @@ enum Kind : int32_t {
     I8_F32 = 7,    // KV of latent attention only: int8 latents, and rotated keys in fp32 or bf16
     I8_BF16 = 15,
     // Weights only, in groups with scales (quantized.h). Q4_1 and Q5_1 also have minimums, and the
-    // last
-        // two zero points.
+    // last two zero points.
     Q8_0 = 8,
     Q4_0 = 9,
     Q4_1 = 10,
@@ -71,13 +74,13 @@ inline int first_input(int in, int block) {
 struct Matrix {
     const void* panels;
     const float* scales;  // I8: one per output; fp8: see fp8.h; else null
-      const float* bias;    // one per output, or null
+    const float* bias;    // one per output, or null
     int32_t in, out;
     int32_t kind;
     int32_t scale_inputs;  // fp8: inputs that share a scale, a multiple of kStepInputs
-      Gating gating;  // activation, for gates and ups
-      const Matrix* rest;  // further quantized outputs, of another kind or order; or null
-      const int32_t* order;  // [in], quantized weights: the input at each position; null: in order
+    Gating gating;  // activation, for gates and ups
+    const Matrix* rest;  // further quantized outputs, of another kind or order; or null
+    const int32_t* order;  // [in], quantized weights: the input at each position; null: in order
 };
 
 struct Mlp {
@@ -91,7 +94,7 @@ struct Experts {  // MLPs of one shape; each row uses some of them
     int32_t num, top_k;
     int32_t is_normalized;  // A row's weights sum to 1 before `scale` is applied.
     int32_t num_groups, top_groups;  // experts come from the best groups; 0: no groups
-      float scale;                     // factor on the weights
+    float scale;                     // factor on the weights
 };
 
 struct Latent {  // see latent.h
@@ -99,7 +102,7 @@ struct Latent {  // see latent.h
     const float* kv_norm;
     Matrix q_out;          // [heads * (plain + rope), q rank]
     const Matrix* keys;    // per head [kv rank, plain]
-      const Matrix* values;  // per head [value, kv rank]
+    const Matrix* values;  // per head [value, kv rank]
     int32_t kv_rank, rope, plain, value;
     float norm_eps;
 };
@@ -109,17 +112,17 @@ struct Layer {  // Norms that the model does not have are null.
     const float* attention_post_norm;  // applied to the output of attention
     const float* q_norm;               // [head_dim], or [heads * head_dim] if norms_all_heads
     const float* k_norm;
-    const float* sinks;  // [heads]: scores that no keys have, or null
+    const float* sinks;  // [heads]: attention sinks, or null
     const float* mlp_norm;
     const float* mlp_post_norm;
     Matrix qkv, attention_out;
-    Mlp mlp;  // beside experts the one that all rows have, or none
-    const Experts* experts;  // in the place of the MLP, or null
-    const Latent* latent;    // all layers have one, or none
-    int32_t rope;    // which table of angles
-    int32_t window;  // keys that a query sees, its own the last; 0: all before it
-    int32_t group;   // of KV: where its keys and values lie
-    int32_t place;   // among the layers of its group
+    Mlp mlp;  // with experts: the shared experts, if there are any
+    const Experts* experts;  // null: a dense MLP
+    const Latent* latent;    // null: grouped-query attention; equal in all layers
+    int32_t rope;    // index of its table of angles
+    int32_t window;  // keys that a query attends to, including its own; 0: all before it
+    int32_t group;   // KV group that holds its keys and values
+    int32_t place;   // index among the layers of its group
 };
 
 struct Model {
@@ -133,7 +136,7 @@ struct Model {
     float norm_eps;
     int32_t num_threads;
     int32_t norms_all_heads;  // q_norm and k_norm are over all heads together
-      float attention_scale;    // factor on scores
+    float attention_scale;    // factor on scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;
     float logit_cap;      // 0: none
     float attention_cap;  // soft cap of scores; 0: none
@@ -142,7 +145,7 @@ struct Model {
 struct Span {  // the query rows of a sequence: the last `num_queries` tokens of its context
     int32_t first_row, num_queries, context_len, first_table_entry;
     // Number of first keys and of last keys (including its own) that a query attends to in layers
-        // without a window; 0 last keys: all. Table entries between them are not read.
+    // without a window; 0 last keys: all. Table entries between them are not read.
     int32_t num_first, num_last;
     int32_t first_sum;  // index in Step::block_sums; -1: the span needs no sums
 };
@@ -153,9 +156,9 @@ struct KvGroup {  // layers whose KV is in one pool with its own block ids
     // tables of all spans, concatenated; entries before a window are not read
     const int32_t* block_tables;
     int64_t block_bytes, head_bytes, layer_bytes;  // strides between blocks, heads and layers
-      const int32_t* key_order;  // I4: channels [layers][kv heads][head_dim]; else null
-      const float* key_scales;   // I4: scales of the channels, in that order
-      const uint16_t* fixed_scales;  // F8: float16 [layers][K, V]; null: each token has its own
+    const int32_t* key_order;  // I4: channels [layers][kv heads][head_dim]; else null
+    const float* key_scales;   // I4: scales of the channels, in that order
+    const uint16_t* fixed_scales;  // F8: float16 [layers][K, V]; null: each token has its own
 };
 
 // The LoRA delta of a product: (x A^T) B^T. The matrices A of its parts are stacked, B includes the
@@ -174,7 +177,7 @@ struct LoraProduct {
 struct LoraLayer {  // In a layer with experts, gate, up and down are those of the shared MLP.
     LoraProduct qkv, attention_out, gate_up, down;
     LoraProduct q_out;                    // for Latent, as the next two
-      const LoraProduct *keys, *values;     // per head, or null
+    const LoraProduct *keys, *values;     // per head, or null
 };
 
 struct LoraRows {  // the rows of one adapter
@@ -197,7 +200,7 @@ struct Step {
     int32_t num_rows, num_spans, num_logit_rows, block_size;
     int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4, F8, I8_F32 or I8_BF16
     int64_t table_floats;  // stride between tables of angles
-      const LoraRows* adapted;  // the rows with adapters, which are the first rows
+    const LoraRows* adapted;  // the rows with adapters, which are the first rows
     int32_t num_adapted;
     int32_t lora_rank;  // largest rank of a LoraProduct
 

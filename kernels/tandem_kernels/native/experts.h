@@ -1,4 +1,5 @@
 // The experts of a layer: MLPs from which a router chooses a few for each row.
+//
 // The rows of an expert are gathered in the order of the step and computed by one product, so the
 // bits of a row depend on that row only. A row sums its experts in the order of their numbers.
 //

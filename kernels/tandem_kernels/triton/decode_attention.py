@@ -42,8 +42,8 @@ def decode_attention(
 
     queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: the pool is
-        not quantized block_tables  [B, M] int32
+    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
+    block_tables  [B, M] int32
     context_lens  [B] int32, including the query's own token; 0 gives zeros
     window        number of last keys that are visible; None: all
     scale         factor on q . k; None: 1 / sqrt(D)

@@ -35,7 +35,7 @@ def latent_prefill_attention(
 
     layer_kv      [num_blocks, 1, 1, block size, rank + rope]: KvPool.layer's numbers
     block_tables, context_lens, query_starts    as for prefill_attention
-        scale         factor on scores
+    scale         factor on scores
     """
     absorbed, rotated = queries
     num_tokens, num_heads, rank = absorbed.shape

@@ -32,7 +32,8 @@ def packed_linear(
     """Returns x W^T + b, [rows, out], for x [rows, in].
 
     numbers               int8 [out, in], or uint8 [out, in / 2] with input 2 i in the low
-    nibble scales, zeros, mins   [out, groups]; zeros and mins are optional
+                          nibble
+    scales, zeros, mins   [out, groups]; zeros and mins are optional
     """
     num_rows, num_in = x.shape
     num_out, num_groups = scales.shape

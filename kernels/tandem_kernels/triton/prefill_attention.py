@@ -7,9 +7,9 @@ Rows are (query, head of the group) pairs, so a short chunk can fill a tile:
     keys                   [ visible to all rows, no mask | up to the last row's, masked ]
     keys with a window     [ from the first row's window, masked | visible to all rows | masked ]
 
-    The algorithm is FlashAttention-2 (arXiv:2307.08691). A program finds its sequence by bisection:
-    sequence s has the tiles from (first row of s) // ROWS + s on. This is always enough, and at
-    most one too many; the program of an extra tile returns immediately.
+The algorithm is FlashAttention-2 (arXiv:2307.08691). A program finds its sequence by bisection:
+sequence s has the tiles from (first row of s) // ROWS + s on. This is always enough, and at
+most one too many; the program of an extra tile returns immediately.
 """
 
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ def prefill_attention(
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: the pool is
-        not quantized block_tables  [S, M] int32
+    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
+    block_tables  [S, M] int32
     context_lens  [S] int32: tokens of prefix and chunk
     query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
                   which are the last tokens of its context; it may have no rows; the total is T

@@ -39,8 +39,8 @@ def rotate_and_store(
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
     layer_kv  [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales    [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: the pool is not
-        quantized fixed_scales    [2] float16: static scales of K and V; None: each row has its own
+    scales    [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
+    fixed_scales    [2] float16: static scales of K and V; None: each row has its own
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
     num_kv_heads, _, block_size, head_dim = layer_kv.shape[1:]

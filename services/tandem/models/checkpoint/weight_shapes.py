@@ -8,10 +8,10 @@ self_attn.q_a_layernorm.weight              [q rank]
 self_attn.q_b_proj.weight                   [heads * (plain + rope), q rank]
 self_attn.kv_a_proj_with_mqa.weight, .bias  [kv rank + rope, hidden]
 self_attn.kv_a_layernorm.weight             [kv rank]
-self_attn.kv_b_proj.weight                  [heads * (plain + value), kv rank]  in GGUF files
-instead: self_attn.k_b_proj.weight                   [heads, kv rank, plain]
-self_attn.v_b_proj.weight                   [heads, value, kv rank] self_attn.o_proj.weight, .bias
-[hidden, heads * value]
+self_attn.kv_b_proj.weight                  [heads * (plain + value), kv rank]  not in GGUF
+self_attn.k_b_proj.weight                   [heads, kv rank, plain]             GGUF files
+self_attn.v_b_proj.weight                   [heads, value, kv rank]             GGUF files
+self_attn.o_proj.weight, .bias              [hidden, heads * value]
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ gptq    qweight                          [in / 8, out]          I32; with 8 bits
 awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as for gptq
 
-        Divisions round up for blocks, groups and words of weight_zero_point: the last may be
-            incomplete.
-        This module does not import torch.
+Divisions round up for blocks, groups and words of weight_zero_point: the last may be
+    incomplete.
+This module does not import torch.
 """
 
 from collections.abc import Mapping
