@@ -15,7 +15,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 _INT8_LARGEST = tl.constexpr(127.0)
 _E4M3_LARGEST = tl.constexpr(448.0)
 _SCALE_MAX = tl.constexpr(65504.0)
-_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds
+_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _HALF_NAN = tl.constexpr(0x7E00)
 

@@ -95,7 +95,7 @@ def _read_config(path: Path) -> ModelConfig:
 
 
 def _from_hub(name: str, revision: str) -> Path:
-    # Slow to import, and needed for hub names only.
+    # Imported here because the import is slow and only hub names need it.
     from huggingface_hub import hf_hub_download
 
     try:

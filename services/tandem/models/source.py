@@ -53,9 +53,9 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
 
     `revision` is a commit, tag or branch of a hub model; empty means the head of its main branch.
     `cache_dir` keeps converted and downloaded models (default: $TANDEM_CACHE_DIR,
-    $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache).
-    Raises ConfigError if the model is not found or `revision` is given for a model that is not on
-    the hub, UnsupportedModel if the model cannot be run.
+    $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache). Raises ConfigError if the
+    model is not found or `revision` is given for a model that is not on the hub, UnsupportedModel
+    if the model cannot be run.
     """
     path = Path(model).expanduser()
     if revision and (model == BUILT_IN or path.exists() or path.suffix.lower() == ".gguf"):
@@ -172,7 +172,7 @@ def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConf
 def _with_converted_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
     """Returns a cached copy of the folder that adds the missing tokenizer.json; None if the folder
     has no tokenizer that can be converted."""
-    # Slow to import, and needed for such folders only.
+    # Imported here because the import is slow and only such folders need it.
     from tandem.models.tokenizer.ranked_tokens import tokenizer_file, with_tokenizer_json
 
     file = tokenizer_file(path)
@@ -208,7 +208,7 @@ def built_in_folder(cache_dir: Path | None = None) -> Path:
 
 
 def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path:
-    # Slow to import, and needed for hub names only.
+    # Imported here because the import is slow and only hub names need it.
     from huggingface_hub import snapshot_download
 
     try:

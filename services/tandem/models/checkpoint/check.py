@@ -30,10 +30,10 @@ _IN_GGUF = "its header"
 
 @dataclass(frozen=True, slots=True)
 class _Stored(TensorHeader):
-    """A stored tensor's header, with its file and its name there."""
+    """A stored tensor's header, with its file and its name in the file."""
 
     file: Path
-    name: str  # in the file
+    name: str  # name in the file
 
 
 def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:

@@ -65,7 +65,7 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
         "qk_nope_head_dim": query - rope,
         "qk_rope_head_dim": rope,
         "v_head_dim": value,
-        "head_dim": rope,  # transformers' meaning of head_dim here
+        "head_dim": rope,  # In transformers, head_dim of these models is the rotated size.
         "rope_interleave": True,
     }
 

@@ -3,8 +3,7 @@
 They are the end tokens that the file names, and tokens that are recognized by their text. The
 second are needed because converters name only one end token: `<eos>` for an instruction-tuned
 Gemma, whose turns end with `<end_of_turn>`. The texts and the exceptions are llama.cpp's
-(special_eog_ids in
-https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
+(special_eog_ids in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
 _TENSORS_MAX = 1 << 16
 _DIMS_MAX = 4
-# Limits all arrays together; the largest vocabularies with merges have 1.5 million items.
+# Limits all arrays of a file together; the largest vocabularies with merges have 1.5 million items.
 _ITEMS_MAX = 1 << 22
 
 _UINT32 = 4

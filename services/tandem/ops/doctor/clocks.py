@@ -6,7 +6,7 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import CLOCK_OFF_S
 
 _FAST_SOURCES = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
-_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of linux/timex.h
+_UNSYNCHRONIZED = 0x40  # STA_UNSYNC in linux/timex.h
 
 
 class _Timex(ctypes.Structure):
