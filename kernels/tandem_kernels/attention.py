@@ -96,10 +96,10 @@ class PagedAttention:
             sinks = sinks.view(num_kv_heads, -1, 1, 1)
         weights = self._weights(by_head, keys.unsqueeze(2), mask, sinks)
         by_query = weights.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        for shares, of_sequence in zip(group.shares, by_query, strict=True):
+        for shares, sequence_weights in zip(group.shares, by_query, strict=True):
             if shares is not None:
-                missing = -of_sequence.shape[-1] % self._pool.block_size
-                shares.add(torch.nn.functional.pad(of_sequence, (0, missing)))
+                missing = -sequence_weights.shape[-1] % self._pool.block_size
+                shares.add(torch.nn.functional.pad(sequence_weights, (0, missing)))
 
     def _product(
         self,

@@ -123,15 +123,15 @@ class InvariantPagedAttention:
         for head in range(shape[1]):
             tiles = _padded_rows(by_head[head]).view(-1, ROW_TILE, head_dim)
             keys, values = kv[:, 0, head].unsqueeze(1).expand(-1, tiles.shape[0], -1, -1)
-            of_rows = None
+            row_sinks = None
             if sinks is not None:
                 by_query = sinks[head].repeat(num_queries).view(1, -1, 1)
-                of_rows = _padded_rows(by_query).view(-1, ROW_TILE)
-            result, weights = _attend_tiles(part, tiles, keys, values, self._cap, of_rows)
+                row_sinks = _padded_rows(by_query).view(-1, ROW_TILE)
+            result, weights = _attend_tiles(part, tiles, keys, values, self._cap, row_sinks)
             used = result.view(-1, head_dim)[: num_queries * self._group_size]
             if (shares := part.group.shares[0]) is not None:
-                of_head = weights()[: num_queries * self._group_size]
-                shares.add(of_head.view(num_queries, self._group_size, -1))
+                head_weights = weights()[: num_queries * self._group_size]
+                shares.add(head_weights.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
     def _tiled(self, group: AttentionGroup, window: int | None) -> _TiledGroup:

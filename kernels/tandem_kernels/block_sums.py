@@ -21,21 +21,21 @@ class BlockShares:
         """`sums` [blocks] holds the sums of earlier steps; `finish` adds this step's."""
         self._sums = sums
         self._block_size = block_size
-        self._of_queries = torch.zeros(num_queries, len(sums), device=device)
+        self._query_sums = torch.zeros(num_queries, len(sums), device=device)
 
     def add(self, weights: torch.Tensor) -> None:
         """Adds a layer's fp32 weights [queries, heads, keys]. Keys after the last block are
         ignored."""
         num_queries, num_heads, _ = weights.shape
-        num_keys = self._of_queries.shape[1] * self._block_size
+        num_keys = self._query_sums.shape[1] * self._block_size
         blocks = weights[..., :num_keys].reshape(num_queries, num_heads, -1, self._block_size)
         shares = torch.zeros_like(blocks[..., 0])
         for key in range(self._block_size):
             shares += blocks[..., key]
         for head in range(num_heads):
-            self._of_queries += shares[:, head]
+            self._query_sums += shares[:, head]
 
     def finish(self) -> None:
         """Adds the step's weights to the sums passed to the constructor."""
-        for of_query in self._of_queries.cpu().numpy():
-            self._sums += of_query
+        for query_sums in self._query_sums.cpu().numpy():
+            self._sums += query_sums

@@ -52,13 +52,13 @@ def apply_edit(logits: Floats, edit: Edit) -> None:
         logits[_ids_of(~edit.mask, len(logits))] = -np.inf
 
 
-def may_come(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
+def edited_logits(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
     """Returns the edited logits of the tokens that remain possible, and their ids in ascending
     order; None instead of ids means the whole vocabulary. `logits` [vocab] is not changed. If the
     mask allows few tokens, only these are computed."""
     if edit.mask is not None and 2 * _num_bits(edit.mask) < len(logits):
         left = _ids_of(edit.mask, len(logits))
-        return _of_few(logits, edit, left), left
+        return _edit_few(logits, edit, left), left
     edited = logits.copy()
     apply_edit(edited, edit)
     return edited, None
@@ -69,7 +69,7 @@ def most_likely_after(logits: Floats, edit: Edit, most_likely: int) -> int:
     lowest id. `most_likely` is the most likely token before the edit."""
     is_edited = most_likely in edit.banned or bool((edit.token_ids == most_likely).any())
     if edit.mask is not None or is_edited:
-        values, ids = may_come(logits, edit)
+        values, ids = edited_logits(logits, edit)
         best = int(values.argmax())
         return best if ids is None else int(ids[best])
     # The unedited tokens are less likely than `most_likely`, or equally likely with a higher id.
@@ -91,7 +91,7 @@ def _edited(values: Floats, edit: Edit) -> Floats:
     return scaled - edit.penalties
 
 
-def _of_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
+def _edit_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
     """Returns the edited logits of the tokens `left`, which are in ascending order."""
     values = logits[left]
     if len(edit.token_ids):

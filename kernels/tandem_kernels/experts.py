@@ -43,11 +43,11 @@ def choose_in_groups(
     ranks = scores if correction is None else scores + correction
     if groups is not None:
         num, top = groups
-        of_groups = ranks.view(*ranks.shape[:-1], num, -1)
-        best = of_groups.topk(1 if correction is None else 2, dim=-1).values.sum(-1)
+        by_group = ranks.view(*ranks.shape[:-1], num, -1)
+        best = by_group.topk(1 if correction is None else 2, dim=-1).values.sum(-1)
         chosen = torch.topk(best, top, dim=-1).indices
         is_out = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
-        ranks = of_groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
+        ranks = by_group.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
     chosen = torch.topk(ranks, top_k, dim=-1).indices
     shares = scores.gather(-1, chosen)
     if is_normalized:

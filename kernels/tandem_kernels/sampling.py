@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_kernels.edits import Edit, may_come, most_likely_after
+from tandem_kernels.edits import Edit, edited_logits, most_likely_after
 from tandem_kernels.philox import uniform
 
 _HEAD_TOKENS = 256  # tokens ranked at first; more are ranked only if the draw needs them
@@ -79,7 +79,7 @@ def _sample_row(logits: Floats, draw: Draw, most_likely: int) -> int:
         return _draw(logits, draw)
     if draw.temperature == 0:
         return most_likely_after(logits, draw.edit, most_likely)
-    edited, ids = may_come(logits, draw.edit)
+    edited, ids = edited_logits(logits, draw.edit)
     token = _draw(edited, draw)
     return token if ids is None else int(ids[token])
 

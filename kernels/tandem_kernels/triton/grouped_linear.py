@@ -45,8 +45,8 @@ def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
     slots = torch.full((num_tiles * tile_rows,), -1, dtype=torch.int32, device=device)
     slots[(ends - padded)[in_order] + within] = order.int()
     firsts = torch.arange(num_tiles, device=device) * tile_rows
-    of_tiles = torch.searchsorted(ends, firsts, right=True).int()
-    return ExpertTiles(tile_rows, slots, of_tiles, num_slots, num_experts)
+    tile_experts = torch.searchsorted(ends, firsts, right=True).int()
+    return ExpertTiles(tile_rows, slots, tile_experts, num_slots, num_experts)
 
 
 def grouped_linear(
@@ -100,12 +100,12 @@ def _grouped_linear(
     tile = tl.program_id(0)
     expert = tl.load(experts + tile).to(tl.int64)
     if expert < NUM_EXPERTS:
-        of_rows = tl.load(slots + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        is_row = of_rows >= 0
+        row_slots = tl.load(slots + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = row_slots >= 0
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns < NUM_OUT
         inputs = tl.arange(0, INPUTS)
-        rows = x + (of_rows // SLOTS_OF_ROW)[:, None] * stride_row
+        rows = x + (row_slots // SLOTS_OF_ROW)[:, None] * stride_row
         matrix = weight + (expert * NUM_OUT + columns)[None, :] * NUM_IN
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, NUM_IN, INPUTS):
@@ -119,6 +119,6 @@ def _grouped_linear(
         if HAS_BIAS:
             each = tl.load(bias + expert * NUM_OUT + columns, mask=is_column, other=0.0)
             sums += each.to(tl.float32)[None, :]
-        places = out + of_rows[:, None] * NUM_OUT + columns[None, :]
+        places = out + row_slots[:, None] * NUM_OUT + columns[None, :]
         is_in = is_row[:, None] & is_column[None, :]
         tl.store(places, sums.to(out.dtype.element_ty), mask=is_in)

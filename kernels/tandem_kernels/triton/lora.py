@@ -130,11 +130,11 @@ def _shrink(
     rank = tl.load(fields + 2)
     if tl.program_id(2) * RANKS < rank:
         places = tile * ROWS + tl.arange(0, ROWS)
-        of_rows = tl.load(rows + places).to(tl.int64)
-        is_row = of_rows >= 0
+        row_ids = tl.load(rows + places).to(tl.int64)
+        is_row = row_ids >= 0
         is_rank = ranks < rank
         inputs = tl.arange(0, INPUTS)
-        row_at = x + of_rows[:, None] * stride_row
+        row_at = x + row_ids[:, None] * stride_row
         a_at = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty)) + ranks[None, :] * num_in
         sums = tl.zeros((ROWS, RANKS), tl.float32)
         for first in range(0, num_in, INPUTS):
@@ -172,7 +172,7 @@ def _expand(
     num_columns = tl.load(fields + 4)
     if (rank > 0) & (tl.program_id(2) * COLUMNS < num_columns):
         places = tile * ROWS + tl.arange(0, ROWS)
-        of_rows = tl.load(rows + places).to(tl.int64)
+        row_ids = tl.load(rows + places).to(tl.int64)
         is_column = columns < num_columns
         middle_at = middle + ((places * tl.num_programs(1) + part) * rank_max)[:, None]
         b_at = tl.load(fields + 1).to(tl.pointer_type(dtype)) + columns[None, :] * rank
@@ -185,7 +185,7 @@ def _expand(
                 b_at + ranks[:, None], mask=is_rank[:, None] & is_column[None, :], other=0.0
             )
             sums += product(inner.to(dtype), b)
-        out_at = out + of_rows[:, None] * stride_row + tl.load(fields + 3) + columns[None, :]
-        is_element = (of_rows >= 0)[:, None] & is_column[None, :]
+        out_at = out + row_ids[:, None] * stride_row + tl.load(fields + 3) + columns[None, :]
+        is_element = (row_ids >= 0)[:, None] & is_column[None, :]
         total = tl.load(out_at, mask=is_element, other=0.0).to(tl.float32) + sums
         tl.store(out_at, total.to(dtype), mask=is_element)

@@ -122,8 +122,10 @@ def _rotate_and_store(
     if HAS_NORM:
         squares = tl.sum(first * first + second * second, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = _weighed(first * factor, q_norm, k_norm, queries, is_query, pairs, is_pair)
-        second = _weighed(
+        first = _apply_norm_weights(
+            first * factor, q_norm, k_norm, queries, is_query, pairs, is_pair
+        )
+        second = _apply_norm_weights(
             second * factor, q_norm + HALF, k_norm + HALF, queries, is_query, pairs, is_pair
         )
     cos = tl.load(cosines + token * HALF + pairs, mask=is_pair, other=0.0)
@@ -157,7 +159,7 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _weighed(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
+def _apply_norm_weights(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
     """Multiplies with the norm weights of queries or keys. It rounds before and after, as the torch
     reference does."""
     dtype: tl.constexpr = queries.dtype.element_ty

@@ -67,10 +67,10 @@ def _latent_parameters(model: ModelConfig) -> int:
         queries = hidden * heads * latent.q_dim
     else:
         queries = latent.q_rank * (hidden + 1 + has_bias + heads * latent.q_dim)
-    of_token = (hidden + has_bias) * latent.kv_dim + latent.kv_rank
-    of_heads = heads * (latent.plain_dim + latent.value_dim) * latent.kv_rank
+    per_token = (hidden + has_bias) * latent.kv_dim + latent.kv_rank
+    per_head = heads * (latent.plain_dim + latent.value_dim) * latent.kv_rank
     out = hidden * (heads * latent.value_dim + model.attention_out_bias)
-    return queries + of_token + of_heads + out
+    return queries + per_token + per_head + out
 
 
 def _mlp_parameters(model: ModelConfig, experts: Experts | None) -> int:

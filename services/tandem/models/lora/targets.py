@@ -56,10 +56,10 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
                 "self_attn.q_a_proj": (latent.q_rank, hidden),
                 "self_attn.q_b_proj": (num_heads * latent.q_dim, latent.q_rank),
             }
-        of_heads = num_heads * (latent.plain_dim + latent.value_dim)
+        per_head = num_heads * (latent.plain_dim + latent.value_dim)
         return queries | {
             "self_attn.kv_a_proj_with_mqa": (latent.kv_dim, hidden),
-            "self_attn.kv_b_proj": (of_heads, latent.kv_rank),
+            "self_attn.kv_b_proj": (per_head, latent.kv_rank),
             "self_attn.o_proj": (hidden, num_heads * latent.value_dim),
         }
     q_size = num_heads * model.head_dim
@@ -67,8 +67,8 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     out = {"self_attn.o_proj": (hidden, q_size)}
     if model.is_fused:
         return out | {"self_attn.qkv_proj": (q_size + 2 * kv_size, hidden)}
-    of_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
-    return out | of_token | {"self_attn.q_proj": (q_size, hidden)}
+    per_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
+    return out | per_token | {"self_attn.q_proj": (q_size, hidden)}
 
 
 def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:

@@ -61,8 +61,7 @@ class _WindowText:
     """Text of other tokenizers (SentencePiece), in which a token's text depends on its neighbours.
 
     It decodes a window of a few ids: the ids of the last emitted text as context, which decides
-        about
-    spaces, and the pending ids. The new text is the window's text after the context's text:
+    about spaces, and the pending ids. The new text is the window's text after the context's text:
 
         ... emitted before | context | pending
                            '-------- window --'

@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizeAnswer:
-    """The results of the command. Sizes are of one rank."""
+    """The results of `tandem kv-size`. Each `KvSize` is the size on one rank."""
 
     model: str
     parameters: int

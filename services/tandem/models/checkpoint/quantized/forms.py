@@ -15,8 +15,7 @@ awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as for gptq
 
 Divisions round up for blocks, groups and words of weight_zero_point: the last may be
-    incomplete.
-This module does not import torch.
+incomplete. This module does not import torch.
 """
 
 from collections.abc import Mapping
