@@ -205,7 +205,7 @@ struct LayerItems {
 
 struct Rows {  // buffers of a step, shared by all threads
     float *hidden, *input, *projected, *attended, *delta, *rounded, *routed, *logits;
-    float *heads, *queries, *of_heads;  // latent.h
+    float *heads, *queries, *of_heads;  // see latent.h
     Routing* routing;
     Laps* laps;
     StepLora lora;

@@ -18,7 +18,8 @@ struct StepLora {
     int num_rows = 0;        // rows with adapters
 };
 
-// A thread's buffer: the inputs of a tile, their products with A, and the inputs of B for one part.
+// The size of a thread's buffer in floats: the inputs of a tile, their products with A, and the
+// inputs of B for one part.
 inline size_t lora_floats(const Model& model, const Step& step) {
     int in = std::max({model.hidden, model.inner, model.num_heads * model.head_dim});
     if (const Latent* const latent = model.layers[0].latent)

@@ -84,8 +84,8 @@ struct Scratch {
     Buffer gates;     // [rows with adapters, gate and up]: LoRA deltas of gates and ups
     Buffer routed;    // rows of experts in tiles, by expert
     Buffer logits;    // router logits [rows, experts], and ranks [rows, 2 * experts]
-    Buffer heads, queries, of_heads;  // latent.h
-    Buffer block_shares;              // block_sums.h
+    Buffer heads, queries, of_heads;  // see latent.h
+    Buffer block_shares;              // see block_sums.h
     std::vector<std::size_t> first_shares;
     Routing routing;
     std::vector<Buffer> of_thread;  // per thread: attention's tiles
