@@ -1,6 +1,8 @@
-"""The parts that are compiled at install; everything else is in pyproject.toml.
+"""Defines the extension modules that are compiled at install. All other metadata is in
+pyproject.toml.
 
-Optional: where there is no compiler, plain Python and torch do the same, more slowly, and say so.
+The extensions are optional. Without a compiler, Python and torch compute the same results more
+slowly, and Tandem logs that.
 """
 
 import os
@@ -15,9 +17,9 @@ INSTRUCTIONS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 
 
 class BuildAtOnce(build_ext):
-    """Compiles the sources of one module at the same time, as many as there are cores.
+    """Compiles the sources of a module in parallel, on all cores.
 
-    Each instruction set is a source of its own, which takes the compiler half a minute.
+    Each instruction set is a separate source, which takes half a minute to compile.
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -50,7 +52,7 @@ setup(
             extra_compile_args=["-O3"],
             optional=True,
         ),
-        # One binary with all instruction sets; it chooses at run time.
+        # One binary contains all instruction sets; the best one is chosen at run time.
         Extension(
             "tandem_kernels.native._decoder",
             [
@@ -91,9 +93,10 @@ setup(
                     "stages",
                 )
             ],
-            # Debug information would be most of the file, and a quarter of the compiler's time.
-            # GCC 14 to 16 leave a loop with one AVX2 sum unfused, and fuse two: a row alone could
-            # have other bits than among others.
+            # -g0: debug information would be most of the binary and a quarter of the compile time.
+            # avoid-fma-max-bits=0: GCC 14 to 16 do not fuse multiply and add in loops
+            # with one AVX2 sum, but do in loops with two. The result of a row would
+            # depend on the batch.
             extra_compile_args=[
                 *("-std=c++17", "-O3", "-g0", "-fopenmp", "-Wno-psabi"),
                 "--param=avoid-fma-max-bits=0",

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs Tandem on a local kind cluster, and sees there what no test without a cluster can.
+# Installs Tandem on a local kind cluster, and runs the checks that need a Kubernetes cluster.
 #
-#   deploy/kind.sh          build the image, make the cluster, install, check
-#   deploy/kind.sh check    the checks alone
+#   deploy/kind.sh          build the image, create the cluster, install, check
+#   deploy/kind.sh check    only run the checks
 #   deploy/kind.sh down     remove the cluster
 #
-# Needs docker, kind 0.24 or newer (its network plugin heeds NetworkPolicies), kubectl and helm.
+# It needs docker, kubectl, helm, and kind 0.24 or newer, whose network plugin enforces NetworkPolicies.
 # TORCH_INDEX: see deploy/Dockerfile.
 set -euo pipefail
 
@@ -38,7 +38,7 @@ install() {
     --wait --timeout 15m
 }
 
-# What must be so in a cluster; each line is a thing that the tests cannot see.
+# The checks; each verifies a property that the tests without a cluster cannot.
 check() {
   need kubectl helm
   operator=$(key operator)
@@ -51,7 +51,7 @@ check() {
   helm test "$release" --kube-context "kind-$cluster" --namespace "$namespace" --logs
 
   say "non-root, read-only root, no token of the API server"
-  # shellcheck disable=SC2016  # the pod's shell expands it
+  # shellcheck disable=SC2016  # The pod's shell expands the variable.
   k exec "$release-decode-0" -- sh -c '
     test "$(id -u)" = 10001
     ! touch /opt/x 2>/dev/null
@@ -131,7 +131,7 @@ else:
   ! k auth can-i get secrets --as="$account" || fail "it may read secrets"
 
   say "a router that goes finishes its streams (preStop and drain)"
-  # Not k: the end of a function in the background would leave kubectl behind.
+  # `k` is not used, because killing a background function does not kill its kubectl.
   kubectl --context "kind-$cluster" --namespace "$namespace" \
     port-forward "service/$release-router" 18000:8000 >/dev/null &
   forward=$!

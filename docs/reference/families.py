@@ -1,4 +1,4 @@
-"""Writes the tables of families.md: what each family has, and the tests' checkpoints of it.
+"""Writes the tables of families.md: the properties of each family, and its test checkpoints.
 
     python -m docs.reference.families
 
@@ -22,7 +22,7 @@ _SHOWN = "family", "checkpoints", "on Triton", "GGUF files"
 
 
 def page() -> str:
-    """Returns the whole page: its text, with the tables anew."""
+    """Returns the whole page with new tables; the text around them is kept."""
     text = PAGE.read_text("utf-8")
     has = [(f"`{name}`", *_has(name, family)) for name, family in FAMILIES.items()]
     shown = [(f"`{name}`", *_shown(name)) for name in FAMILIES]
@@ -106,8 +106,8 @@ def _factors(family: Family) -> str:
 
 
 def _gguf_names(name: str) -> list[str]:
-    """Returns the architectures that a GGUF file of the family may name."""
-    # The file's other keys tell these apart.
+    """Returns the values of general.architecture in GGUF files of the family."""
+    # Other keys of the file distinguish these families.
     if name in ("MistralForCausalLM", "MixtralForCausalLM"):
         return ["llama"]
     if name == "DeepseekV3ForCausalLM":
@@ -124,7 +124,7 @@ def _shown(name: str) -> tuple[str, ...]:
 
 
 def _with_table(text: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns the text with other rows below these columns."""
+    """Returns the text with the rows of the table that has these columns replaced."""
     head, *lines = (f"| {' | '.join(line)} |\n".replace("  ", " ") for line in (columns, *rows))
     rule = "|---" * len(columns) + "|\n"
     before, after = text.split(head)

@@ -1,8 +1,8 @@
-"""Writes what follows from the options: options.md here, and parts of the chart (defaults, schema,
-Redis users).
+"""Generates files from the definitions of options: options.md, and parts of the Helm chart
+(defaults, schema, Redis users).
 
-`make options` runs it; a test compares. `services/tandem/common/options.py` says how options are
-defined.
+`make options` runs it, and a test checks that its output is current. Options are defined as
+described in `services/tandem/common/options.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _YAML_WORDS = ("", "on", "off", "yes", "no", "true", "false")
 
 
 def generated() -> dict[str, str]:
-    """The whole text of each file, by its path."""
+    """Returns the complete text of each generated file, by path."""
     values, schema = (ROOT / VALUES).read_text("utf-8"), (ROOT / SCHEMA).read_text("utf-8")
     for program in ("router", "worker"):
         mirrored = [
@@ -68,7 +68,7 @@ def generated() -> dict[str, str]:
 
 
 def _options(program: str) -> list[Argument]:
-    """With their help texts, by group."""
+    """Returns a program's options with their help texts, sorted by group."""
     found = make_app(PROGRAMS[program]).assemble_argument_collection(parse_docstring=True)
     options = [a for a in found if a.parse and a.name != "*"]
     return sorted(options, key=lambda a: _group(a).sort_key)
@@ -119,7 +119,8 @@ def _schema(argument: Argument) -> dict[str, Any]:
 
 
 def _spliced(text: str, title: str, new: Iterable[str], below: str = "") -> str:
-    """The text with other lines below a title: those that are indented deeper than it."""
+    """Replaces the lines below a title that are indented deeper than it. With `below`, the title is
+    the next line that contains it."""
     lines = text.split("\n")
     start = next(i for i, line in enumerate(lines) if title in line)
     start = next(i for i in range(start, len(lines)) if below in lines[i])

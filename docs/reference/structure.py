@@ -1,11 +1,14 @@
-"""Prints the structure of the code as its imports show it: packages, layers, arrows, cycles.
+"""Prints the structure of the code according to its imports: packages, layers, arrows and cycles.
 
-`make structure` runs it for every package of `tandem`, and draws the outermost one in
-docs/images/packages.svg, which a test compares. An arrow is at least one import of a module
-below one child by a module below another child; imports inside functions and under TYPE_CHECKING
-count. A `__main__` module counts as no part of its package: a program stands above it. The first
-layer imports nothing from its siblings. A class name that is public in several
-modules is listed: a reader decides whether it has one meaning.
+`make structure` runs it for every package of `tandem`. It draws the outermost one as
+docs/images/packages.svg; a test checks that this picture is current.
+
+An arrow means that a module below one child imports a module below another child. Imports inside
+functions and under TYPE_CHECKING count. `__main__` modules are ignored, because a program may
+import from any layer. The children in the first layer import nothing from their siblings.
+
+It also lists class names that are public in several modules, for a reader to decide whether each
+name has one meaning.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class Package:
         return sum(map(len, self.imports.values()))
 
     def cycles(self) -> list[list[str]]:
-        """Groups of children that import each other, directly or through others."""
+        """Returns the groups of children that import each other, directly or indirectly."""
         reach = {child: _reachable(child, self.imports) for child in self.imports}
         groups = {
             tuple(sorted(other for other in reach[child] if child in reach[other]))
@@ -65,7 +68,8 @@ class Package:
         return [list(group) for group in sorted(groups)]
 
     def needed_imports(self, child: str) -> set[str]:
-        """What `child` imports, less what its other imports import anyway."""
+        """Returns the siblings that `child` imports, without those that its other imports also
+        reach."""
         imported = self.imports[child]
         return {
             other
@@ -74,7 +78,7 @@ class Package:
         }
 
     def layers(self) -> list[list[str]]:
-        """Children from the lowest layer to the highest; empty if there is a cycle."""
+        """Returns the children by layer, lowest first; empty if there is a cycle."""
         sorter = TopologicalSorter(self.imports)
         found = []
         try:
@@ -89,7 +93,8 @@ class Package:
 
 
 def read_packages(graph: grimp.ImportGraph, root: str) -> list[Package]:
-    """Packages at and below `root` that have children, each before the packages inside it."""
+    """Returns the packages at and below `root` that have children, parents before their
+    children."""
     packages = []
     for name in sorted({root, *graph.find_descendants(root)}):
         children = sorted(graph.find_children(name))
@@ -111,9 +116,9 @@ def read_packages(graph: grimp.ImportGraph, root: str) -> list[Package]:
 
 
 def public_classes(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Modules by the name of a public class that more than one of them defines.
+    """Returns the names of public classes that several modules define, with these modules.
 
-    `sources` are names of modules with their text.
+    `sources` yields (module name, source text).
     """
     modules = defaultdict(list)
     for module, text in sources:
@@ -124,7 +129,7 @@ def public_classes(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def to_text(package: Package) -> str:
-    """One package as lines: its counts, then its layers from the highest to the lowest."""
+    """Formats a package as text: its counts, then its layers from the highest to the lowest."""
     layers, cycles = package.layers(), package.cycles()
     lines = [
         f"{package.name}: {len(package.imports)} children, {package.num_arrows} arrows, "
@@ -136,9 +141,9 @@ def to_text(package: Package) -> str:
 
 
 def to_svg(package: Package) -> str:
-    """A picture: a box for each child, a row for each layer, the highest at the top.
+    """Draws a package as SVG: one box per child, one row per layer, the highest at the top.
 
-    An arrow that follows from others is left out. There may be no cycle.
+    Arrows that follow from other arrows are left out. The package must not have cycles.
     """
     rows = list(reversed(package.layers()))
     width = max(map(len, rows)) * (_BOX_WIDTH + _GAP) + _GAP

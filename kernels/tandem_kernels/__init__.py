@@ -1,1 +1,1 @@
-"""The operations that a decoder computes, one per file; `native` is the whole decoder in C++."""
+"""The operations of a decoder, one per file. `native` is a complete decoder in C++."""

@@ -1,13 +1,14 @@
-"""Causal attention of a step's queries over paged KV, grouped-query heads.
+"""Causal grouped-query attention over paged KV, with torch.
 
-    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     over the keys at or before t,
-                                                               of which a window has the last w
+    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     over the keys at or before t;
+                                                                   with a window, the last w of them
 
-A head may have a sink: a score that takes part in the softmax without a value.
+A head may have an attention sink: a learned score in its softmax that has no value.
 
-torch's scaled_dot_product_attention over copies gathered per layer: one call for all sequences
-that decode, one for each prefill chunk. Scores and sums are fp32 inside it, whatever the dtype.
-Results may differ in their last bits with what shares the batch; attention_invariant.py does not.
+KV is gathered into contiguous copies per layer, and passed to torch's scaled_dot_product_attention
+in one call for groups of decoding sequences and one for each prefill chunk. Scores and sums are
+fp32 for every dtype. The last bits of a result may depend on the rest of the batch; in
+attention_invariant.py they do not.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
 from tandem_kernels.kv_cache import KvPool
 
-# (queries, keys, values, mask, sinks) -> as queries
+# (queries, keys, values, mask, sinks) -> output in the shape of the queries
 _Product = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     torch.Tensor,
@@ -29,11 +30,11 @@ _Product = Callable[
 @dataclass(frozen=True, slots=True)
 class _MaskedGroup:
     group: AttentionGroup
-    mask: torch.Tensor | None  # additive; None: plain causal, the queries are the whole context
+    mask: torch.Tensor | None  # additive; None: causal, and the queries are the whole context
 
 
 class PagedAttention:
-    """One step's attention: index tensors and masks, made once and used in every layer."""
+    """Attention for one step. Index tensors and masks are made once and used in every layer."""
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class PagedAttention:
         scale: float | None = None,
         cap: float | None = None,
     ) -> None:
-        """`scale` of scores, None: 1 / sqrt(D). With a cap they become cap tanh(score / cap)."""
+        """`scale` is the factor on scores (default: 1 / sqrt(D)). With `cap`, scores become
+        cap * tanh(score / cap)."""
         assert num_heads % pool.num_kv_heads == 0
         self._pool = pool
         self._cap = cap
@@ -58,9 +60,10 @@ class PagedAttention:
     def __call__(
         self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool.
+        """Returns the attention of queries [T, heads, D], in the same shape. The step's own K and V
+        must be in the pool.
 
-        sinks   [heads]
+        sinks   [heads]: attention sinks
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for part in self._parts:
@@ -80,7 +83,9 @@ class PagedAttention:
         keys: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Computes the weights of queries [B x n, heads, D] once more, for spans that sum them."""
+        """Adds the softmax weights to the `BlockShares` of the sequences that have them. It
+        computes the weights again, because SDPA does not return them. Queries are [B * n, heads,
+        D]."""
         group, num_kv_heads = part.group, keys.shape[1]
         shape = (group.num_seqs, group.num_queries, num_kv_heads, -1, queries.shape[-1])
         by_head = queries.view(shape).permute(0, 2, 3, 1, 4)  # [B, KV heads, group, n, D]
@@ -91,10 +96,10 @@ class PagedAttention:
             sinks = sinks.view(num_kv_heads, -1, 1, 1)
         weights = self._weights(by_head, keys.unsqueeze(2), mask, sinks)
         by_query = weights.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        for shares, of_sequence in zip(group.shares, by_query, strict=True):
+        for shares, sequence_weights in zip(group.shares, by_query, strict=True):
             if shares is not None:
-                missing = -of_sequence.shape[-1] % self._pool.block_size
-                shares.add(torch.nn.functional.pad(of_sequence, (0, missing)))
+                missing = -sequence_weights.shape[-1] % self._pool.block_size
+                shares.add(torch.nn.functional.pad(sequence_weights, (0, missing)))
 
     def _product(
         self,
@@ -104,8 +109,8 @@ class PagedAttention:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attends [..., n, D] to [..., keys, D]; no mask: causal, and there are n keys. Sinks come
-        as [..., n or 1, 1]."""
+        """Returns the attention of queries [..., n, D] to keys [..., keys, D]. Without a mask it is
+        causal, with n keys. Sinks are [..., n or 1, 1]."""
         if self._cap is None and sinks is None:
             return scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale
@@ -120,7 +125,7 @@ class PagedAttention:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns what `_product` weighs values with, in fp32."""
+        """Returns the softmax weights of `_product`, fp32 [..., n, keys]."""
         scores = queries.float() @ keys.float().transpose(-1, -2) * self._scale
         if self._cap is not None:
             scores = torch.tanh(scores / self._cap) * self._cap
@@ -142,7 +147,8 @@ def _attend_one_query(
     product: _Product,
     out: torch.Tensor,
 ) -> None:
-    """Queries [B, heads, D]; the heads that share a KV head are the rows of one product."""
+    """Attends queries [B, heads, D], one per sequence. The heads that share a KV head are the rows
+    of one matrix product."""
     num_seqs, num_kv_heads, _, head_dim = kv[0].shape
     grouped = queries.view(num_seqs, num_kv_heads, -1, head_dim)
     if sinks is not None:
@@ -159,7 +165,8 @@ def _attend_chunk(
     product: _Product,
     out: torch.Tensor,
 ) -> None:
-    """Queries [n, heads, D] of one sequence; KV heads are the batch, so K and V need no copies."""
+    """Attends queries [n, heads, D] of one sequence. KV heads are the batch dimension, so K and V
+    are not copied."""
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads = kv.shape[2]
     group_size = num_heads // num_kv_heads
@@ -176,7 +183,8 @@ def _attend_chunk(
 def _mask(
     group: AttentionGroup, pool: KvPool, dtype: torch.dtype, window: int | None
 ) -> torch.Tensor | None:
-    """Returns [B, 1, num_queries, padded context]: 0 where a query sees a key, -inf elsewhere."""
+    """Returns an additive mask [B, 1, num_queries, padded context]: 0 where a query attends to a
+    key, else -inf. None if causal masking is enough."""
     longest = max(group.context_lens)
     if group.num_queries == longest > 1 and group.sees_all(window):
         return None

@@ -1,13 +1,13 @@
-"""Groups the sequences of a step that are attended together, and locates their KV, once a step.
+"""Groups a step's sequences for attention and locates their KV, once per step.
 
-Sequences with one query each are gathered side by side, padded to the longest of the group, so a
-group holds only contexts of like length and at most `_GATHERED_TOKENS_MAX` padded tokens. A
-sequence with more queries is a group by itself.
+Sequences with one query each are gathered side by side, padded to the longest context of the group.
+A group therefore contains only contexts of similar length, and at most `_GATHERED_TOKENS_MAX`
+padded tokens. A sequence with several queries is a group by itself.
 
-With a sliding window of w tokens the query at position i sees the keys i - w < j <= i. Only the
-part of a context that a group's queries see is gathered: attention knows no positions, so the rest
-is cut off in front, and what the span says is the context's length from there on. Of a context of
-which only the first and the last keys are visible all is gathered: this is the plain way.
+With a sliding window of w tokens, the query at position i attends to the keys i - w < j <= i. Only
+the part of a context that the group's queries attend to is gathered. The part before it is removed
+from the span, whose context length then counts from the first gathered block. If only the first and
+the last keys of a context are visible, the whole context is gathered, for simplicity.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,32 +20,35 @@ from tandem_kernels.block_sums import BlockShares
 from tandem_kernels.kv_cache import KvPool
 
 _GATHERED_TOKENS_MAX = 16384
-_SMALL_CONTEXT_TOKENS = 256  # below it, padding costs less than another group
+_SMALL_CONTEXT_TOKENS = 256  # For shorter contexts, padding costs less than another group.
 
 
 @dataclass(frozen=True, slots=True)
 class QuerySpan:
-    """A sequence's query rows in the step, the last `num_queries` tokens of its context."""
+    """A sequence's query rows in the step: the last `num_queries` tokens of its context."""
 
     first_row: int
     num_queries: int
     context_len: int  # tokens
-    block_table: Sequence[int]  # covers the context, may be longer; of no meaning where hidden
-    # Without a window a query sees so many first keys and so many last ones; None: all.
+    # Covers the context and may be longer; ids of hidden blocks are ignored.
+    block_table: Sequence[int]
+    # Number of first keys and of last keys that a query attends to, in layers without a window;
+    # None: all.
     visible: tuple[int, int] | None = None
-    shares: BlockShares | None = None  # where its weights are added up
+    shares: BlockShares | None = None  # collects the sums of its softmax weights per block
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """B sequences with `num_queries` consecutive query rows each; B is 1 where that is not 1."""
+    """B sequences with `num_queries` consecutive query rows each. If `num_queries` is not 1, B is
+    1."""
 
     first_row: int
     num_queries: int
     context_lens: tuple[int, ...]  # [B]
-    visible: tuple[tuple[int, int] | None, ...]  # [B]: as the spans'
+    visible: tuple[tuple[int, int] | None, ...]  # [B], from the spans
     block_rows: torch.Tensor  # see KvPool.block_rows
-    shares: tuple[BlockShares | None, ...]  # [B]: as the spans'
+    shares: tuple[BlockShares | None, ...]  # [B], from the spans
 
     @property
     def num_seqs(self) -> int:
@@ -58,10 +61,11 @@ class AttentionGroup:
     def hidden(
         self, keys: torch.Tensor, ends: torch.Tensor, window: int | None, repeats: int = 1
     ) -> torch.Tensor:
-        """Returns which `keys` queries do not see that see none from `ends` on.
+        """Returns a boolean mask that is true where a query does not attend to a key.
 
-        `ends` are [B x repeats, ...]. A window is the layer's own, and counts instead of what the
-        spans say.
+        `keys` are key positions. `ends` [B * repeats, ...] has, for each query, the position after
+        its last key. `window` is the layer's sliding window; if given, it replaces `visible` of the
+        spans.
         """
         hidden = keys >= ends
         if window is not None:
@@ -74,7 +78,7 @@ class AttentionGroup:
         return hidden
 
     def sees_all(self, window: int | None) -> bool:
-        """Returns whether each query sees all keys up to its own."""
+        """Returns whether each query attends to all keys up to its own position."""
         longest = max(self.context_lens)
         if window is not None:
             return longest <= window
@@ -82,17 +86,18 @@ class AttentionGroup:
 
 
 def batch_order(context_lens: Sequence[int], num_queries: Sequence[int]) -> list[int]:
-    """The order in which a step should lay out its sequences, so that groups are contiguous."""
+    """Returns the order in which a step should lay out its sequences so that groups are
+    contiguous."""
     return sorted(range(len(context_lens)), key=lambda i: (num_queries[i] > 1, context_lens[i]))
 
 
 def make_groups(
     spans: Sequence[QuerySpan], pool: KvPool, padded_to: int = 1, window: int | None = None
 ) -> list[AttentionGroup]:
-    """Groups of consecutive spans; `spans` are in `batch_order`.
+    """Splits `spans`, which must be in `batch_order`, into groups of consecutive spans.
 
-    Contexts are gathered padded to a multiple of `padded_to` tokens and of the block size. What is
-    cut off before a window is a multiple of both.
+    Contexts are padded to a multiple of `padded_to` tokens and of the block size. The part removed
+    before a window is a multiple of both.
     """
     if window is not None:
         spans = [_within(span, window, pool.block_size, padded_to) for span in spans]
@@ -100,7 +105,7 @@ def make_groups(
 
 
 def _within(span: QuerySpan, window: int, block_size: int, padded_to: int) -> QuerySpan:
-    """Cuts off what even the first query does not see."""
+    """Removes the blocks that precede the window of the span's first query."""
     first_key = max(0, span.context_len - span.num_queries + 1 - window)
     num_blocks = first_key // lcm(block_size, padded_to) * lcm(block_size, padded_to) // block_size
     return QuerySpan(
@@ -108,7 +113,7 @@ def _within(span: QuerySpan, window: int, block_size: int, padded_to: int) -> Qu
         span.num_queries,
         span.context_len - num_blocks * block_size,
         span.block_table[num_blocks:],
-    )  # without what is visible: the window counts instead
+    )  # `visible` is left out, because the window replaces it.
 
 
 def _split(spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
@@ -136,7 +141,8 @@ def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGrou
     tables = torch.zeros(len(part), num_blocks, dtype=torch.long)
     for row, span in zip(tables, part, strict=True):
         used = -(-span.context_len // pool.block_size)
-        row[:used] = torch.tensor(span.block_table[:used]).clamp_(min=0)  # what is cut is hidden
+        # Negative ids are of blocks outside the window, which the mask hides.
+        row[:used] = torch.tensor(span.block_table[:used]).clamp_(min=0)
     return AttentionGroup(
         first_row=part[0].first_row,
         num_queries=part[0].num_queries,

@@ -1,15 +1,16 @@
-"""Computes attention.py's formula in fp32; a query's bits depend on its own sequence alone.
+"""Batch-invariant attention in fp32: a query's result depends only on its own sequence, bit by bit.
 
-Not on what shares the step, where a chunk ends, how the KV is cut into blocks or on threads: all
-products have one shape, rows [16, D] by keys [64, D], and all sums one order.
+It does not depend on the rest of the batch, the chunk boundaries, the block size or the number of
+threads. All matrix products have one shape, rows [16, D] by keys [64, D], and all sums one order.
+The formula is in attention.py.
 
     row tile    16 rows (query, head of the KV head's group), padded with zeros
     key tile    64 keys, aligned to position 0
     scores      [key tiles, N, 16, 64]      N row tiles; -inf where hidden
-    out         added up over key tiles from the first; hidden keys add an exact 0, and so tiles
-                that lie before a window may be left out
+    out         summed over key tiles from the first; hidden keys add exactly 0, so tiles before a
+                window may be skipped
 
-The maximum is taken over the whole row first, so nothing is ever rescaled.
+The maximum of a row is computed over all keys first, so no partial sum is rescaled.
 """
 
 import math
@@ -29,11 +30,12 @@ KEY_TILE = 64
 class _TiledGroup:
     group: AttentionGroup
     hidden: torch.Tensor  # bool [key tiles, N, 16, 64]
-    first_row_tile: list[int]  # per key tile: the first row tile that sees it, or a key after it
+    # per key tile: the first row tile that attends to it or to a later key
+    first_row_tile: list[int]
 
 
 class InvariantPagedAttention:
-    """One step's attention: index tensors and masks, made once and used in every layer."""
+    """Attention for one step. Index tensors and masks are made once and used in every layer."""
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class InvariantPagedAttention:
         scale: float | None = None,
         cap: float | None = None,
     ) -> None:
-        """`scale` of scores, None: 1 / sqrt(D). With a cap they become cap tanh(score / cap)."""
+        """`scale` is the factor on scores (default: 1 / sqrt(D)). With `cap`, scores become
+        cap * tanh(score / cap)."""
         assert dtype == pool.dtype == torch.float32
         self._pool = pool
         self._cap = cap
@@ -59,9 +62,10 @@ class InvariantPagedAttention:
     def __call__(
         self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Queries [T, heads, D] to [T, heads, D]; the step's own K and V are in the pool.
+        """Returns the attention of queries [T, heads, D], in the same shape. The step's own K and V
+        must be in the pool.
 
-        sinks   [heads]: scores of the softmax that no keys have
+        sinks   [heads]: attention sinks
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._scale
@@ -83,7 +87,8 @@ class InvariantPagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Queries [B, heads, D]: row tiles are (sequence, KV head), or several of a large group."""
+        """Attends queries [B, heads, D], one per sequence. A (sequence, KV head) pair is one row
+        tile, or several if it has more than 16 heads."""
         head_dim = queries.shape[-1]
         rows = _padded_rows(queries.reshape(-1, self._group_size, head_dim))
         if self._tiles_per_query > 1:
@@ -110,7 +115,7 @@ class InvariantPagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Queries [n, heads, D] of one sequence, one KV head after the other."""
+        """Attends queries [n, heads, D] of one sequence, one KV head after the other."""
         num_queries, _, head_dim = queries.shape
         shape = (num_queries, self._pool.num_kv_heads, self._group_size, head_dim)
         by_head = queries.view(shape).transpose(0, 1).reshape(shape[1], 1, -1, head_dim)
@@ -118,21 +123,23 @@ class InvariantPagedAttention:
         for head in range(shape[1]):
             tiles = _padded_rows(by_head[head]).view(-1, ROW_TILE, head_dim)
             keys, values = kv[:, 0, head].unsqueeze(1).expand(-1, tiles.shape[0], -1, -1)
-            of_rows = None
+            row_sinks = None
             if sinks is not None:
                 by_query = sinks[head].repeat(num_queries).view(1, -1, 1)
-                of_rows = _padded_rows(by_query).view(-1, ROW_TILE)
-            result, weights = _attend_tiles(part, tiles, keys, values, self._cap, of_rows)
+                row_sinks = _padded_rows(by_query).view(-1, ROW_TILE)
+            result, weights = _attend_tiles(part, tiles, keys, values, self._cap, row_sinks)
             used = result.view(-1, head_dim)[: num_queries * self._group_size]
             if (shares := part.group.shares[0]) is not None:
-                of_head = weights()[: num_queries * self._group_size]
-                shares.add(of_head.view(num_queries, self._group_size, -1))
+                head_weights = weights()[: num_queries * self._group_size]
+                shares.add(head_weights.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
     def _tiled(self, group: AttentionGroup, window: int | None) -> _TiledGroup:
-        """Tiles a group, with its mask. Row tiles come by their last visible key, so that those
-        that see a key tile are the last ones: sequences by context length, queries by position.
-        Contexts that a window cut off may come in another order, and differ little."""
+        """Makes the row tiles and the mask of a group.
+
+        Row tiles are ordered by their last visible key (sequences by context length, queries by
+        position), so the tiles that attend to a key tile are the last ones. Contexts cut by a
+        window may be slightly out of order."""
         device, tiles_per_sequence = self._pool.device, 1
         if group.num_queries == 1:
             tiles_per_sequence = self._pool.num_kv_heads * self._tiles_per_query
@@ -158,7 +165,7 @@ class InvariantPagedAttention:
 
 
 def _padded_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Pads [..., r, D] with zero rows to a multiple of the row tile."""
+    """Pads [groups, rows, D] with zero rows to a multiple of the row tile."""
     num_groups, num_rows, head_dim = rows.shape
     padded = rows.new_zeros(num_groups, -(-num_rows // ROW_TILE) * ROW_TILE, head_dim)
     padded[:, :num_rows] = rows
@@ -173,8 +180,9 @@ def _attend_tiles(
     cap: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Scaled queries [N, 16, D] over keys and values [N, padded context, D], with sinks [N, 16]:
-    [N, 16, D]. The weights [N x 16, padded context] are made when they are asked for."""
+    """Returns the attention [N, 16, D] of scaled queries [N, 16, D] to keys and values
+    [N, padded context, D] with sinks [N, 16], and a function that computes the softmax weights
+    [N * 16, padded context]."""
     scores = tiles.new_full(part.hidden.shape, float("-inf"))
     for t, first in enumerate(part.first_row_tile):
         key_tile = keys[first:, t * KEY_TILE : (t + 1) * KEY_TILE]

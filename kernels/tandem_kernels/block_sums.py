@@ -1,8 +1,8 @@
-"""Sums the softmax weights that a step's queries give each block of keys.
+"""Sums the softmax weights that a step's queries give to each block of keys.
 
-    sums[j] += sum of a query's weights of the keys of block j, over queries, layers and heads
+    sums[j] += sum of the weights of the keys in block j, over queries, layers and heads
 
-in fp32 and in one order: key after key, head after head, layer after layer, and query after query.
+The sums are fp32 and have one order: by key, then head, then layer, then query.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ import torch
 
 
 class BlockShares:
-    """A sequence's queries of one step, with what their weights of each block sum to so far."""
+    """The sums of one sequence's softmax weights per block, during one step."""
 
     def __init__(
         self, sums: npt.NDArray[np.float32], num_queries: int, block_size: int, device: torch.device
     ) -> None:
-        """`sums` [blocks] are of the steps before."""
+        """`sums` [blocks] holds the sums of earlier steps; `finish` adds this step's."""
         self._sums = sums
         self._block_size = block_size
-        self._of_queries = torch.zeros(num_queries, len(sums), device=device)
+        self._query_sums = torch.zeros(num_queries, len(sums), device=device)
 
     def add(self, weights: torch.Tensor) -> None:
-        """Adds fp32 weights [queries, heads, keys]; there may be more keys, with the weight 0."""
+        """Adds a layer's fp32 weights [queries, heads, keys]. Keys after the last block are
+        ignored."""
         num_queries, num_heads, _ = weights.shape
-        num_keys = self._of_queries.shape[1] * self._block_size
+        num_keys = self._query_sums.shape[1] * self._block_size
         blocks = weights[..., :num_keys].reshape(num_queries, num_heads, -1, self._block_size)
         shares = torch.zeros_like(blocks[..., 0])
         for key in range(self._block_size):
             shares += blocks[..., key]
         for head in range(num_heads):
-            self._of_queries += shares[:, head]
+            self._query_sums += shares[:, head]
 
     def finish(self) -> None:
-        """Adds the step's to the sums."""
-        for of_query in self._of_queries.cpu().numpy():
-            self._sums += of_query
+        """Adds the step's weights to the sums passed to the constructor."""
+        for query_sums in self._query_sums.cpu().numpy():
+            self._sums += query_sums

@@ -1,10 +1,10 @@
-"""Quantized blocks of GGUF's types as numbers, by torch on any device.
+"""Dequantizes blocks of GGUF's types with torch, on any device.
 
     weight = scale * (number - zero) + min
 
-The formulas are blocks.cpp's, to the bit. Nothing is copied from the host, so that a CUDA graph can
-record them.
-https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the types.
+Results equal those of native/blocks.cpp bit by bit. No data is copied from the host, so CUDA graphs
+can record these functions. The types are defined in
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-Q4_Z32, Q4_Z64 = 1032, 1064  # native/blocks.h; no GGUF file has them
+Q4_Z32, Q4_Z64 = 1032, 1064  # as in native/blocks.h; these types do not exist in GGUF files
 
 
 class BlockType(NamedTuple):
@@ -21,7 +21,7 @@ class BlockType(NamedTuple):
 
 
 def widen(data: torch.Tensor, block_type: int) -> torch.Tensor:
-    """Returns float32 [rows, numbers] of rows of blocks, uint8 [rows, bytes]."""
+    """Dequantizes rows of blocks, uint8 [rows, bytes], to float32 [rows, numbers]."""
     kind = TYPES[block_type]
     return kind.widen(data.view(len(data), -1, kind.num_bytes)).flatten(1)
 
@@ -31,12 +31,13 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The lower halves of the bytes come before the upper ones."""
+    """Unpacks 4-bit numbers: first the low nibbles of all bytes, then the high nibbles."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Returns 16 where a bit of four bytes is 1."""
+    """Expands the 32 bits of four bytes to numbers that are 16 or 0, for the fifth bit of a
+    number."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
@@ -64,7 +65,7 @@ def _q8_0(block: torch.Tensor) -> torch.Tensor:
 
 
 def _zeroed(block: torch.Tensor) -> torch.Tensor:
-    """A scale and a zero (a byte) for one group of 32 or for two."""
+    """Dequantizes Q4_Z32 and Q4_Z64: a scale and a zero point (one byte) for 32 or 64 numbers."""
     groups = block[..., 3:].reshape(*block.shape[:-1], -1, 16)
     numbers = _nibbles(groups).flatten(-2)
     return (numbers.float() - block[..., 2:3].float()) * _half(block[..., :2])
@@ -73,14 +74,16 @@ def _zeroed(block: torch.Tensor) -> torch.Tensor:
 def _mxfp4(block: torch.Tensor) -> torch.Tensor:
     codes = _nibbles(block[..., 1:]).int()
     size = codes & 7
-    doubled = (2 | size & 1) << (size // 2 - 1).clamp(min=0)  # of numbers that are normal
+    # value times 2, if normal (not subnormal)
+    doubled = (2 | size & 1) << (size // 2 - 1).clamp(min=0)
     doubled = torch.where(size < 2, size, doubled)
     exponents = block[..., :1].int() - 128
     return torch.ldexp(torch.where(codes < 8, doubled, -doubled).float(), exponents)
 
 
 def _scales_and_mins(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns those of the eight groups of Q4_K and Q5_K, [..., 8, 1]: 6 bits each of 12 bytes."""
+    """Returns the scales and minimums of the eight groups in Q4_K and Q5_K blocks, each [..., 8,
+    1]. They are stored with 6 bits each in 12 bytes."""
     packed = block[..., 4:16]
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
@@ -90,7 +93,8 @@ def _scales_and_mins(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pairs_of_groups(packed: torch.Tensor) -> torch.Tensor:
-    """Returns [..., 8, 32] of 128 bytes: 32 bytes have a group's nibbles and the next one's."""
+    """Unpacks 128 bytes to [..., 8, 32]. Each 32 bytes hold two groups, in their low and their high
+    nibbles."""
     bytes_of_pairs = packed.reshape(*packed.shape[:-1], 4, 1, 32)
     return torch.cat((bytes_of_pairs & 15, bytes_of_pairs >> 4), -2).flatten(-3, -2)
 
@@ -118,7 +122,7 @@ def _q6_k(block: torch.Tensor) -> torch.Tensor:
     return ((numbers.float() - 32) * scales.unsqueeze(-1)).flatten(-2)
 
 
-TYPES = {  # as GGUF files number them, but for the last two
+TYPES = {  # GGUF type numbers, except the last two
     2: BlockType(18, _q4_0),
     3: BlockType(20, _q4_1),
     6: BlockType(22, _q5_0),

@@ -1,6 +1,7 @@
-"""Chooses the torch implementation of each operation for a device, by numerics.
+"""Chooses the torch implementation of each operation by device and numerics.
 
-The C++ and Triton kernels compute whole steps and do not come by here; the engine chooses.
+The C++ and Triton kernels compute complete steps and do not use this module; the engine chooses
+between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from tandem_kernels.linear import (
 from tandem_kernels.norm import rms_norm
 from tandem_kernels.rope import rotate
 
-# (layer, queries, scores of heads without keys or None) -> as queries
+# (layer, queries, attention sinks or None) -> output in the shape of the queries
 Attention = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -53,9 +54,9 @@ class MakeAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The operations of one device and numerics mode."""
+    """The operations for one device and numerics mode."""
 
-    row_multiple: int  # rows of activations come padded to a multiple of this
+    row_multiple: int  # Rows of activations are padded to a multiple of this.
     linear: Linear
     linear_of_heads: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     attention: MakeAttention
@@ -64,7 +65,8 @@ class Kernels:
 
 
 def kernels_for(device_type: str, numerics: str) -> Kernels:
-    """Raises ValueError where there is no implementation."""
+    """Returns the operations for a device type (cpu or cuda) and numerics (fast or invariant).
+    Raises ValueError for another device type."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"no kernels for device {device_type!r}; there are for cpu and cuda")
     if numerics == "invariant":

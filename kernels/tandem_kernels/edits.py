@@ -1,15 +1,15 @@
-"""Edits logits between the model and the draw. An edit changes these tokens, in this order:
+"""Edits logits before sampling: bias, penalties and masks. The operations, in vLLM's order, are:
 
-    bias         tokens of the request's own        l + bias
-    repetition   of the prompt or the completion    l / r if l > 0 else l * r
-    frequency    of the completion, `count` times   l - (frequency * count + presence)
+    bias         tokens in the request's logit_bias        l + bias
+    repetition   tokens in the prompt or the completion    l / r if l > 0 else l * r
+    frequency    tokens in the completion                  l - (frequency * count + presence)
     and presence
-    masks        banned tokens, and all those       -inf, whatever was added
-                 without a bit in `mask`
+    masks        banned tokens, and tokens without a       -inf
+                 bit in `mask`
 
-The order is vLLM's. The formula is computed in fp32 with a rounding after each operation, so that
-every backend has the same bits. An edit is sparse, but for `mask`: its cost follows from the tokens
-that it names, not from the vocabulary.
+The formulas are computed in fp32 with a rounding after each operation, so all backends give the
+same bits. Except for `mask`, an edit is sparse: its cost depends on the number of its tokens and
+not on the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,21 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The edit of one row of logits. `token_ids` are distinct; the arrays have its length."""
+    """The edit of one row of logits. `token_ids` are distinct; the other arrays have the same
+    length."""
 
     token_ids: Ids
     bias: Floats
-    scales: Floats  # the repetition penalty; 1: none
-    penalties: Floats  # of frequency and presence together
+    scales: Floats  # repetition penalties; 1: none
+    penalties: Floats  # sum of frequency and presence penalties
     banned: Sequence[int] = ()
-    # Packed: bit i % 32 of word i // 32 is set if token i may come; the bits after the vocabulary
-    # are 0. At least one token may come.
+    # Bit i % 32 of word i // 32 is set if token i is allowed; the bits after the vocabulary are 0.
+    # At least one token is allowed.
     mask: Ids | None = None
 
     def keeps(self, token_id: int) -> bool:
-        """Returns whether a row's most likely token is so after the edit, for certain."""
+        """Returns whether the edit certainly leaves `token_id` the most likely token, if it is that
+        before."""
         if self.mask is None or len(self.token_ids) or self.banned:
             return False
         return bool(self.mask[token_id // 32] >> (token_id % 32) & 1)
@@ -50,26 +52,27 @@ def apply_edit(logits: Floats, edit: Edit) -> None:
         logits[_ids_of(~edit.mask, len(logits))] = -np.inf
 
 
-def may_come(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
-    """Returns what an edit makes of a row of logits [vocab], and of which tokens, in order; None
-    for all. Where a mask leaves few of them, the others are not computed."""
+def edited_logits(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
+    """Returns the edited logits of the tokens that remain possible, and their ids in ascending
+    order; None instead of ids means the whole vocabulary. `logits` [vocab] is not changed. If the
+    mask allows few tokens, only these are computed."""
     if edit.mask is not None and 2 * _num_bits(edit.mask) < len(logits):
         left = _ids_of(edit.mask, len(logits))
-        return _of_few(logits, edit, left), left
+        return _edit_few(logits, edit, left), left
     edited = logits.copy()
     apply_edit(edited, edit)
     return edited, None
 
 
 def most_likely_after(logits: Floats, edit: Edit, most_likely: int) -> int:
-    """Returns the most likely token of a row of logits [vocab] after an edit, of equals the first,
-    given the one before."""
+    """Returns the most likely token of a row of logits [vocab] after an edit; of equal ones the
+    lowest id. `most_likely` is the most likely token before the edit."""
     is_edited = most_likely in edit.banned or bool((edit.token_ids == most_likely).any())
     if edit.mask is not None or is_edited:
-        values, ids = may_come(logits, edit)
+        values, ids = edited_logits(logits, edit)
         best = int(values.argmax())
         return best if ids is None else int(ids[best])
-    # All that is left of the row is less likely, or comes later.
+    # The unedited tokens are less likely than `most_likely`, or equally likely with a higher id.
     values = _edited(logits[edit.token_ids], edit)
     for token_id in edit.banned:
         values[edit.token_ids == token_id] = -np.inf
@@ -82,14 +85,14 @@ def most_likely_after(logits: Floats, edit: Edit, most_likely: int) -> int:
 
 
 def _edited(values: Floats, edit: Edit) -> Floats:
-    """Returns the logits of the edit's tokens after bias and penalties."""
+    """Applies bias and penalties to the logits of the edit's tokens."""
     biased = values + edit.bias
     scaled: Floats = np.where(biased > 0, biased / edit.scales, biased * edit.scales)
     return scaled - edit.penalties
 
 
-def _of_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
-    """Returns the edited logits of the tokens `left`, which are in order."""
+def _edit_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
+    """Returns the edited logits of the tokens `left`, which are in ascending order."""
     values = logits[left]
     if len(edit.token_ids):
         edited = _edited(logits[edit.token_ids], edit)
@@ -102,7 +105,7 @@ def _of_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
 
 
 def _ids_of(mask: Ids, vocab: int) -> Ids:
-    """Returns the tokens whose bits are set, in order."""
+    """Returns the ids of the tokens whose bits are set, in ascending order."""
     bits = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little")
     return np.flatnonzero(bits.view(np.bool_)).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""The choice of experts for each token, from the logits of a router."""
+"""Chooses experts for each token from the router's logits."""
 
 import torch
 
@@ -6,9 +6,10 @@ import torch
 def choose_experts(
     logits: torch.Tensor, top_k: int, is_normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the chosen experts [T, top_k] of logits [T, experts], and their weights in fp32.
+    """Returns the ids of the chosen experts [T, top_k] for logits [T, experts], and their fp32
+    weights.
 
-    The weights are a softmax: over all experts, or over the chosen ones so that they sum to 1.
+    The weights are a softmax over all experts, or, if `is_normalized`, over the chosen ones.
     """
     logits = logits.float()
     highest, chosen = torch.topk(logits, top_k, dim=-1)
@@ -26,24 +27,27 @@ def choose_in_groups(
     scale: float,
     correction: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns experts [T, top_k] of the groups that rank first, and their weights in fp32.
+    """Returns the ids of experts [T, top_k] chosen from the best groups, and their fp32 weights
+    (DeepSeek).
 
-    Scores are a softmax of the logits [T, experts], and rank experts as they are; a group counts as
-    much as its best. With a correction [experts] they are sigmoids, the correction is added to rank
-    experts, and a group counts as much as its two best. Weights are scores times the scale.
+    Without a correction, scores are the softmax of the logits [T, experts]; experts are ranked by
+    score, and groups by their best expert. With a correction [experts], scores are the sigmoid of
+    the logits; experts are ranked by score + correction, and groups by the sum of their two best
+    experts. The weights are scores * scale; with `is_normalized`, the scores are first divided by
+    their sum.
 
-    groups   how many there are, and how many of them a token chooses from; None: all of one
+    groups   number of groups, and number of groups chosen per token; None: no groups
     """
     logits = logits.float()
     scores = torch.softmax(logits, dim=-1) if correction is None else torch.sigmoid(logits)
     ranks = scores if correction is None else scores + correction
     if groups is not None:
         num, top = groups
-        of_groups = ranks.view(*ranks.shape[:-1], num, -1)
-        best = of_groups.topk(1 if correction is None else 2, dim=-1).values.sum(-1)
+        by_group = ranks.view(*ranks.shape[:-1], num, -1)
+        best = by_group.topk(1 if correction is None else 2, dim=-1).values.sum(-1)
         chosen = torch.topk(best, top, dim=-1).indices
         is_out = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
-        ranks = of_groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
+        ranks = by_group.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
     chosen = torch.topk(ranks, top_k, dim=-1).indices
     shares = scores.gather(-1, chosen)
     if is_normalized:

@@ -1,8 +1,8 @@
-"""Reads and writes of KV blocks in a pool of bytes, for torch's operators.
+"""Reads and writes KV blocks in a byte pool with torch.
 
-A block holds all layers, so one layer's K or V of one head in one block is a contiguous run of
-`block_size` rows of D elements. Index tensors are made once a step for layer 0; other layers add
-a constant. Knows no sequences: block ids and offsets in, rows out.
+A block holds all layers. In a block, the K or V of one head in one layer is a contiguous run of
+`block_size` rows of D elements. Index tensors are made once per step for layer 0; other layers add
+a constant. This module does not know sequences, only block ids and offsets.
 """
 
 from typing import NamedTuple, Protocol
@@ -16,28 +16,28 @@ from tandem_kernels.kv_int4_keys import KeyChannels
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-# What the bytes of all tokens stand on, beside their own scales.
+# Static quantization parameters, which apply to all tokens in addition to per-token scales.
 StaticKv = KeyChannels | FixedScales
 
 
 class RowFormat(Protocol):
-    """This is what a module of rows in few bits has: kv_int8.py, kv_fp8.py, kv_int4.py."""
+    """The interface of the modules kv_int8.py, kv_fp8.py and kv_int4.py."""
 
     def quantize(self, rows: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
     def widen(self, numbers: torch.Tensor, scales: torch.Tensor, /) -> torch.Tensor: ...
 
 
-# Of K and of V.
+# KV dtype -> (format of K, format of V).
 _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
     "int8": (kv_int8, kv_int8),
     "fp8_e4m3": (kv_fp8, kv_fp8),
     "k8v4": (kv_int8, kv_int4),
-    "int4": (kv_int4, kv_int4),  # of keys see Int4KvPool
+    "int4": (kv_int4, kv_int4),  # Int4KvPool replaces the format of K.
 }
 
 
 class RotatedKey(Protocol):
-    """This is what a pool needs of tandem.common.dtypes.RotatedKey."""
+    """The part of tandem.common.dtypes.RotatedKey that a pool uses."""
 
     @property
     def dim(self) -> int: ...
@@ -46,7 +46,7 @@ class RotatedKey(Protocol):
 
 
 class KvLayout(Protocol):
-    """This is what a pool needs of tandem.engine.cache.layout.block_layout.BlockLayout."""
+    """The part of tandem.engine.cache.layout.block_layout.BlockLayout that a pool uses."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -75,16 +75,16 @@ class KvLayout(Protocol):
 
 
 class LayerKv(NamedTuple):
-    """One layer of a pool, as strided views, for kernels that take strides."""
+    """One layer of a pool as strided views, for the Triton kernels."""
 
     numbers: torch.Tensor  # [num_blocks, heads, 2, block_size, D]; e4m3 as uint8
     scales: torch.Tensor | None  # [num_blocks, heads, 2, block_size] float16
-    fixed_scales: torch.Tensor | None = None  # [2]: FixedScales of the layer
+    fixed_scales: torch.Tensor | None = None  # [2]: static scales of the layer's K and V
 
 
 def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = None) -> "KvPool":
-    """`memory`: uint8 [num_blocks, block_bytes]. An int4 pool needs the channels of its layers; one
-    of fp8_e4m3 may have fixed scales."""
+    """Makes the pool class for a layout over `memory`, uint8 [num_blocks, block_bytes]. `static`
+    must be KeyChannels for int4, and may be FixedScales for fp8_e4m3."""
     if layout.dtype == "int4":
         assert isinstance(static, KeyChannels)
         return Int4KvPool(memory, layout, static)
@@ -98,7 +98,7 @@ def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = 
 
 
 class KvPool:
-    """Views of one pool's memory, with the strides that indexing needs."""
+    """A pool with unquantized KV: views of its memory, and reads and writes by block id."""
 
     static: StaticKv | None = None
 
@@ -114,13 +114,14 @@ class KvPool:
         self._make_views()
 
     def _make_views(self) -> None:
-        self.dtype = _DTYPES[self.layout.dtype]  # of what `gather` brings
+        self.dtype = _DTYPES[self.layout.dtype]  # dtype of the result of `gather`
         self._tokens = self.memory.view(self.dtype).view(-1, self.head_dim)
         self._runs = self._tokens.view(-1, self.block_size * self.head_dim)
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool as [num_blocks, heads, layers, 2, block_size, D]; 1 for 2 without values."""
+        """The pool as [num_blocks, heads, layers, 2, block_size, D]; the 2 is 1 with latent
+        attention."""
         runs = 1 + self.layout.has_values
         shape = self.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
         return self._tokens.view(-1, *shape)
@@ -129,57 +130,62 @@ class KvPool:
         return LayerKv(layer_of(self.kv, number), None)
 
     def token_rows(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns the rows [T, heads] of layer 0's K, for slots (block id, offset), each [T]."""
+        """Returns the row indices [T, heads] of layer 0's K for slots (block id, offset), each
+        [T]."""
         return self._first_runs(block_ids) * self.block_size + offsets.unsqueeze(-1)
 
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Stores K and V, each [T, heads, D] in any dtype, in the slots of `token_rows`."""
+        """Stores K and V, each [T, heads, D] of any dtype, at the indices that `token_rows`
+        returned."""
         rows = token_rows + 2 * layer * self.block_size
         self._tokens.index_put_((rows,), keys.to(self.dtype))
         self._tokens.index_put_((rows + self.block_size,), values.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the runs of layer 0's K and V in blocks [B, M]: [2 * B * heads * M]."""
+        """Returns the run indices of layer 0's K and V for block ids [B, M], as [2 * B * heads *
+        M]."""
         runs = self._first_runs(block_tables).transpose(1, 2)
         return torch.stack((runs, runs + 1)).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """K and V of whole blocks, copied together: [2, B, heads, M * block_size, D]."""
+        """Copies the K and V of whole blocks to a tensor [2, B, heads, M * block_size, D]."""
         runs = torch.index_select(self._runs, 0, block_rows + 2 * layer)
         return runs.view(2, num_seqs, self.num_kv_heads, -1, self.head_dim)
 
     def _first_runs(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the run of layer 0's K in each block, for each head: [..., heads]."""
+        """Returns the run index of layer 0's K in each block, for each head: [..., heads]."""
         heads = block_ids.unsqueeze(-1) * self.num_kv_heads + self._heads
         return heads * ((1 + self.layout.has_values) * self.num_layers)
 
 
 class LatentKvPool(KvPool):
-    """A pool of latent attention: a token has one row, whose first numbers are its value, too."""
+    """A pool for latent attention. A token has one row, the latent and the rotated key; its value
+    is the latent."""
 
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Stores keys [T, 1, D]; values are a part of them."""
+        """Stores keys [T, 1, D]; `values` is ignored, because values are a part of the keys."""
         rows = token_rows + layer * self.block_size
         self._tokens.index_put_((rows,), keys.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the runs of layer 0 in blocks [B, M]: [B * heads * M]."""
+        """Returns the run indices of layer 0 for block ids [B, M], as [B * heads * M]."""
         return self._first_runs(block_tables).transpose(1, 2).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """Rows of whole blocks, as keys and as values: [2, B, heads, M * block_size, D]."""
+        """Copies the rows of whole blocks: [2, B, heads, M * block_size, D], keys and values being
+        equal views."""
         runs = torch.index_select(self._runs, 0, block_rows + layer)
         rows = runs.view(num_seqs, self.num_kv_heads, -1, self.head_dim)
         return rows.expand(2, *rows.shape)
 
 
 class QuantizedLatentKvPool(LatentKvPool):
-    """A pool of latents of int8 (kv_int8.py), whose rotated keys are as computed. `gather` brings
-    what they stand for."""
+    """A pool of int8 latents (kv_int8.py) with unquantized rotated keys. `gather` dequantizes to
+    fp32."""
 
     def _make_views(self) -> None:
         assert self.layout.dtype == "int8"
@@ -213,8 +219,8 @@ class QuantizedLatentKvPool(LatentKvPool):
 
 
 class QuantizedKvPool(KvPool):
-    """A pool of few bits with scales (kv_int8.py, kv_fp8.py, kv_int4.py). `gather` brings what they
-    stand for."""
+    """A quantized pool with per-row scales (kv_int8.py, kv_fp8.py, kv_int4.py). `gather`
+    dequantizes to fp32."""
 
     def _make_views(self) -> None:
         self.dtype = torch.float32
@@ -232,7 +238,7 @@ class QuantizedKvPool(KvPool):
         self._scales = scales[:, : 2 * size].view(-1, 2, size)
 
     def layer(self, number: int) -> LayerKv:
-        """Views a pool whose K and V are of the same number of bytes each."""
+        """Returns one layer as views. K and V must have one byte per element."""
         assert self.layout.row_bytes == (self.head_dim, self.head_dim)
         size, dim = self.block_size, self.head_dim
         shape = -1, self.num_kv_heads, self.num_layers, self.layout.layer_bytes
@@ -245,7 +251,7 @@ class QuantizedKvPool(KvPool):
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Stores K and V as KvPool.write does, quantized."""
+        """Quantizes K and V and stores them as `KvPool.write` does."""
         parts = token_rows // (2 * self.block_size) + layer
         offsets = token_rows % self.block_size
         for which, rows in enumerate((keys, values)):
@@ -254,7 +260,7 @@ class QuantizedKvPool(KvPool):
             self._scales[:, which].index_put_((parts, offsets), scales)
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """K and V of whole blocks in fp32: [2, B, heads, M * block_size, D]."""
+        """Dequantizes the K and V of whole blocks: fp32 [2, B, heads, M * block_size, D]."""
         size = num_seqs, self.num_kv_heads, -1
         runs = []
         for which, parts in enumerate((block_rows // 2 + layer).view(2, -1)):
@@ -266,18 +272,18 @@ class QuantizedKvPool(KvPool):
     def _quantize(
         self, which: int, layer: int, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (0) or V (1) of tokens, [T, heads, D]."""
+        """Quantizes rows [T, heads, D] of K (`which` 0) or V (1)."""
         return self._formats[which].quantize(rows)
 
     def _widen(
         self, which: int, layer: int, numbers: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """K (0) or V (1) of tokens, [B, heads, tokens, bytes]."""
+        """Dequantizes rows [B, heads, tokens, bytes] of K (`which` 0) or V (1)."""
         return self._formats[which].widen(numbers, scales)
 
 
 class FixedScaleKvPool(QuantizedKvPool):
-    """A pool of fp8_e4m3 whose scales are a checkpoint's."""
+    """An fp8_e4m3 pool with the static scales of a checkpoint."""
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout, fixed: FixedScales) -> None:
         super().__init__(memory, layout)
@@ -294,7 +300,7 @@ class FixedScaleKvPool(QuantizedKvPool):
 
 
 class Int4KvPool(QuantizedKvPool):
-    """A quantized pool whose keys lie by static channels (kv_int4_keys.py)."""
+    """An int4 pool, whose keys use static channel scales (kv_int4_keys.py)."""
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels) -> None:
         super().__init__(memory, layout)
@@ -319,5 +325,6 @@ class Int4KvPool(QuantizedKvPool):
 
 
 def layer_of(kv: torch.Tensor, layer: int) -> torch.Tensor:
-    """One layer of a pool of floats, a strided view [num_blocks, heads, 2, block_size, D]."""
+    """Returns one layer of an unquantized pool, a strided view [num_blocks, heads, 2, block_size,
+    D]."""
     return kv.select(2, layer)

@@ -1,19 +1,19 @@
-"""The arithmetic of an fp8_e4m3 KV pool: each token's K, and V, of a head is quantized by itself.
+"""Quantization for an fp8_e4m3 KV pool. A row, the K or V of one token and head, has its own scale.
 
-    m        largest |x| of the row's D numbers, fp32
+    m        largest |x| in the row of D numbers, fp32
     scale    m / 448 in fp32, at most 65504, then rounded up to float16 (so |x / scale| <= 448)
     number   x / scale in fp32, within -448 to 448, rounded to the nearest e4m3 (ties to even)
-    x        is read as number * scale, which is exact in fp32
+    x        is dequantized as number * scale, which is exact in fp32
 
-An e4m3 is a byte: a sign, 4 bits of an exponent and 3 of a fraction, as float8_e4m3fn has them. Its
-largest number is 448, and numbers below 2^-6 are multiples of 2^-9. With the 7 lower bits moved up
-by 7 it is a float16 that is 256 times less, which is how kernels read it.
+An e4m3 number is a byte with a sign, 4 exponent bits and 3 fraction bits, as in float8_e4m3fn.
+The largest number is 448, and numbers below 2^-6 are multiples of 2^-9. If its lower 7 bits are
+shifted left by 7, the result is a float16 with 1/256 of the value; kernels decode it this way.
 
-A checkpoint may give a static scale of K, and one of V, for each layer. It is rounded up to float16
-and takes the place of the row's own; larger numbers become 448 times the scale.
+A checkpoint may have static scales for the K and the V of each layer. They are rounded up to
+float16 and replace the rows' own scales. Larger numbers saturate at 448 * scale.
 
-Rows of zeros and rows with a number that is not finite are as in kv_int8.py, and here, too, a
-token's bytes depend on its own row alone. `quantize` in native/kv_fp8.h computes the same bytes.
+Rows of zeros and rows with infinities or NaN are treated as in kv_int8.py. A row's bytes depend
+on that row only. `quantize` in native/kv_fp8.h computes the same bytes.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _LARGEST = 448
 
 @dataclass(frozen=True)
 class FixedScales:
-    """The static scales of a checkpoint."""
+    """The static KV scales of a checkpoint."""
 
-    scales: torch.Tensor  # [layers, 2] float16: of K and of V
+    scales: torch.Tensor  # [layers, 2] float16: scale of K, scale of V
 
     @property
     def digest(self) -> str:
-        """Tells these scales from others."""
+        """Hash of the scales, 8 hex digits. Pools with different scales are incompatible."""
         data = self.scales.cpu().contiguous().numpy().tobytes()
         return hashlib.blake2b(data, digest_size=4).hexdigest()
 
     def of_layers(self, layers: list[int], device: torch.device) -> FixedScales:
-        """Returns those of some layers, in their order."""
+        """Returns the scales of the given layers, in that order, on a device."""
         return FixedScales(self.scales[layers].contiguous().to(device))
 
 
 def quantize(
     rows: torch.Tensor, fixed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., D] of any float dtype to the bytes of e4m3 [..., D] and float16 scales [...].
+    """Quantizes rows [..., D] of any float dtype to e4m3 bytes [..., D] and float16 scales [...].
 
-    fixed  [] float16: the scale of all rows, instead of their own
+    fixed  [] float16: one scale for all rows, which replaces their own
     """
     wide = rows.float()
     scales, divisors = scales_of(wide, _LARGEST)
@@ -64,5 +64,5 @@ def quantize(
 
 
 def widen(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 rows [..., D] that bytes and their scales stand for."""
+    """Dequantizes e4m3 bytes [..., D] with scales [...] to fp32 rows [..., D]."""
     return numbers.view(torch.float8_e4m3fn).float() * scales.float().unsqueeze(-1)

@@ -1,15 +1,16 @@
-"""The arithmetic of 4-bit rows of a KV pool: each token's K, or V, of a head by itself.
+"""4-bit quantization for a KV pool. A row, the K or V of one token and head, has its own scale.
 
-    e        the number with the largest |x| of the row's D numbers, fp32; of e and -e the negative
+    e        the number with the largest |x| in the row of D numbers, fp32; the negative one if both
+             e and -e occur
     scale    -e / 8 in fp32, at most 65504, its magnitude rounded up to float16
     number   x / scale in fp32, rounded to the nearest integer (ties to even), within -8 to 7
-    x        is read as number * scale, which is exact in fp32
+    x        is dequantized as number * scale, which is exact in fp32
 
-So e is -8, whatever its sign, and all 16 numbers are of use. Byte i of a row holds number i plus 8
-in its lower half and number i + D / 2 plus 8 in its upper half; D is even.
+The number for e is -8 for both signs of e, so all 16 codes are used. Byte i of a row holds
+number i + 8 in its low nibble and number (i + D / 2) + 8 in its high nibble; D is even.
 
-Rows of zeros and rows with a number that is not finite are as in kv_int8.py, and here, too, a
-token's bytes depend on its own row alone. `quantize` in native/kv_int4.h computes the same bytes.
+Rows of zeros and rows with infinities or NaN are treated as in kv_int8.py. A row's bytes depend
+on that row only. `quantize` in native/kv_int4.h computes the same bytes.
 """
 
 import torch
@@ -20,7 +21,8 @@ _LOWEST, _HIGHEST = -8, 7
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., D] of any float dtype to uint8 pairs [..., D / 2] and float16 scales [...]."""
+    """Quantizes rows [..., D] of any float dtype to uint8 pairs [..., D / 2] and float16 scales
+    [...]."""
     wide = rows.float()
     scales, divisors = scales_of(wide)
     numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(_LOWEST, _HIGHEST)
@@ -30,8 +32,8 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scales_of(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the float16 scales [...] of fp32 rows [..., D], and what to divide by: infinity where
-    the numbers are to be zeros."""
+    """Returns the float16 scales [...] of fp32 rows [..., D], and the fp32 divisors [...], which
+    are infinite if all numbers of the row become 0."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
     scales = round_up(torch.where(is_finite, largest / -_LOWEST, 0.0))
@@ -41,6 +43,6 @@ def scales_of(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def widen(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 rows [..., D] that pairs of numbers and their scales stand for."""
+    """Dequantizes pairs [..., D / 2] with scales [...] to fp32 rows [..., D]."""
     numbers = torch.cat((pairs & 15, pairs >> 4), -1).float() + _LOWEST
     return numbers * scales.float().unsqueeze(-1)

@@ -1,19 +1,20 @@
-"""The arithmetic of an int4 pool's keys: a token's K of a head by itself, in static channels.
+"""Quantization of an int4 pool's keys, with static channel scales and a scale for each token.
 
-Channels (numbers of a head) are put in an order, in which the first quarter matters most to scores,
-and divided by a scale each (`KeyChannels`). The first quarter is kept in 6 bits, the rest in 4.
+The channels (elements of a head) are reordered so that the first quarter matters most for scores,
+and each is divided by its static scale (`KeyChannels`). The first quarter is stored with 6 bits,
+the rest with 4.
 
-    y        x / scale of its channel, fp32, in the order of the channels
-    scale    of the token, from all y, as kv_int4.py has it
-    number   of the first quarter 4 * y / scale, rounded to the nearest integer (ties to even),
-             within -32 to 31; of the others y / scale, within -8 to 7
-    x        is read as number * (scale * multiplier), a channel's multiplier being its scale, or a
-             quarter of it
+    y        x / channel scale, fp32, in the order of the channels
+    scale    the token's scale, from all y as in kv_int4.py
+    number   first quarter: 4 * y / scale, rounded to the nearest integer (ties to even), within
+             -32 to 31; other channels: y / scale, within -8 to 7
+    x        is dequantized as number * (scale * multiplier); the multiplier is the channel's scale,
+             divided by 4 in the first quarter
 
-A row of D channels takes D / 2 bytes of the upper 4 bits, as kv_int4.py lays them out, and D / 16
-with the lower two bits of the first quarter: those of channel i are bits 2 * (i // (D / 16)) of
-byte i % (D / 16). D is a multiple of 16. `quantize_key` in native/kv_int4.h computes the same
-bytes.
+A row of D channels has D / 2 bytes with the upper 4 bits of each number, laid out as in kv_int4.py,
+and D / 16 bytes with the lower 2 bits of the first quarter. The lower bits of channel i start at
+bit 2 * (i // (D / 16)) of byte i % (D / 16). D is a multiple of 16. `quantize_key` in
+native/kv_int4.h computes the same bytes.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from tandem_kernels.kv_int4 import scales_of
 
 @dataclass(frozen=True)
 class KeyChannels:
-    """The channels of each layer and KV head, [layers, heads, D] each."""
+    """The order and scales of the key channels; both tensors are [layers, KV heads, D]."""
 
-    order: torch.Tensor  # int32
+    order: torch.Tensor  # int32: the channel at each position
     scales: torch.Tensor  # float32, in that order
 
     @cached_property
     def multipliers(self) -> torch.Tensor:
-        """Returns what numbers are multiplied with as they are read, in the same order."""
+        """Factors for dequantization, float32 [layers, KV heads, D], in the same order."""
         fine = self.scales.clone()
         fine[..., : self.scales.shape[-1] // 4] /= 4
         return fine
 
     @property
     def digest(self) -> str:
-        """Tells these channels from others: tokens' bytes mean nothing without them."""
+        """Hash of the channels, 8 hex digits. Pools with different channels are incompatible."""
         digest = hashlib.blake2b(digest_size=4)
         for tensor in (self.order, self.scales):
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def of_layers(self, layers: list[int], device: torch.device) -> KeyChannels:
-        """Returns those of some layers, in their order."""
+        """Returns the channels of the given layers, in that order, on a device."""
         return KeyChannels(
             self.order[layers].contiguous().to(device), self.scales[layers].contiguous().to(device)
         )
@@ -59,9 +60,9 @@ class KeyChannels:
 def quantize(
     rows: torch.Tensor, order: torch.Tensor, channel_scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, heads, D] to bytes [T, heads, 9 D / 16] and float16 scales [T, heads].
+    """Quantizes rows [T, heads, D] to bytes [T, heads, 9 D / 16] and float16 scales [T, heads].
 
-    The channels are those of the heads, [heads, D].
+    `order` and `channel_scales` are those of the layer, [heads, D].
     """
     dim = rows.shape[-1]
     wide = rows.float().gather(-1, order.long().expand_as(rows)) / channel_scales
@@ -84,7 +85,8 @@ def quantize(
 def widen(
     rows: torch.Tensor, scales: torch.Tensor, order: torch.Tensor, multipliers: torch.Tensor
 ) -> torch.Tensor:
-    """Returns fp32 keys [B, heads, tokens, D] of bytes [B, heads, tokens, 9 D / 16] and scales."""
+    """Dequantizes bytes [B, heads, tokens, 9 D / 16] with scales [B, heads, tokens] to fp32 keys
+    [B, heads, tokens, D]."""
     dim = rows.shape[-1] * 16 // 9
     pairs, lower = rows[..., : dim // 2], rows[..., dim // 2 :]
     numbers = torch.cat((pairs & 15, pairs >> 4), -1).float() - 8

@@ -1,13 +1,13 @@
-"""The arithmetic of an int8 KV pool: each token's K, and V, of a head is quantized by itself.
+"""Quantization for an int8 KV pool. A row, the K or V of one token and head, has its own scale.
 
-    m        largest |x| of the row's D numbers, fp32
+    m        largest |x| in the row of D numbers, fp32
     scale    m / 127 in fp32, at most 65504, then rounded up to float16 (so |x / scale| <= 127)
     number   x / scale in fp32, rounded to the nearest integer (ties to even), within -127 to 127
-    x        is read as number * scale, which is exact in fp32
+    x        is dequantized as number * scale, which is exact in fp32
 
-A row of zeros has the scale 0 and zeros. A row with a number that is not finite has the scale NaN
-and zeros, so that whatever attends to it is NaN, as with a pool of floats. A token's bytes depend
-on its own row alone. `quantize` in native/kv_int8.h computes the same bytes.
+A row of zeros has scale 0. A row with infinities or NaN has scale NaN and zeros as numbers, so
+its attention output is NaN, as with an unquantized pool. A row's bytes depend on that row only.
+`quantize` in native/kv_int8.h computes the same bytes.
 """
 
 import torch
@@ -17,7 +17,8 @@ SCALE_MAX = 65504.0  # float16's largest number
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., D] of any float dtype to int8 numbers [..., D] and float16 scales [...]."""
+    """Quantizes rows [..., D] of any float dtype to int8 numbers [..., D] and float16 scales
+    [...]."""
     wide = rows.float()
     scales, divisors = scales_of(wide, _LARGEST)
     numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
@@ -25,11 +26,12 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the float16 scales [...] of fp32 rows [..., D] whose numbers reach to `highest`, and
-    what to divide by: infinity where the numbers are to be zeros."""
+    """Returns the float16 scales [...] of fp32 rows [..., D] for numbers up to `highest`, and the
+    fp32 divisors [...], which are infinite if all numbers of the row become 0."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
-    # By a tensor: by a plain number CUDA multiplies with a reciprocal, which is another rounding.
+    # CUDA divides by a Python number with a reciprocal, which rounds differently; by a tensor it
+    # does not.
     wanted = largest / torch.full_like(largest, highest)
     scales = round_up(torch.where(is_finite, wanted, 0.0))
     divisors = torch.where(is_finite & (scales > 0), scales.float(), torch.inf)
@@ -37,14 +39,14 @@ def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.T
 
 
 def round_up(wanted: torch.Tensor) -> torch.Tensor:
-    """Returns the float16 numbers that are not below fp32 ones from 0 on, at most 65504."""
+    """Rounds non-negative fp32 numbers up to float16, to at most 65504."""
     wanted = wanted.clamp(max=SCALE_MAX)
     nearest = wanted.half()
-    # Bits of the next larger number are one more.
+    # The bits of the next larger float16, read as an integer, are larger by 1.
     bits = nearest.view(torch.int16) + (nearest.float() < wanted)
     return bits.to(torch.int16).view(torch.float16)
 
 
 def widen(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 rows [..., D] that int8 numbers and their scales stand for."""
+    """Dequantizes int8 numbers [..., D] with scales [...] to fp32 rows [..., D]."""
     return numbers.float() * scales.float().unsqueeze(-1)

@@ -1,9 +1,9 @@
-"""Products with weight matrices: y = x W^T + b, for x [T, in] and W [out, in].
+"""Linear layers: y = x W^T + b, with x [T, in] and W [out, in].
 
-`out`, if given, may be some columns of a wider tensor, so that several products fill one.
+The result is written to `out` if given, which may be a range of columns of a wider tensor.
 
-A product of heads has a matrix for each: y[:, h] = x[:, h] W[h]^T, for x [T, heads, in] and W
-[heads, out, in].
+The functions `*_of_heads` have one matrix per head: y[:, h] = x[:, h] W[h]^T, with x [T, heads, in]
+and W [heads, out, in].
 """
 
 import torch
@@ -17,7 +17,7 @@ def linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns [T, out]; the last bits of a row may depend on T."""
+    """Returns x W^T + b, [T, out]. The last bits of a row may depend on T."""
     if out is None:
         return torch.nn.functional.linear(x, weight, bias)
     if bias is None:
@@ -31,10 +31,11 @@ def linear_invariant(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns [T, out]; each row's bits depend on that row alone. T is a multiple of TILE_ROWS.
+    """Returns x W^T + b, [T, out]. The bits of a row depend on that row only. T must be a multiple
+    of TILE_ROWS.
 
-    A BLAS chooses its kernel, and with it the order of additions, by the shape of the product, so
-    every product here has the same shape.
+    A BLAS chooses its kernel, and so the order of additions, by the shape of the product. All
+    products therefore have TILE_ROWS rows.
     """
     assert x.shape[0] % TILE_ROWS == 0
     if out is None:
@@ -47,12 +48,14 @@ def linear_invariant(
 
 
 def linear_of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns [T, heads, out]; the last bits of a row may depend on T."""
+    """Returns the products of all heads, [T, heads, out]. The last bits of a row may depend on
+    T."""
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def linear_of_heads_invariant(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns [T, heads, out]; each row's bits depend on that row alone, as in linear_invariant."""
+    """Returns the products of all heads, [T, heads, out]. The bits of a row depend on that row
+    only, as in linear_invariant."""
     assert x.shape[0] % TILE_ROWS == 0
     tiles = x.reshape(-1, TILE_ROWS, *x.shape[1:])
     return torch.cat([linear_of_heads(tile, weight) for tile in tiles])

@@ -1,10 +1,10 @@
-"""Log probabilities of tokens, and of the most likely ones, from the model's own logits.
+"""Log probabilities of chosen tokens and of the most likely tokens, from unedited logits.
 
     logprob = logit - log(sum of exp(logits))
-    rank    = 1 + tokens with a greater logit
+    rank    = 1 + number of tokens with a greater logit
 
-The most likely tokens are ranked by logit, ties by token id. `logprobs` is the reference, on torch;
-the native and the Triton kernels compute the same in one pass over the logits.
+The most likely tokens are ordered by logit, and equal ones by token id. `logprobs` is the
+reference in torch; the native and Triton kernels compute the same in one pass over the logits.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ _ID_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural log probabilities of n tokens, one of each row, and of the k most likely ones."""
+    """Natural log probabilities of n tokens, one per row, and of the k most likely tokens of each
+    row."""
 
     logprobs: npt.NDArray[np.float32]  # [n]
     ranks: npt.NDArray[np.int32]  # [n], from 1
@@ -30,7 +31,8 @@ class Logprobs:
 def logprobs(
     logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
 ) -> Logprobs:
-    """Measures `token_ids`, one of each of `rows` of fp32 logits [any, vocab] on any device."""
+    """Computes the log probabilities of `token_ids`, one for each of `rows` of fp32 logits
+    [any, vocab], and of the `num_top` most likely tokens. The result is on the host."""
     chosen_rows = logits[torch.tensor(rows, device=logits.device)]
     ids = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = chosen_rows.gather(1, ids)
@@ -47,15 +49,16 @@ def logprobs(
 
 
 def pack(logits: torch.Tensor) -> torch.Tensor:
-    """Returns int64 numbers [n, vocab], ordered by logit and, of equals, by falling token id."""
-    bits = (logits + 0.0).view(torch.int32)  # both zeros are one
+    """Packs logits and token ids into int64 keys [n, vocab]. A larger key means a larger logit, or
+    an equal logit and a lower token id."""
+    bits = (logits + 0.0).view(torch.int32)  # Adding 0.0 turns -0.0 into 0.0.
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[1], device=logits.device)
     return (keys.long() << _ID_BITS) + ((1 << _ID_BITS) - 1 - ids)
 
 
 def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits and the int32 token ids of numbers that `pack` made."""
+    """Returns the logits and int32 token ids of keys made by `pack`."""
     keys = (packed >> _ID_BITS).int()
     bits = keys ^ ((keys >> 31) & 0x7FFFFFFF)
     ids = ((1 << _ID_BITS) - 1 - (packed & ((1 << _ID_BITS) - 1))).int()

@@ -1,9 +1,9 @@
-"""Adds to a product what LoRA adapters give it: (x A^T) B^T, for the rows of each adapter.
+"""Adds LoRA deltas, (x A^T) B^T, to the output of a linear layer, for the rows of each adapter.
 
-    out[rows, first : first + N] += (x[rows] A^T) B^T     A [rank, in], B [N, rank] with the scale
+    out[rows, first : first + N] += (x[rows] A^T) B^T     A [rank, in], B [N, rank] times the scale
 
-A product that is several matrices side by side (q, k and v) has one part for each of them. Of a
-product of heads, each head has A and B of its own.
+A fused layer (q, k and v) has one part for each of its matrices. In a layer with one matrix per
+head, each head has its own A and B.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +17,19 @@ ProductOfHeads = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """An adapter of one matrix, which makes some columns of a product."""
+    """The adapter of one matrix, which produces a range of the output's columns."""
 
-    first: int  # of its columns
+    first: int  # first of these columns
     a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank], the scale multiplied in
+    b: torch.Tensor  # [out, rank], multiplied by the scale
 
 
 @dataclass(frozen=True, slots=True)
 class LoraHeads:
-    """An adapter of a matrix of each head. Those that all heads share are expanded."""
+    """The adapter of a layer with one matrix per head. Tensors shared by all heads are expanded."""
 
     a: torch.Tensor  # [heads, rank, in]
-    b: torch.Tensor  # [heads, out, rank]; the scale is multiplied into that of each head
+    b: torch.Tensor  # [heads, out, rank], multiplied by the scale
 
 
 def add_lora(
@@ -40,10 +40,11 @@ def add_lora(
     linear: Product,
     row_multiple: int = 1,
 ) -> None:
-    """Adds one adapter's parts to some rows of `out`, the product of `x`.
+    """Adds one adapter's deltas to the rows `rows` [n] of `out` [T, out]; `x` [T, in] is the
+    layer's input.
 
-    `linear` is the base product's: with the invariant one, whose rows come in multiples of
-    `row_multiple`, a row's bits depend on that row alone.
+    `linear` is the function that computed the base layer. Rows are padded to a multiple of
+    `row_multiple`, which `linear_invariant` needs: a row's bits then depend on that row only.
     """
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[0] % row_multiple))
     picked = x[padded]
@@ -61,8 +62,8 @@ def add_lora_of_heads(
     linear_of_heads: ProductOfHeads,
     row_multiple: int = 1,
 ) -> None:
-    """Adds an adapter's heads to some rows of `out` [T, heads, out], the product of `x`, as
-    `add_lora` does."""
+    """Adds one adapter's deltas to the rows `rows` of `out` [T, heads, out], a layer with one
+    matrix per head, as `add_lora` does."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[0] % row_multiple))
     low = linear_of_heads(x[padded], heads.a)
     out[rows] = out[rows] + linear_of_heads(low, heads.b)[: rows.shape[0]]

@@ -1,7 +1,7 @@
-"""Philox4x32-10, a counter-based generator: numbers from (key, counter), with no state between.
+"""Philox4x32-10, a counter-based random number generator: a pure function of (key, counter).
 
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; constants and known answers
-from Random123. CUDA's generator of that name is the same function.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Constants and test
+vectors are from Random123. CUDA's Philox generator is the same function.
 """
 
 _ROUNDS = 10
@@ -13,7 +13,7 @@ Words = tuple[int, int, int, int]
 
 
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Four 32-bit words from four 32-bit words and a key of two."""
+    """Returns four random 32-bit words for a counter of four words and a key of two."""
     a, b, c, d = counter
     low, high = key
     for _ in range(_ROUNDS):
@@ -24,7 +24,8 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Returns 53 random bits in [0, 1): a function of the seed's and the position's low 64 bits."""
+    """Returns a uniform number in [0, 1) with 53 random bits. It depends only on the low 64 bits of
+    `seed` and of `position`."""
     counter = (position & _MASK, (position >> 32) & _MASK, 0, 0)
     high, low, _, _ = philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK))
     return ((high << 32 | low) >> 11) * 2.0**-53

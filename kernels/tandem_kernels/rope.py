@@ -1,10 +1,12 @@
-"""Rotary position embedding, in the half-split form of Llama checkpoints (arXiv:2104.09864).
+"""Rotary position embedding (RoPE) in the half-split layout of Llama checkpoints
+(arXiv:2104.09864).
 
-    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)     x1, x2: the halves of a head; the angle of
-                                                       pair i is position * frequency[i]
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)     x1, x2: the halves of a head; pair i has the
+                                                       angle position * frequency[i]
 
-Frequencies are per pair, [D / 2] in fp32; scalings change them, never the positions. They follow
-transformers' modeling_rope_utils.py digit for digit, because checkpoints were made with it.
+Frequencies are fp32 [D / 2], one per pair. Scaling changes frequencies and never positions. The
+formulas equal those of transformers' modeling_rope_utils.py exactly, because checkpoints were made
+with it.
 """
 
 import math
@@ -13,7 +15,7 @@ import torch
 
 
 def rotary_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """Returns theta^(-2i / D) for each pair i."""
+    """Returns the frequencies theta^(-2i / D) of the pairs i, [D / 2]."""
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
@@ -25,7 +27,8 @@ def scale_llama3(
     high_freq_factor: float,
     original_len: int,
 ) -> torch.Tensor:
-    """Long wavelengths divided by `factor`, short ones kept, between them interpolated."""
+    """Scales frequencies as Llama 3 does: those with long wavelengths are divided by `factor`,
+    those with short ones are kept, and those between are interpolated."""
     wavelengths = 2 * math.pi / frequencies
     smooth = (original_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
@@ -42,8 +45,9 @@ def scale_yarn(
     beta_slow: float,
     truncate: bool,
 ) -> torch.Tensor:
-    """Pairs that turn often in the original context kept, seldom ones divided by `factor`
-    (arXiv:2309.00071). The factor on cos and sin is the caller's."""
+    """Scales frequencies as YaRN does (arXiv:2309.00071): pairs that turn often in the original
+    context are kept, pairs that turn rarely are divided by `factor`, and those between are blended.
+    The caller applies the factor on cos and sin."""
     head_dim = 2 * frequencies.shape[0]
 
     def pair_that_turns(times: float) -> float:
@@ -55,28 +59,28 @@ def scale_yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # keeps the ramp finite
+        high += 0.001  # avoids a division by zero in the ramp
     ramp = (torch.arange(head_dim // 2).float() - low) / (high - low)
     interpolated = ramp.clamp(0, 1)
     return frequencies / factor * interpolated + frequencies * (1 - interpolated)
 
 
 def scale_longrope(head_dim: int, theta: float, factors: torch.Tensor) -> torch.Tensor:
-    """Each frequency divided by a factor of its own (arXiv:2402.13753)."""
+    """Returns longrope's frequencies: each is divided by its own factor (arXiv:2402.13753)."""
     return 1.0 / (factors * theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
 def rotary_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (cos, sin) times `scale`, a number or [D / 2]; each is [T, 1, D / 2] in fp32, to be
-    used in every layer."""
+    """Returns (cos, sin) times `scale`, which is a number or [D / 2]. Both are fp32 [T, 1, D / 2]
+    and serve every layer."""
     angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(1)
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates x [T, heads, D]; computed in fp32, given back in x's dtype."""
+    """Rotates x [T, heads, D] in fp32; the result has x's dtype."""
     cos, sin = angles
     first, second = x.float().chunk(2, dim=-1)
     out = x.new_empty(x.shape)

@@ -1,15 +1,17 @@
-"""Turns logits into tokens: greedy, or drawn by (seed, position) and nothing else.
+"""Samples tokens from logits, greedily or at random. The randomness depends only on (seed,
+position).
 
-Tokens are ranked by logit, ties by token id. Filters cut that ranking off, in vLLM's order, each
-on what the one before left:
+Tokens are ranked by logit, and equal ones by token id. Filters truncate the ranking in vLLM's
+order, each one after the previous:
 
-    min_p    tokens at least min_p times as likely as the most likely one
-    top_k    the first k
-    top_p    the fewest that hold top_p of the mass
+    min_p    keeps tokens at least min_p times as likely as the most likely one
+    top_k    keeps the first k
+    top_p    keeps the fewest tokens whose probabilities sum to top_p
 
-A row may be edited first (edits.py); its logits stay as they are, for whoever measures them.
-The token is where a uniform number falls in the cumulative mass of what is left. Each row is
-computed by itself, in numpy on the host: no thread count and no batch can change its sums.
+A row may be edited first (edits.py); the edit works on a copy, so log probabilities use the
+original logits. A uniform number selects the token in the cumulative probability of the remaining
+ones. Each row is computed separately in numpy on the host, so neither threads nor the batch change
+the sums.
 """
 
 from collections.abc import Sequence
@@ -19,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_kernels.edits import Edit, may_come, most_likely_after
+from tandem_kernels.edits import Edit, edited_logits, most_likely_after
 from tandem_kernels.philox import uniform
 
-_HEAD_TOKENS = 256  # ranked first; a draw beyond them ranks more
+_HEAD_TOKENS = 256  # tokens ranked at first; more are ranked only if the draw needs them
 _HEAD_GROWTH = 16
 
 Floats = npt.NDArray[np.float32]
@@ -31,24 +33,28 @@ Ids = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Parameters of one row's draw. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+    """Sampling parameters of one row. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable
+    the filter."""
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
-    position: int  # index of the drawn token in its whole sequence
+    position: int  # index of the sampled token in its sequence, prompt included
     edit: Edit | None = None
 
 
 def sample(
     logits: torch.Tensor, draws: Sequence[Draw], most_likely: list[int] | None = None
 ) -> list[int]:
-    """A token id for each row of fp32 logits [n, vocab] on any device; `most_likely` of each row,
-    of equals the first, where that is known already."""
+    """Samples a token id for each row of fp32 logits [n, vocab] on any device.
+
+    `most_likely` has the most likely token of each row (of equal ones the lowest id), if the caller
+    knows it already."""
     if most_likely is None:
-        if logits.device.type == "cpu":  # numpy's is vectorized, torch's takes twelve times as long
+        # numpy's argmax is vectorized; torch's takes twelve times as long.
+        if logits.device.type == "cpu":
             most_likely = logits.numpy().argmax(-1).tolist()
         else:
             most_likely = logits.argmax(dim=-1).tolist()
@@ -68,21 +74,21 @@ def sample(
 
 
 def _sample_row(logits: Floats, draw: Draw, most_likely: int) -> int:
-    """Returns the token of one row, whose logits stay as they are."""
+    """Samples the token of one row without changing its logits."""
     if draw.edit is None:
         return _draw(logits, draw)
     if draw.temperature == 0:
         return most_likely_after(logits, draw.edit, most_likely)
-    edited, ids = may_come(logits, draw.edit)
+    edited, ids = edited_logits(logits, draw.edit)
     token = _draw(edited, draw)
     return token if ids is None else int(ids[token])
 
 
 def _draw(logits: Floats, draw: Draw) -> int:
     most = logits.max()
-    if not np.isfinite(most):  # NaN, or infinite: there is no distribution to draw from
+    if not np.isfinite(most):  # With NaN or infinities there is no distribution to sample from.
         return int(logits.argmax())
-    # The most likely token weighs 1. A tiny temperature overflows to -inf, whose weight is 0.
+    # The most likely token has weight 1. With a tiny temperature the others overflow to weight 0.
     with np.errstate(over="ignore"):
         weights = np.exp((logits - most) / np.float32(draw.temperature))
     left = weights >= np.float32(draw.min_p)
@@ -98,9 +104,10 @@ def _draw(logits: Floats, draw: Draw) -> int:
 def _token_at(
     u: float, logits: Floats, weights: Floats, num_left: int, mass: float, top_p: float
 ) -> int:
-    """Returns the token at u in the first `num_left` ranks, of mass `mass`, once top_p cut them.
+    """Returns the token selected by the uniform number `u` among the first `num_left` ranks, after
+    top_p. `mass` is the sum of their weights.
 
-    Ranks no more tokens than it needs, because sorting a whole vocabulary takes milliseconds.
+    It ranks only as many tokens as needed, because sorting the whole vocabulary takes milliseconds.
     """
     size = min(_HEAD_TOKENS, num_left)
     while True:
@@ -112,7 +119,7 @@ def _token_at(
         if top_p < 1:
             cut = int(np.searchsorted(cumulative, top_p * mass))
             kept = float(cumulative[cut]) if cut < size else mass
-        # A product that rounded up to the whole mass would fall past the last token.
+        # Without this limit, a product that is rounded up to `kept` would select no token.
         target = min(u * kept, float(np.nextafter(kept, 0)))
         index = int(np.searchsorted(cumulative, target, side="right"))
         if index < size and (top_p >= 1 or cut < size):
@@ -121,7 +128,8 @@ def _token_at(
 
 
 def _rank(logits: Floats, count: int) -> Ids:
-    """Ids of the `count` most likely tokens, most likely first, the lower id first among equals."""
+    """Returns the ids of the `count` most likely tokens in descending order; of equal ones the
+    lower id is first."""
     if count < len(logits):
         threshold = np.partition(logits, -count)[-count]
         above = np.flatnonzero(logits > threshold)

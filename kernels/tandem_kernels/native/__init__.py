@@ -1,1 +1,1 @@
-"""The decoder of the CPU in C++: built at install, chosen at run time."""
+"""The CPU decoder in C++. It is built at install; the instruction set is chosen at run time."""

@@ -1,4 +1,4 @@
-// The decoder for processors with AMX for bf16 (and AVX-512 for all else).
+// The decoder for processors with AMX for bf16. It uses AVX-512 for everything else.
 
 #include <omp.h>
 
@@ -18,7 +18,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// After the standard headers: what others share must run anywhere.
+// After the standard headers, whose inline functions are shared and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni")
 
 #define TANDEM_ISA amx_code
@@ -29,7 +29,7 @@
 #define TANDEM_VNNI
 #define TANDEM_AMX
 #include "simd.h"
-// simd.h defines what the others stand on.
+// simd.h comes first, because the others use it.
 #include "amx.h"
 #include "inputs.h"
 #include "gated.h"
@@ -50,7 +50,7 @@
 
 namespace tandem {
 
-// https://docs.kernel.org/arch/x86/xstate.html
+// See https://docs.kernel.org/arch/x86/xstate.html.
 bool amx_permitted() {
 #ifdef __linux__
     constexpr int kRequestPermission = 0x1023, kTileData = 18;

@@ -1,12 +1,12 @@
-// AMX: eight tiles of up to 16 rows of 64 bytes, shaped for each thread. Tiles 0 to 3 are for sums,
-// 4 and 5 for inputs, 6 and 7 for weights:
+// AMX: each thread has eight tiles of up to 16 rows of 64 bytes. Tiles 0 to 3 hold sums, 4 and 5
+// inputs, 6 and 7 weights:
 //
 //              weights 6   weights 7
 //     inputs 4    0           1          `rows` rows
 //     inputs 5    2           3          `more_rows` rows
 //
-// Own asm, for GCC 12's intrinsics do not say what memory they read. bf16 numbers that are denormal
-// count as zeros, and so do sums.
+// The instructions are inline asm, because GCC 12's intrinsics do not declare the memory that they
+// read. Denormal bf16 numbers and denormal sums are treated as zeros.
 
 namespace tandem::TANDEM_ISA {
 
@@ -16,9 +16,10 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-inline thread_local int tiles_shaped = 0;  // for which rows; 0: not at all
+// number of rows that the tiles are configured for; 0: not configured
+inline thread_local int tiles_shaped = 0;
 
-// Loses what is in the tiles if they have other shapes; some 100 ns then.
+// Configures the tiles. If their shapes change, it takes about 100 ns and clears them.
 inline void shape_tiles(int rows, int more_rows) {
     const int wanted = rows * 32 + more_rows;
     if (tiles_shaped == wanted) return;
@@ -29,7 +30,8 @@ inline void shape_tiles(int rows, int more_rows) {
     asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// While a thread may use tiles. Without it each switch of threads saves 8 KiB.
+// Scope in which a thread uses tiles. Releasing them afterwards makes context switches cheaper,
+// which would otherwise save 8 KiB.
 struct TilesInUse {
     TilesInUse() { tiles_shaped = 0; }
     TilesInUse(const TilesInUse&) = delete;
@@ -51,7 +53,7 @@ inline void load_tile(const void* from, size_t stride_bytes) {
                  : "memory");
 }
 
-// What is read once from here: it does not drive from the first-level cache what is read again.
+// Loads data that is read once, without evicting reused data from the L1 cache.
 template <int kTile>
 inline void load_tile_once(const void* from, size_t stride_bytes) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(kTile)

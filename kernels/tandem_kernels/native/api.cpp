@@ -1,4 +1,4 @@
-// What ctypes calls. Nothing thrown leaves: 0 is success, 1 is no memory.
+// The functions that ctypes calls. They throw no exceptions: 0 means success, 1 out of memory.
 
 #include <cmath>
 #include <new>
@@ -17,7 +17,7 @@ struct Choice {
     const tandem::Entry* entry;
 };
 
-// `wanted` null: the best that this processor has.
+// Returns the decoder for an instruction set; `wanted` null: the best of this processor.
 Choice choose(const char* wanted) {
     const auto is = [wanted](const char* name) {
         if (wanted == nullptr) return true;
@@ -67,10 +67,11 @@ int guarded(Work work) {
 
 extern "C" {
 
-// The instruction set that `wanted` (null: the best) means here; null where it is not to be had.
+// Returns the instruction set for `wanted` (null: the best); null if the processor does not have
+// it.
 const char* tandem_instructions(const char* wanted) { return choose(wanted).name; }
 
-// As which kind weights of `kind` are to be packed for these instructions.
+// Returns the kind as which weights of `kind` are packed for an instruction set.
 int32_t tandem_packed_kind(const char* wanted, int32_t kind) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr || choice.entry->kind_of_bf16 == tandem::BF16) return kind;
@@ -83,7 +84,7 @@ void tandem_pack(const void* weights, int32_t weights_kind, int64_t out, int64_t
     tandem::pack(weights, weights_kind, out, in, kind, panels, scales);
 }
 
-// 0: one of the numbers is none.
+// Returns 0 if a number is NaN.
 int32_t tandem_pack_fp8(const uint8_t* numbers, int64_t out, int64_t in, int32_t kind,
                         uint8_t* panels) {
     return tandem::pack_fp8(numbers, out, in, kind, panels);
@@ -98,7 +99,7 @@ int32_t tandem_widen_blocks(const void* blocks, int32_t type, int64_t rows, int6
     return tandem::widen_blocks(blocks, type, rows, in, to);
 }
 
-// As which kind blocks of a type are packed; -1: they are not.
+// Returns the kind as which blocks of a type are packed; -1 if the type is not supported.
 int32_t tandem_kind_of_blocks(int32_t type) {
     const tandem::BlockType* known = tandem::block_type(type);
     return known == nullptr ? -1 : known->kind;
@@ -108,7 +109,8 @@ int64_t tandem_unit_bytes(int32_t kind) {
     return tandem::by_format(kind, [](auto format) -> int64_t { return decltype(format)::kUnitBytes; });
 }
 
-// `model` is copied; what it points to is not. Null: no memory, or no such instructions.
+// Creates a decoder. `model` is copied, but not the memory that it points to. Returns null if there
+// is no memory or the processor does not have the instruction set.
 void* tandem_create(const tandem::Model* model, const char* wanted) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr) return nullptr;
@@ -143,8 +145,8 @@ void tandem_measure(void* decoder, const float* logits, const tandem::Measure* m
     d.entry.measure(logits, d.model.vocab, *measure, d.model.num_threads);
 }
 
-// Of rows of the last step, after the final norm: [num_rows, hidden]. One at a time and in one
-// order, so that what else shared the step changes no bit.
+// Writes hidden states of the last step after the final norm, [num_rows, hidden]. Rows are computed
+// one at a time in one order, so the bits do not depend on the batch.
 void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, float* to) {
     Decoder& d = *static_cast<Decoder*>(decoder);
     const int hidden = d.model.hidden;
@@ -158,12 +160,12 @@ void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, f
     }
 }
 
-// Seconds of each Stage since the last time.
+// Writes the seconds of each Stage since the last call.
 void tandem_take_stages(void* decoder, double* seconds) {
     static_cast<Decoder*>(decoder)->scratch.laps.take(seconds);
 }
 
-// `kind`: a packed one.
+// `kind` is a kind of packed weights.
 double tandem_product_gflops(int32_t num_threads, int32_t kind) {
     return choose(nullptr).entry->product_gflops(num_threads, static_cast<tandem::Kind>(kind));
 }

@@ -1,22 +1,23 @@
-// Causal attention straight over the blocks, grouped-query heads.
+// Causal grouped-query attention directly over the KV blocks.
 //
-// A work item is a few rows (query, head of the KV head's group) of one span and one KV head. Keys
-// come in tiles of 64, aligned to position 0; the softmax runs along (arXiv:2205.14135). A tile
-// that a row does not see leaves its sums as they are, bit for bit, so a row does not know which
-// others share its item, where its chunk began, or how the KV is cut into blocks. With a window the
-// first tile is the one that the item's first row begins to see, and no key before that is read, but
-// a span's first keys if it has a KV budget (docs/kv_budgets.md): tiles between are left out.
+// A work item is a few rows (query,
+// head of the KV head's group) of one span and one KV head. Keys are processed in tiles of 64,
+// aligned to position 0, with online softmax (arXiv:2205.14135). A tile without visible keys leaves
+// a row's sums bitwise unchanged. The result of a row therefore does not depend on the other rows
+// of its item, on chunk boundaries or on the block size. With a window, the first tile is that of
+// the first row's window. With a KV budget (docs/kv_budgets.md), a span's first keys are read, too,
+// and the tiles between are skipped.
 
 #include "block_sums.h"
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kKeys = 64;        // of a tile
-constexpr int kKeysMax = 128;    // of any tile, also attention_dot.h's
-constexpr int kRowsMax = 48;     // of an item
+constexpr int kKeys = 64;        // keys in a tile
+constexpr int kKeysMax = 128;    // upper limit that includes attention_dot.h
+constexpr int kRowsMax = 48;     // rows in a work item
 constexpr int kPanels = kKeys / kPanel;
 
-// Keys are turned word by word: a word is one fp32 number or two bf16 numbers side by side.
+// Keys are transposed in 4-byte words: one fp32 number or two adjacent bf16 numbers.
 template <class T>
 constexpr int kOfWord = sizeof(uint32_t) / sizeof(T);
 
@@ -28,8 +29,8 @@ inline Floats number_of(const uint32_t* words, int i, Bf16) { return load_of_wor
 
 typedef uint32_t Eight __attribute__((vector_size(32)));
 
-// [num_keys][dim] to [words of dim][64 keys], eight by eight. Meanwhile the values, `run` after the
-// keys, are fetched: four lines of eight rows each time.
+// Transposes [num_keys][dim] to [words of dim][64 keys] in blocks of 8 x 8. It also prefetches the
+// values, which are `run` elements after the keys: four cache lines of eight rows each time.
 template <class T>
 inline void transpose(const T* const* rows, size_t run, int num_keys, int dim, uint32_t* to) {
     const int num_words = dim / kOfWord<T>;
@@ -40,7 +41,7 @@ inline void transpose(const T* const* rows, size_t run, int num_keys, int dim, u
                 const int line = d / 2 + i;
                 __builtin_prefetch(rows[key + line % 8] + run + line / 8 * (64 / sizeof(T)), 0, 2);
             }
-            Eight r[8], s[8];  // in registers, if all loops are unrolled
+            Eight r[8], s[8];  // kept in registers if all loops are unrolled
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i)
                 std::memcpy(&r[i], rows[key + i] + d * kOfWord<T>, sizeof r[i]);
@@ -70,8 +71,8 @@ inline void transpose(const T* const* rows, size_t run, int num_keys, int dim, u
     }
 }
 
-// sums[p][v][m] += numbers[m] * vector(p, v), for NP panels and MR rows: what there is less of stays
-// in registers, for with the sums not both would fit.
+// sums[p][v][m] += numbers[m] * vector(p, v), for NP panels and MR rows. The smaller operand stays
+// in registers; both would not fit beside the sums.
 template <int MR, int NP, class Number, class Vector>
 inline __attribute__((always_inline)) void add_products(Floats (&sums)[NP][kVectors][MR],
                                                         Number number, Vector vector) {
@@ -104,7 +105,7 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[NP][kVect
     }
 }
 
-// scores[m][NP panels] = q[m][dim] . keys[dim][64], for MR rows.
+// Computes scores[m][NP panels] = q[m][dim] . keys[dim][64] for MR rows.
 template <class T, int MR, int NP>
 inline void score(const float* q, const uint32_t* keys, int dim, float* scores) {
     Floats sums[NP][kVectors][MR] = {};
@@ -127,25 +128,26 @@ inline void score(const float* q, const uint32_t* keys, int dim, float* scores) 
 
 template <class T, int MR>
 inline void score_rows(const float* q, const uint32_t* keys, int dim, int num_keys, float* scores) {
-    constexpr int most = panels_at_once(MR), NP = most == 3 ? 2 : most;  // a divisor of a tile's
+    // must divide the panels of a tile
+    constexpr int most = panels_at_once(MR), NP = most == 3 ? 2 : most;
     for (int key = 0; key < num_keys; key += NP * kPanel)
         score<T, MR, NP>(q, keys + key, dim, scores + key);
 }
 
-// A tile of keys and values as rows see it.
+// A tile of keys and values.
 template <class T>
 struct Tile {
     const uint32_t* keys;   // transposed
-    const T* const* rows;   // where each key lies; its value lies `run` after it
-    const T* const* ahead;  // keys of the next tile, to be fetched meanwhile
-    const float* widened;   // all values in fp32, where many rows need them; else null
+    const T* const* rows;   // address of each key; its value is `run` elements after it
+    const T* const* ahead;  // keys of the next tile, to prefetch
+    const float* widened;   // all values in fp32, if many rows use them; else null
     size_t run;
     int dim;
-    float cap;  // of scores
+    float cap;  // soft cap of scores; 0: none
     int first;  // position of the first key
 };
 
-// [num_keys][dim] of values, numbers in the order of lanes_again().
+// Expands values [num_keys][dim] to fp32, in the lane order of lanes_again().
 template <class T>
 inline void widen_values(const Tile<T>& tile, int num_keys, float* to) {
     constexpr int kLine = 64 / sizeof(T);
@@ -159,9 +161,9 @@ inline void widen_values(const Tile<T>& tile, int num_keys, float* to) {
     }
 }
 
-// out[m] = out[m] * factors[m] + weights[m][num_keys] . values[num_keys], for MR rows and NP panels
-// of a head from `first` on. `value_of(key)` is where they begin; within a panel of `out` numbers
-// lie as lanes_again() takes them.
+// Computes out[m] = out[m] * factors[m] + weights[m][num_keys] . values[num_keys] for MR rows and
+// NP panels of a head, from panel `first` on. `value_of(key)` is the address of a value. Within a
+// panel, `out` has the lane order of lanes_again().
 template <int MR, int NP, class ValueOf>
 inline void gather(const float* weights, ValueOf value_of, int num_keys, int dim, int first,
                    const float* factors, float* out) {
@@ -200,7 +202,7 @@ inline void gather_rows(const float* weights, ValueOf value_of, int num_keys, in
         gather<MR, 1>(weights, value_of, num_keys, dim, first, factors, out);
 }
 
-// Of a head the number that lanes_again() takes as the i-th.
+// The index in a head of the i-th number in the lane order of lanes_again().
 inline int in_head(int i, float) { return i; }
 
 inline int in_head(int i, Bf16) {
@@ -208,22 +210,23 @@ inline int in_head(int i, Bf16) {
     return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
 }
 
-// The keys that a row sees: those before `start`, and from `first` to `end`. Unless `start` is 0, it
-// is less than `first`. Of a tile: less where the tile begins, and so perhaps outside of it.
+// The keys that a row attends to: those before `start`, and those from `first` to before `end`.
+// Unless `start` is 0, it is less than `first`. For a tile, the positions are relative to the
+// tile's first key and may be outside of the tile.
 struct Seen {
     int start, first, end;
 
     Seen in(int tile) const { return {start - tile, first - tile, end - tile}; }
     bool any(int num_keys) const { return start > 0 || (end > 0 && first < num_keys); }
 
-    // Calls hide(first, end) for the keys of a tile that are not seen before those that are.
+    // Calls hide(first, end) for the hidden keys of a tile that precede visible ones.
     template <class Hide>
     void before(int num_keys, Hide hide) const {
         hide(std::max(start, 0), std::min(first, num_keys));
     }
 };
 
-// `window` is the layer's own.
+// Returns the visible keys of a query. `window` is the layer's.
 inline Seen keys_seen(const Span& span, int query, int window) {
     const int end = span.context_len - span.num_queries + query + 1;
     if (window > 0) return {0, end > window ? end - window : 0, end};
@@ -231,7 +234,7 @@ inline Seen keys_seen(const Span& span, int query, int window) {
     return first > span.num_first ? Seen{span.num_first, first, end} : Seen{0, 0, end};
 }
 
-// cap * tanh(score / cap), for whole panels; tanh(x) is 1 - 2 / (exp(2 x) + 1).
+// Computes cap * tanh(score / cap) for whole panels, with tanh(x) = 1 - 2 / (exp(2 x) + 1).
 inline void cap_scores(float* scores, int num_keys, float cap) {
     if (cap == 0.0f) return;
     for (int key = 0; key < num_keys; key += kLanes) {
@@ -240,8 +243,9 @@ inline void cap_scores(float* scores, int num_keys, float cap) {
     }
 }
 
-// Weighs a row's scores, of which it sees some of the `num_keys` (whole panels) that were computed.
-// Answers what its sums so far are to be multiplied with.
+// Converts a row's scores to softmax weights. Scores are computed for `num_keys` keys (whole
+// panels), of which the row attends to some. Returns the factor by which the row's sums must be
+// rescaled.
 inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float& mass) {
     if (!seen.any(num_keys)) {
         std::memset(scores, 0, num_keys * sizeof(float));
@@ -269,7 +273,7 @@ inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float
     return factor;
 }
 
-// The weight of a head's sink beside those of keys, of which the highest score is given.
+// The softmax weight of a head's attention sink, relative to the highest score of the keys.
 inline float mass_of_sink(const Model& model, int layer, int head, float highest) {
     const float* const sinks = model.layers[layer].sinks;
     return sinks == nullptr ? 0.0f : std::exp(sinks[head] - highest);
@@ -311,10 +315,10 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
 
 struct Item {
     int span, kv_head, first_row, num_rows;  // rows of the span: query * group + head of the group
-    int window;                              // of the layer
+    int window;                              // window of the layer; 0: none
 };
 
-// Keys that one of its rows sees: what the first row does, to the last row's last.
+// The keys that any row of the item attends to.
 inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
     const int group = model.num_heads / model.num_kv_heads;
     const int last_query = (item.first_row + item.num_rows - 1) / group;
@@ -329,17 +333,17 @@ inline size_t attention_floats(int dim) {
            kRowsMax * (kKeys + 2) + dim;
 }
 
-// A KV head's keys and values of a sequence.
+// The keys and values of one KV head and one sequence.
 template <class T>
 struct HeadKv {
-    const char* first;  // in block 0
+    const char* first;  // address in block 0
     const int32_t* table;
     int64_t block_bytes;
     int block_size, dim;
-    size_t of_key, of_value;  // elements of a row
+    size_t of_key, of_value;  // elements of a row of K and of V
     bool has_values;
     KeyChannels channels;
-    int start, first_key, num_keys;  // keys are read before `start`, and from `first_key` on
+    int start, first_key, num_keys;  // keys before `start` and from `first_key` on are read
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
         : HeadKv(model, step, model.layers[layer], step.group_of(model.layers[layer]), item) {}
@@ -360,10 +364,10 @@ struct HeadKv {
           first_key(keys_of(model, step.spans[item.span], item).first),
           num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
-    // From a block's keys to its values, in elements; 0 if they are the same.
+    // Distance from a block's keys to its values, in elements; 0 if values are keys.
     size_t run() const { return has_values ? block_size * of_key : 0; }
 
-    // A query as the numbers of keys are multiplied with it.
+    // Converts a query to the form in which it is multiplied with keys.
     void put_query(const float* from, float* to) const {
         if constexpr (!std::is_same_v<T, Int4>) {
             std::memcpy(to, from, dim * sizeof(float));
@@ -372,10 +376,10 @@ struct HeadKv {
         for (int i = 0; i < dim; ++i) to[i] = from[channels.order[i]] * channels.multiplier(i, dim);
     }
 
-    // The first key from there on that is read.
+    // Returns the first key from `key` on that is read.
     int next_key(int key) const { return key < start || key >= first_key ? key : first_key; }
 
-    // Tiles of which no key is read are left out.
+    // Skips tiles without keys to read.
     int first_tile(int most) const { return next_key(0) / most * most; }
     int tile_after(int tile, int most) const { return next_key(tile + most) / most * most; }
 
@@ -383,8 +387,8 @@ struct HeadKv {
         return reinterpret_cast<const T*>(first + table[key / block_size] * block_bytes);
     }
 
-    // Calls work(key of the tile, its block's part, its place there, how many follow it there) for
-    // the keys of a tile that are read, block by block. Answers which they are.
+    // Calls work(index of the key in the tile, part of its block, its index in the block, number of
+    // keys in this run) for the keys of a tile that are read, block by block. Returns their range.
     template <class Work>
     Seen by_blocks(int tile, int most, Work work) const {
         const auto of_tile = [&](int key) { return std::clamp(key - tile, 0, most); };
@@ -401,8 +405,8 @@ struct HeadKv {
         return read;
     }
 
-    // Where the `most` keys of a tile lie; in the place of those before that are not read one that
-    // is, which has a value, too, and after the last one `nothing`.
+    // Returns the addresses of the `most` keys of a tile. Keys before the first one that is read
+    // get the address of a key that is read, and keys after the last one get `nothing`.
     void tile(int first, int most, const T* nothing, const T** rows) const {
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;
@@ -411,15 +415,15 @@ struct HeadKv {
         std::fill(rows + read.start, rows + read.first, rows[read.start > 0 ? 0 : read.first]);
     }
 
-    // Of quantized ones, the scales of the same keys and of their values; before the first one and
-    // after the last one 0.
+    // Returns the scales of the same keys and of their values in a quantized pool; 0 for keys that
+    // are not read.
     void scales(int first, int most, float* of_keys, float* of_values) const {
         uint16_t halves[2][kKeysMax] = {};
         const size_t after_runs = run() + block_size * of_value;
         by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             const uint16_t* from = reinterpret_cast<const uint16_t*>(part + after_runs) + offset;
             for (int of_value = 0; of_value < 2; ++of_value, from += block_size) {
-                if (here == kPanel)  // the usual block: no call
+                if (here == kPanel)  // the usual block size, copied without a call
                     std::memcpy(halves[of_value] + i, from, kPanel * sizeof *from);
                 else
                     std::memcpy(halves[of_value] + i, from, here * sizeof *from);
@@ -431,9 +435,9 @@ struct HeadKv {
         }
     }
 
-    // Of packed ones, the numbers of the same keys and of their values, [most][dim] each; of latents
-    // what they stand for, and zeros for those that are not read. Meanwhile the parts of another
-    // tile are fetched.
+    // Unpacks the same keys and values from a packed pool, [most][dim] each. Latents are
+    // dequantized, with zeros for keys that are not read. It also prefetches the parts of another
+    // tile.
     void unpack(int first, int most, const HeadKv& then, int then_first, RowOf<T>* keys,
                 RowOf<T>* values) const {
         const size_t bytes = block_size * (of_key + of_value + 2 * sizeof(uint16_t));
@@ -466,8 +470,8 @@ struct HeadKv {
     }
 };
 
-// A tile of quantized keys and values as the fp32 numbers that they stand for, [64][dim] each. Values
-// lie `run` after their keys.
+// Dequantizes a tile of keys and values to fp32, [64][dim] each. Values are `run` elements after
+// their keys.
 template <class Kept>
 inline void widen_tile(const HeadKv<Kept>& kv, int first, const RowOf<Kept>* const* rows,
                        size_t run, const RowOf<Kept>* const* ahead, float* keys, float* values) {
@@ -488,8 +492,8 @@ inline void widen_tile(const HeadKv<Kept>& kv, int first, const RowOf<Kept>* con
     std::memset(keys, 0, static_cast<size_t>(kKeys - num) * dim * sizeof(float));
 }
 
-// Where the keys of one tile and of the next lie, as T. Those of a pool that is not read as it is are
-// unpacked into `unpacked`, [2][most][dim], or [most][dim] without values, one tile after another.
+// The addresses of the keys of a tile and of the next one, as T. If the pool's rows cannot be read
+// directly, each tile is unpacked into `unpacked`, [2][most][dim], or [most][dim] without values.
 template <class T, class Kept, int kMost>
 class TilesOf {
 public:
@@ -502,12 +506,12 @@ public:
             kv.tile(kv.first_tile(kMost), kMost, nothing_, rows_[0]);
     }
 
-    // Values lie so many elements after their keys.
+    // Distance from a key to its value, in elements.
     size_t run() const {
         return kIsPacked<Kept> ? static_cast<size_t>(kMost) * kv_.dim : kv_.run();
     }
 
-    // Before each tile's rows are asked for.
+    // Must be called before the rows of each tile are used.
     void go_to(int first) {
         const int after = kv_.tile_after(first, kMost);
         const bool is_last = after >= kv_.num_keys;
@@ -534,10 +538,10 @@ private:
     int now_ = 1;
 };
 
-// `queries` [rows, stride] are rotated and scaled; the result goes where the next
-// product reads it. The keys that
-// `next` begins with are fetched meanwhile: blocks lie apart, no processor sees them coming.
-// The pool has rows of type Kept; if these are not read as T, tiles are widened to T first.
+// Computes a work item. `queries` [rows, stride] are rotated and scaled. The result is written in
+// the form that the next product reads. The first keys of the item `next` are prefetched, because
+// hardware prefetchers cannot predict scattered blocks. The pool has rows of type Kept; if they
+// cannot be read as T, tiles are converted to T first.
 template <class T, class Kept = T>
 void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
             const float* queries, size_t stride, const Inputs& attended, const BlockSums& sums,
@@ -553,8 +557,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     float* scores = out + static_cast<size_t>(kRowsMax) * dim;
     float* highest = scores + kRowsMax * kKeys;
     float* mass = highest + kRowsMax;
-    float* nothing = mass + kRowsMax;  // a key and a value: zeros
-    float* wide = nothing + dim;  // keys, if they have to be widened, or unpacked latents
+    float* nothing = mass + kRowsMax;  // a key and a value of zeros
+    float* wide = nothing + dim;  // converted keys, or unpacked latents
     std::memset(nothing, 0, dim * sizeof(float));
     const HeadKv<Kept> kv(model, step, layer, item);
     Seen sees[kRowsMax];
@@ -630,7 +634,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
 
 namespace tandem::TANDEM_ISA {
 
-// bf16 KV is multiplied as it is, where that can be, and KV of integers as bf16 if the model is.
+// bf16 KV is multiplied in bf16 if the processor supports it, and so is integer KV if the model is
+// bf16.
 inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
 #ifdef TANDEM_PAIRS
     const bool is_integers = step.kv_kind == I8 || step.kv_kind == I8_I4 || step.kv_kind == I4;

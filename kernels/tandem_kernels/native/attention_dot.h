@@ -1,32 +1,32 @@
-// Causal attention over bf16 KV where bf16 numbers are multiplied two by two (AMX, AVX512_BF16):
-// queries and weights are rounded to bf16, all sums are fp32. Numbers of int8 KV are exact in bf16;
-// the scale of a key is applied to its score, and that of a value to its weight.
+// Causal attention over bf16 KV for processors that multiply pairs of bf16 numbers (AMX,
+// AVX512_BF16). Queries and softmax weights are rounded to bf16; all sums are fp32. int8 KV is
+// exact in bf16: the scale of a key is applied to its score, and the scale of a value to its
+// weight.
 //
-// A work item is as in attention.h, with more rows: keys and values of a tile of 128 tokens are
-// brought once into the form that the products read, and serve all of them. Every row takes the
-// same steps over the keys, 32 by 32 from position 0, and weighs a key that it does not see with
-// exactly 0; so here, too, its bits depend on itself alone. Both instructions take denormal numbers
-// for zeros and make none, whatever MXCSR says: a step of zeros, which a row may have to take for
-// the sake of others, changes nothing, for the step before left no denormal sum.
+// Work items are as in attention.h, with more rows: the keys and values of a tile of 128
+// tokens are packed once for the products of all rows. Every row takes the same steps over the
+// keys, 32 at a time from position 0, and a hidden key has weight exactly 0. So the bits of a row
+// depend on that row only. Steps of zeros, which a row takes only because of other rows, change
+// nothing: both instructions treat denormal numbers as zeros and produce none, whatever MXCSR says.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kDotKeys = 128;    // of a tile
+constexpr int kDotKeys = 128;    // keys in a tile
 static_assert(kDotKeys <= kKeysMax);
-constexpr int kDotRowsMax = 384; // of an item
-constexpr int kDotRows = 32;     // whose scores are computed at once
+constexpr int kDotRowsMax = 384; // rows in a work item
+constexpr int kDotRows = 32;     // rows whose scores are computed together
 constexpr int kStep = kStepInputs;
 
-// Of an item at least, where there are as many; and so few that fetching keys and values is most of
-// their work. Beside AMX's products packing is, so what is packed has to serve more rows.
+// Minimum number of rows in an item, if there are as many. With fewer rows, reading keys and values
+// dominates. With AMX, packing dominates, so packed data must serve more rows.
 #ifdef TANDEM_AMX
 constexpr int kDotRowsMin = 64, kDotFewRows = 32;
 #else
 constexpr int kDotRowsMin = 32, kDotFewRows = 12;
 #endif
 
-// A right factor [depth][columns] in panels of 16 columns: of each panel [depth / 2][16] words of
-// two numbers, one below the other in the factor.
+// A right operand [depth][columns] in panels of 16 columns. A panel is [depth / 2][16] words; a
+// word holds two numbers that are in consecutive rows of the operand.
 struct Panels {
     uint32_t* words;
     int depth;
@@ -38,7 +38,7 @@ struct Panels {
     Panels from_depth(int k) const { return {words + k / 2 * kPanel, depth}; }
 };
 
-// A left factor or a result, row by row.
+// A left operand or a result, in row-major order.
 template <class T>
 struct Plane {
     T* numbers;
@@ -52,13 +52,14 @@ struct Plane {
 
 #ifdef TANDEM_AMX
 
-// result (+)= left . right, for up to 16 rows or up to 32, `depth` a multiple of 32 and an even
-// number of panels. Up to 32 means that 32 are computed, and must have room.
+// Computes result = left . right or result += left . right, for up to 16 or up to 32 rows. `depth`
+// is a multiple of 32, and the number of panels is even. With more than 16 rows, 32 are computed
+// and need room.
 template <bool kTwo, bool kAdds>
 inline void multiply_some(Plane<const Bf16> left, Panels right, int depth, int num_panels,
                           Plane<float> result) {
     const size_t from = left.stride * sizeof(Bf16), to = result.stride * sizeof(float);
-    constexpr int kWords = kPanel * kStep / 2;  // of a tile
+    constexpr int kWords = kPanel * kStep / 2;  // words in a tile
     for (int panel = 0; panel < num_panels; panel += 2) {
         float* first = result.row(0) + panel * kPanel;
         float* second = result.row(16) + panel * kPanel;
@@ -114,8 +115,8 @@ inline void multiply_rows(int num_rows, Plane<const Bf16> left, Panels right, in
 
 #else
 
-// result (+)= left . right, for MR rows and NP panels. Inlined where much else is it has too few
-// registers: attention of a prompt then takes a ninth more time.
+// Computes result = left . right or result += left . right, for MR rows and NP panels. It is not
+// inlined: in a large function it would lack registers, and prompt attention would take 11% longer.
 template <int MR, int NP, bool kAdds>
 __attribute__((noinline)) void multiply_panels(Plane<const Bf16> left, Panels right, int depth, int panel,
                             Plane<float> result) {
@@ -172,19 +173,19 @@ inline void multiply_rows(int num_rows, Plane<const Bf16> left, Panels right, in
 
 #endif
 
-// 32 numbers, or zeros for those from `num` on.
+// Loads 32 numbers, with zeros from `num` on.
 inline __m512i load_step(const Bf16* from, int num) {
     if (num >= kStep) return _mm512_loadu_si512(from);
     return _mm512_maskz_loadu_epi32((1u << num / 2) - 1, from);
 }
 
-// 64 numbers, or zeros for those from `num` on.
+// Loads 64 numbers, with zeros from `num` on.
 inline __m512i load_words(const int8_t* from, int num) {
     if (num >= 64) return _mm512_loadu_si512(from);
     return _mm512_maskz_loadu_epi8((1ull << num) - 1, from);
 }
 
-// bf16 of integers of 8 bits, times any power of two: two of them in each word.
+// Converts 8-bit integers times a power of two to bf16, two per word.
 inline __m512i pair(__m512i low, __m512i high) {
     const __m512i of_low = (__m512i)_mm512_cvtepi32_ps(low);
     const __m512i of_high = (__m512i)_mm512_cvtepi32_ps(high);
@@ -192,8 +193,8 @@ inline __m512i pair(__m512i low, __m512i high) {
     return _mm512_ternarylogic_epi32(_mm512_srli_epi32(of_low, 16), of_high, upper, 0xf8);
 }
 
-// Words of four int8 numbers as two times words of two bf16 numbers, all times kByteToWord: moved to
-// the upper end of a word a byte keeps its sign.
+// Converts words of four int8 numbers to two words of two bf16 numbers each, times kByteToWord. A
+// byte that is shifted to the upper end of a word keeps its sign.
 constexpr float kByteToWord = 0x1p24f;
 
 inline void widen_words(__m512i words, __m512i& first_two, __m512i& last_two) {
@@ -218,15 +219,15 @@ inline void prefetch(const T* row, int dim) {
 // A tile of keys and values.
 template <class T>
 struct DotTile {
-    const T* const* rows;   // where each key lies; its value lies `run` after it
-    const T* const* ahead;  // keys of the next tile, to be fetched meanwhile
+    const T* const* rows;   // address of each key; its value is `run` elements after it
+    const T* const* ahead;  // keys of the next tile, to prefetch
     size_t run;
     int first, num_keys;  // positions
-    const float *key_scales, *value_scales;  // of int8
-    float cap;                               // of scores
+    const float *key_scales, *value_scales;  // for int8 KV
+    float cap;                               // soft cap of scores; 0: none
 };
 
-// Turns 16 rows of 16 words: `put` gets each column's number and its words.
+// Transposes 16 rows of 16 words. `put` is called with each column's index and its words.
 template <class Put>
 inline void turn(__m512i (&r)[16], const Put& put) {
     __m512i s[16];
@@ -242,7 +243,7 @@ inline void turn(__m512i (&r)[16], const Put& put) {
         r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
         r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
     }
-    // r[4 q + j], quarter c: word 4 c + j of rows 4 q .. 4 q + 3.
+    // Now quarter c of r[4 q + j] has word 4 c + j of rows 4 q .. 4 q + 3.
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         s[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
@@ -259,9 +260,9 @@ inline void turn(__m512i (&r)[16], const Put& put) {
     }
 }
 
-// `num_keys` keys from `first` on, as the right factor [dim][keys] of the scores: a panel is 16
-// keys, turned word by word. Those of int8 are turned four numbers at a time and widened then, for
-// processors turn less than they add; they come out times kByteToWord.
+// Packs `num_keys` keys from `first` on as the right operand [dim][keys] of the scores. A panel is
+// 16 keys, transposed in words. int8 keys are transposed four numbers at a time and then converted,
+// because shuffles are slower than arithmetic; the result is multiplied by kByteToWord.
 template <class T>
 inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     for (int key = first; key < first + num_keys; key += kPanel) {
@@ -295,9 +296,9 @@ inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, 
     }
 }
 
-// `num_keys` values from `first` on, as the right factor [keys][dim]: two tokens' numbers side by
-// side, zeros after the last token. Of bf16, a panel is not of 16 numbers in a row, but as the
-// cheapest shuffle has them (in_order_of()).
+// Packs `num_keys` values from `first` on as the right operand [keys][dim], with the numbers of two
+// tokens in a word and zeros after the last token. For bf16, a panel does not have 16 consecutive
+// numbers, but the order that the cheapest shuffle gives (in_order_of()).
 template <class T>
 inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     const T *const *rows = tile.rows, *const *ahead = tile.ahead;
@@ -328,7 +329,7 @@ inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim
     }
 }
 
-// The i-th 16 of 32 numbers of a head, from the two panels that pack_values() made of them.
+// Returns the i-th 16 of 32 numbers of a head from the two panels made by pack_values().
 template <class T>
 inline Floats in_order_of(const float* panels, int i) {
     if constexpr (std::is_same_v<T, int8_t>) return load(panels + i * kPanel);
@@ -340,27 +341,28 @@ inline Floats in_order_of(const float* panels, int i) {
                              Ints{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
 }
 
-// 2^x to 1e-4, little beside what rounding to bf16 takes; exactly 0 for -infinity.
+// 2^x with an error of 1e-4, which is small compared with rounding to bf16; exactly 0 for
+// -infinity.
 inline Floats rough_exp2(Floats x) {
-    const Floats part = _mm512_reduce_ps(x, 9);  // x less the integer below
+    const Floats part = _mm512_reduce_ps(x, 9);  // x - floor(x)
     Floats p = part * 0.0780245227f + 0.226067155f;
     p = p * part + 0.695833541f;
     p = p * part + 0.999925219f;
     return _mm512_scalef_ps(p, x);
 }
 
-// A row's softmax so far. Weights are 2^(score * log2 e - base); the base moves only when a score
-// exceeds it by more than kSlack, so that sums seldom need a new scale.
+// The running softmax of a row. Weights are 2^(score * log2 e - base). The base changes only when a
+// score exceeds it by more than kSlack, so sums are rarely rescaled.
 struct Sums {
-    float mass[kPanel];  // added up at the end
+    float mass[kPanel];  // partial sums, added up at the end
     float base;
 };
 
 constexpr float kSlack = 8.0f;
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A row's weights, in place of its scores, of which it sees some of `num_keys` (whole steps). The
-// mass is that of the weights as they are after rounding.
+// Replaces a row's scores by its softmax weights. Scores are computed for `num_keys` keys (whole
+// steps), of which the row attends to some. The mass is the sum of the rounded weights.
 template <class T>
 inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& sums, float* out,
                   int dim, const DotTile<T>& tile, const BlockShares& shares) {
@@ -423,14 +425,14 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
     store(sums.mass, mass);
 }
 
-// Parts of a thread's buffer.
+// The parts of a thread's buffer.
 struct DotBuffer {
     Panels keys, values;
-    Plane<Bf16> queries, weights;  // a row's weights lie where its scores did
+    Plane<Bf16> queries, weights;  // A row's weights replace its scores.
     Plane<float> out, scores;
     Sums* sums;
-    Bf16* nothing;     // a key: zeros
-    int8_t* unpacked;  // keys and values of a tile, or the latents of one in bf16
+    Bf16* nothing;     // a key of zeros
+    int8_t* unpacked;  // unpacked keys and values of a tile, or its latents in bf16
     size_t num_bytes;
 
     DotBuffer(void* buffer, int head_dim) {
@@ -442,7 +444,7 @@ struct DotBuffer {
             at += (bytes + 63) / 64 * 64;
             return taken;
         };
-        // A line more than a power of two, for the cache's sake.
+        // One cache line more than a power of two, to avoid cache conflicts.
         const size_t of_scores = kDotKeys + kPanel;
         keys = {static_cast<uint32_t*>(take(sizeof(Bf16) * kDotKeys * dim)), dim};
         values = {static_cast<uint32_t*>(take(sizeof(Bf16) * kDotKeys * dim)), kDotKeys};
@@ -463,23 +465,23 @@ inline size_t attention_dot_floats(int dim) {
     return DotBuffer(nullptr, dim).num_bytes / sizeof(float);
 }
 
-// Rows of an item at most: many, for packing serves all of them, but as few as give each thread
-// several items.
+// Returns the maximum number of rows in an item: many, because they share the packed data, but few
+// enough to give each thread several items.
 inline int dot_rows_of_item(const Model& model, const Step& step) {
     const int64_t all = static_cast<int64_t>(step.num_rows) * model.num_heads;
     const int64_t each = all / (8 * model.num_threads) / kDotRows * kDotRows;
     return each < kDotRowsMin ? kDotRowsMin : (each < kDotRowsMax ? each : kDotRowsMax);
 }
 
-// Up to kDotRows rows of an item.
+// Up to kDotRows rows of a work item.
 struct DotRows {
     const DotBuffer& at;
-    const Seen* sees;  // which keys of the context each row of the item does
-    const BlockShares* shares;  // each row's, or null
-    int dim;          // whole steps
+    const Seen* sees;  // visible keys of each row of the item
+    const BlockShares* shares;  // of each row; or null
+    int dim;          // rounded up to whole steps
     int first_row, num_rows;
 
-    // Keys of the tile, in whole steps, that any of them sees.
+    // Returns the number of keys of the tile, in whole steps, up to the last one visible to a row.
     template <class T>
     int num_keys(const DotTile<T>& tile) const {
         const int most = sees[first_row + num_rows - 1].end - tile.first;
@@ -512,13 +514,13 @@ struct DotRows {
     }
 };
 
-// A tile for all rows of an item.
+// Attends all rows of an item to one tile.
 template <class T>
 inline void attend_tile(const DotTile<T>& tile, int head_dim, const DotBuffer& at, const Seen* sees,
                         const BlockShares* shares, int num_rows) {
     const int dim = whole_steps(head_dim), num_keys = whole_steps(tile.num_keys);
     if (num_rows <= kDotFewRows) {
-        // Products take turns with what is fetched.
+        // Products alternate with prefetches.
         const DotRows rows{at, sees, shares, dim, 0, num_rows};
         for (int key = 0; key < num_keys; key += kStep) {
             pack_keys(tile, key, kStep, head_dim, at.keys);
@@ -544,7 +546,7 @@ inline void attend_tile(const DotTile<T>& tile, int head_dim, const DotBuffer& a
     }
 }
 
-// As attend().
+// Computes a work item, as attend() in attention.h does.
 template <class T, class Kept>
 inline void attend_dot(const Model& model, const Step& step, int layer, const Item& item,
                        const Item& next, const float* queries, size_t stride,

@@ -16,7 +16,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-// After the standard headers: what others share must run anywhere.
+// After the standard headers, whose inline functions are shared and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 
 #define TANDEM_ISA avx512_code
@@ -24,7 +24,7 @@
 #define TANDEM_TILE_ROWS 12
 #define TANDEM_SUMS 12
 #include "simd.h"
-// simd.h defines what the others stand on.
+// simd.h comes first, because the others use it.
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"

@@ -1,4 +1,4 @@
-// The decoder for processors with AVX-512 that multiply bf16, too.
+// The decoder for processors with AVX-512 and AVX512_BF16.
 
 #include <omp.h>
 
@@ -16,7 +16,7 @@
 #ifdef TANDEM_KNOWS_BF16
 #include <immintrin.h>
 
-// After the standard headers: what others share must run anywhere.
+// After the standard headers, whose inline functions are shared and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni")
 
 #define TANDEM_ISA avx512_bf16_code
@@ -26,7 +26,7 @@
 #define TANDEM_PAIRS
 #define TANDEM_VNNI
 #include "simd.h"
-// simd.h defines what the others stand on.
+// simd.h comes first, because the others use it.
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"

@@ -1,26 +1,26 @@
-// How much weight the queries of some spans give each block of keys (Span::first_sum).
+// Sums the softmax weights that queries give to each block of keys (Span::first_sum).
 //
 //     block_sums[j] += sum of a query's softmax weights of the keys of block j, over queries, layers
 //                      and heads
 //
-// Attention writes [blocks] for each query and head of a layer. They are added to the query's, head
-// after head and layer after layer, and at the step's end query after query to the span's: so sums do
-// not depend on how the tokens of a sequence are cut into steps, on threads, or on other spans.
+// Attention writes sums [blocks] for each query and head of a layer. These are added to the query's
+// sums in the order of heads and layers, and at the end of the step to the span's sums in the order
+// of queries. The result does not depend on chunk boundaries, threads or other spans.
 
 namespace tandem::TANDEM_ISA {
 
-// A row of attention's: the blocks of its keys, from the tile on that is weighed. Null: not wanted.
+// The sums of one attention row, from the current tile on. `blocks` is null if they are not needed.
 struct BlockShares {
     float* blocks;
     int block_size;
 
-    // What lies before a tile was weighed with another maximum.
+    // Rescales the sums before a tile, which were computed with another maximum.
     void scale(float factor, int tile) const {
         if (factor == 1.0f) return;
         for (int block = 0; block * block_size < tile; ++block) blocks[block] *= factor;
     }
 
-    // A panel of weights, from the position `key` on; those from `end` on are zeros.
+    // Adds a panel of weights for the keys from position `key` on. Weights from `end` on are zeros.
     void add(const float* weights, int key, int end) const {
         if (key >= end) return;
         if (block_size % kPanel != 0) {
@@ -34,13 +34,13 @@ struct BlockShares {
     }
 };
 
-// Those of all spans of a step.
+// The sums of all spans of a step.
 struct BlockSums {
-    const Step* step = nullptr;  // null: no span has any
+    const Step* step = nullptr;  // null: no span needs sums
     int num_heads = 0;
-    const size_t* first = nullptr;  // of each span: its first block of `queries`
-    float* queries = nullptr;       // [queries][blocks] of each span
-    float* heads = nullptr;         // [queries][heads][blocks] of each span
+    const size_t* first = nullptr;  // of each span: index of its first block in `queries`
+    float* queries = nullptr;       // for each span [queries][blocks]
+    float* heads = nullptr;         // for each span [queries][heads][blocks]
 
     int num_blocks(const Span& span) const {
         return (span.context_len + step->block_size - 1) / step->block_size;
@@ -48,7 +48,7 @@ struct BlockSums {
 
     bool any(int index) const { return step != nullptr && step->spans[index].first_sum >= 0; }
 
-    // Of a query and a head of a span that has any: zeros.
+    // Returns the sums of a query and a head, set to zero; null if the span needs none.
     BlockShares shares(int index, int query, int head) const {
         const int num = num_blocks(step->spans[index]);
         float* const blocks = heads + first[index] * num_heads +
@@ -57,7 +57,7 @@ struct BlockSums {
         return {blocks, step->block_size};
     }
 
-    // Adds up a layer's heads; in a parallel region.
+    // Adds the sums of a layer's heads to the queries'. Called in a parallel region.
     void add_heads() const {
         if (step == nullptr) return;
         for (int index = 0; index < step->num_spans; ++index) {
@@ -75,7 +75,7 @@ struct BlockSums {
         }
     }
 
-    // Adds the step's to what there was before.
+    // Adds the step's sums to the spans' sums.
     void add_queries() const {
         if (step == nullptr) return;
         for (int index = 0; index < step->num_spans; ++index) {
@@ -90,12 +90,12 @@ struct BlockSums {
     }
 };
 
-// Begins the sums of a step, or goes on with them.
+// Starts or continues the sums of a step.
 inline BlockSums block_sums_of(const Model& model, const Step& step, Scratch& scratch,
                                bool begins) {
     if (step.block_sums == nullptr) return {};
     BlockSums sums{&step, model.num_heads};
-    size_t num_queries = 0;  // times blocks
+    size_t num_queries = 0;  // number of (query, block) pairs
     scratch.first_shares.resize(step.num_spans);
     for (int index = 0; index < step.num_spans; ++index) {
         const Span& span = step.spans[index];

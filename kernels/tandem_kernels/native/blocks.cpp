@@ -19,7 +19,7 @@ void scale_all(Group& group, float scale, float min = 0.0f) {
     group.min = min;
 }
 
-// Nibbles of 16 bytes: the lower ones are the first 16 numbers.
+// Unpacks the nibbles of 16 bytes; the low nibbles are the first 16 numbers.
 void take_nibbles(const uint8_t* nibbles, uint8_t* numbers) {
     for (int i = 0; i < 16; ++i) {
         numbers[i] = nibbles[i] & 15;
@@ -58,7 +58,7 @@ void q8_0(const uint8_t* block, Group* groups) {
     for (int i = 0; i < kGroup; ++i) groups->numbers[i] = block[2 + i] ^ 0x80;
 }
 
-// Half of 2^(e - 127), as the numbers are twice the values.
+// Half of 2^(e - 127), because the numbers are twice the values.
 float half_of_power(uint8_t e) {
     const uint32_t bits = e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23;
     float power;
@@ -72,7 +72,7 @@ void mxfp4(const uint8_t* block, Group* groups) {
     for (uint8_t& number : groups->numbers) number = kMxNumbers[number];
 }
 
-// The 6 bits each of a group's scale and min, of eight groups in 12 bytes.
+// Unpacks the scale and minimum of a group, 6 bits each, from 12 bytes for eight groups.
 struct SixBits {
     int scale, min;
 
@@ -92,7 +92,7 @@ void scale_k(const uint8_t* block, int index, Group& group) {
     scale_all(group, half_at(block) * bits.scale, -(half_at(block + 2) * bits.min));
 }
 
-// Two groups share 32 bytes: the first has their lower nibbles.
+// Two groups share 32 bytes: the first has the low nibbles.
 void take_k(const uint8_t* nibbles, int index, uint8_t* numbers) {
     for (int i = 0; i < kGroup; ++i)
         numbers[i] = nibbles[index / 2 * kGroup + i] >> index % 2 * 4 & 15;
@@ -177,7 +177,7 @@ uint16_t narrow_half(float x) {
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return sign | 0x7e00;
     if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to more than 65504
-    if (bits < 0x38800000) {                       // below 2^-14: multiples of 2^-24
+    if (bits < 0x38800000) {                       // below 2^-14: a multiple of 2^-24
         float size;
         std::memcpy(&size, &bits, sizeof size);
         return sign | static_cast<uint16_t>(std::lrint(size * 0x1p24f));

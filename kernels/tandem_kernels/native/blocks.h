@@ -1,7 +1,7 @@
-// Rows of quantized blocks, as GGUF files hold them, and blocks that have a zero.
+// Decodes rows of quantized blocks: GGUF's types, and blocks with a zero point.
 //
-// https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the types of GGUF. Each is decoded
-// into groups of 32 inputs:
+// https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h defines GGUF's types. Each is
+// decoded into groups of 32 inputs:
 //
 //     weight = scale * (number - zero) + min      numbers >= 0; zero or min is 0
 
@@ -17,27 +17,28 @@ constexpr int kGroup = 32;
 
 struct Group {
     uint8_t numbers[kGroup];
-    float scales[2];  // of its halves, which differ for Q6_K only
+    float scales[2];  // scales of the two halves, which differ for Q6_K only
     float min;
     int zero;
 };
 
-// Blocks with a zero, which no GGUF file has: a float16 scale, a byte for the zero, and the nibbles of
-// 32 inputs or of twice 32.
+// Block types with a zero point, which do not exist in GGUF files: a float16 scale, a byte for the
+// zero point, and the nibbles of 32 or 64 inputs.
 constexpr int32_t kZeroedBy32 = 1032, kZeroedBy64 = 1064;
 
 struct BlockType {
-    int32_t type;  // as GGUF files number them, or one of those below
-    Kind kind;     // as which it is packed
+    int32_t type;  // GGUF's type number, or kZeroedBy32 or kZeroedBy64
+    Kind kind;     // format after packing
     int inputs, bytes;
-    int zero;      // of all groups, or where `decode` writes none
-    void (*decode)(const uint8_t* block, Group* groups);  // inputs / kGroup of them
+    int zero;      // zero point of all groups, unless `decode` sets it
+    // decodes a block into inputs / kGroup groups
+    void (*decode)(const uint8_t* block, Group* groups);
 };
 
-// Null: not a type that is decoded here.
+// Returns null for a type that is not supported.
 const BlockType* block_type(int32_t type);
 
 float widen_half(uint16_t half);
-uint16_t narrow_half(float x);  // to the nearest, ties to even
+uint16_t narrow_half(float x);  // rounds to nearest, ties to even
 
 }  // namespace tandem

@@ -1,19 +1,20 @@
-// A layer's experts: MLPs of which a router chooses a few for each row.
+// The experts of a layer: MLPs from which a router chooses a few for each row.
 //
-// The rows of an expert lie side by side, in the order of the step, and are one product's; so bits
-// of a row depend on it alone, as those of any product do. A row adds up its experts in their order.
+// The rows of an expert are gathered in the order of the step and computed by one product, so the
+// bits of a row depend on that row only. A row sums its experts in the order of their numbers.
 //
 //     logits      router . norm(row)                          all rows
-//     places      the row's experts, sorted: row by row to expert by expert
-//     part        down . (activation(gate) * up)              of each place
-//     row         += sum of share * part, and what an MLP of all rows gives
+//     places      (row, expert) pairs, sorted by expert
+//     part        down . (activation(gate) * up)              each place
+//     row         += sum of share * part + output of the shared MLP
 
 namespace tandem::TANDEM_ISA {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// Takes experts out of the ranks that are not of the groups that rank first. A group counts as much
-// as its best expert, or with a correction as its two best ones. `of_groups` has room for all.
+// Removes experts outside of the best groups from the ranking. A group is ranked by its best
+// expert, or with a correction by the sum of its two best ones. `of_groups` has room for all
+// groups.
 inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) {
     const int size = experts.num / experts.num_groups;
     for (int g = 0; g < experts.num_groups; ++g) {
@@ -28,14 +29,15 @@ inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) 
         int best = -1;
         for (int g = 0; g < experts.num_groups; ++g)
             if (of_groups[g] < INFINITY && (best < 0 || of_groups[g] > of_groups[best])) best = g;
-        if (best < 0) break;  // no number
-        of_groups[best] = INFINITY;  // is chosen
+        if (best < 0) break;  // NaN
+        of_groups[best] = INFINITY;  // marks the group as chosen
     }
     for (int e = 0; e < experts.num; ++e)
         if (of_groups[e / size] < INFINITY) ranks[e] = -INFINITY;
 }
 
-// Shares of the chosen: their logits' sigmoids, which may be divided by their sum.
+// Computes the weights of the chosen experts: the sigmoids of their logits, optionally divided by
+// their sum.
 inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* chosen) {
     float total = 0.0f;
     for (int i = 0; i < experts.top_k; ++i) {
@@ -46,9 +48,9 @@ inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* 
     for (int i = 0; i < experts.top_k; ++i) chosen[i].share *= factor;
 }
 
-// The experts that rank first, of equals the first, in the order of their numbers. Ranks are logits,
-// and shares a softmax over all logits or over theirs; with a correction both are of sigmoids.
-// `ranks` has room for two numbers of each expert.
+// Chooses the best experts (of equals the lowest number), in the order of their numbers. They are
+// ranked by logit, and their weights are the softmax over all logits or over the chosen ones. With
+// a correction, both use sigmoids. `ranks` has room for two numbers per expert.
 inline void choose(const Experts& experts, const float* logits, float* ranks, Chosen* chosen) {
     for (int e = 0; e < experts.num; ++e)
         ranks[e] = experts.correction == nullptr ? logits[e]
@@ -82,7 +84,7 @@ inline void choose(const Experts& experts, const float* logits, float* ranks, Ch
         chosen[i].share = chosen[i].share / total * experts.scale;
 }
 
-// Gives each choice its place, expert by expert.
+// Assigns a place to each (row, expert) pair, sorted by expert.
 inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
     const int num = num_rows * experts.top_k;
     std::fill(routing.first.begin(), routing.first.end(), 0);
@@ -97,7 +99,7 @@ inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
     routing.first[0] = 0;
 }
 
-// Inputs of the rows that chose an expert; they lie in buffers with those of the others.
+// The inputs of the rows of an expert, inside the buffers of all experts.
 inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& rows, int expert) {
     const int first = rows.routing->first[expert];
     const size_t before = is_quantized(matrix.kind) ? quantized_input_floats(first, matrix.in) : 0;
@@ -105,9 +107,10 @@ inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& 
                      rows.routing->first[expert + 1] - first, rows.rounded + before);
 }
 
-// Outputs of one kind of a matrix that has several (`rest`), and how many are before them.
+// The outputs of one kind in a matrix that has several (`rest`), and the number of outputs before
+// them.
 struct Part {
-    const Matrix* matrix;  // null: there is no such part
+    const Matrix* matrix;  // null: the matrix has no such part
     int first_output;
 };
 
@@ -125,8 +128,8 @@ inline int most_parts(const Experts& experts, Matrix Mlp::*which) {
     return most;
 }
 
-// A product of each expert, with inputs that lie in `buffer`. Quantized matrices may be of several
-// kinds, but all experts have such ones, or none has: the threads wait for one another once a part.
+// Computes one product for each expert, with inputs in `buffer`. Quantized matrices may have
+// several kinds, but then all experts have them, so the threads synchronize once per part.
 inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* buffer,
                              const Rows& rows, Output out, int thread, int threads) {
     const auto for_each = [&](int number, auto work) {
@@ -159,7 +162,7 @@ inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* 
     }
 }
 
-// What the last products of all experts read, of all places.
+// Computes the inputs of the experts' last products, for all places.
 inline float* gate_experts(const Experts& experts, const Rows& rows, int num_places, int thread,
                            int threads) {
     const Routing& routing = *rows.routing;
@@ -215,7 +218,7 @@ inline void route(const Model& model, const Layer& layer, const Step& step, cons
     rows.laps->end(NORM, thread);
 }
 
-// What an MLP of all rows gives, into `delta`.
+// Computes the shared MLP of all rows into `delta`.
 inline void share_mlp(const Model& model, int index, const Step& step, const Rows& rows, int thread,
                       int threads) {
     const Inputs gated = gate_normed(model, index, step, rows, thread, threads);
@@ -226,7 +229,7 @@ inline void share_mlp(const Model& model, int index, const Step& step, const Row
     rows.laps->end(DOWN, thread);
 }
 
-// A layer's experts, added to the residual stream.
+// Adds the output of a layer's experts to the residual stream.
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         int thread, int threads) {
     const Layer& layer = model.layers[index];

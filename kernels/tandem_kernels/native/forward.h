@@ -1,15 +1,15 @@
-// A step from token ids to logits, for one instruction set. One parallel region a call; a barrier
-// between operations that read what the one before wrote.
+// Computes a step from token ids to logits, for one instruction set. Each call is one parallel
+// region, with barriers between dependent operations.
 
 namespace tandem::TANDEM_ISA {
 
 #ifndef TANDEM_AMX
-struct TilesInUse {  // amx.h: nothing to be done here
+struct TilesInUse {  // amx.h has the version for AMX.
     TilesInUse() {}
 };
 #endif
 
-// y = x / sqrt(mean(x^2) + eps) * weight
+// RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight
 inline float norm_scale(const float* x, int num, float eps) {
     Floats squares[kVectors] = {};
     int at = 0;
@@ -23,7 +23,7 @@ inline float norm_scale(const float* x, int num, float eps) {
     return 1.0f / std::sqrt(total / num + eps);
 }
 
-// Without weights, the row as it is.
+// Copies the row if there are no weights.
 inline void norm_row(const float* x, const float* weight, float eps, const InputRow& to) {
     if (weight == nullptr) {
         int at = 0;
@@ -39,7 +39,7 @@ inline void norm_row(const float* x, const float* weight, float eps, const Input
         to.put(at, load_some(x + at, rest) * scale * load_some(weight + at, rest), rest);
 }
 
-// A head's halves against each other, to where it belongs.
+// Rotates the halves of a head (RoPE), and writes it to its destination.
 template <class T>
 inline void rotate(const float* head, const float* cosines, const float* sines, int dim,
                    float scale, T* to) {
@@ -62,7 +62,7 @@ inline void norm_head(float* head, const float* weight, int dim, float eps) {
     for (int i = 0; i < dim; ++i) head[i] = head[i] * scale * weight[i];
 }
 
-// x += delta * multiplier, where delta may be normalized before.
+// x += delta * multiplier; delta is normalized first if the layer has a post-norm.
 inline void add_row(const float* delta, const float* norm, const Model& model, float* x) {
     const int num = model.hidden;
     float scale = model.residual_multiplier;
@@ -76,7 +76,7 @@ inline void add_row(const float* delta, const float* norm, const Model& model, f
 
 constexpr int kRowsToFetch = 64;
 
-// Normalizes and rotates a row's heads; its K and V go into the pool.
+// Normalizes and rotates a row's heads, and stores its K and V in the pool.
 template <class T>
 void place_row(const Model& model, const Layer& layer, const Step& step, int index, int row,
                float* heads) {
@@ -113,7 +113,7 @@ inline void gate_row(const float* gate_up, const Gating& gating, const InputRow&
         to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest), gating), rest);
 }
 
-// An output's weights, from the panels in which they lie (decoder.h, quantized.h).
+// Reads the weights of one output from packed panels (decoder.h, quantized.h).
 inline void widen_output(const Matrix& matrix, int output, float* to) {
     const int in = matrix.in, panel = output / kPanel, lane = output % kPanel;
     if (is_quantized(matrix.kind))
@@ -157,7 +157,7 @@ inline void embed(const Model& model, int token, float* to) {
         for (int i = 0; i < model.hidden; ++i) to[i] *= model.embedding_multiplier;
 }
 
-// Work items, the longest first: one thread would be last with them.
+// Makes the work items of attention, longest first, so that no thread ends with a long one.
 inline std::vector<Item> items_of(const Model& model, const Step& step, int window) {
     const int group = model.num_heads / model.num_kv_heads;
     const int most = rows_of_item(model, step);
@@ -167,11 +167,12 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
         for (int i = num - 1; i >= 0; --i) {
             const int first = static_cast<int64_t>(rows) * i / num;
             const int end = static_cast<int64_t>(rows) * (i + 1) / num;
-            for (int h = 0; h < model.num_kv_heads; ++h) 
+            for (int h = 0; h < model.num_kv_heads; ++h)
                 items.push_back({s, h, first, end - first, window});
         }
     }
-    constexpr int kFetching = 4;  // a key once takes as long as this many rows' products with it
+    // Reading a key costs as much as the products of this many rows with it.
+    constexpr int kFetching = 4;
     const auto work = [&](const Item& item) {
         const Seen keys = keys_of(model, step.spans[item.span], item);
         return (item.num_rows + kFetching) *
@@ -182,7 +183,7 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
     return items;
 }
 
-// Items of each layer; layers with one window share theirs.
+// The work items of each layer. Layers with the same window share them.
 struct LayerItems {
     std::vector<std::vector<Item>> of_windows;
     std::vector<int> windows;
@@ -202,9 +203,9 @@ struct LayerItems {
     }
 };
 
-struct Rows {  // buffers of a step, as all threads see them
+struct Rows {  // buffers of a step, shared by all threads
     float *hidden, *input, *projected, *attended, *delta, *rounded, *routed, *logits;
-    float *heads, *queries, *of_heads;  // latent.h
+    float *heads, *queries, *of_heads;  // see latent.h
     Routing* routing;
     Laps* laps;
     StepLora lora;
@@ -216,13 +217,14 @@ struct Rows {  // buffers of a step, as all threads see them
 
 namespace tandem::TANDEM_ISA {
 
-// Numbers of a row's products in `projected`.
+// Size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
     if (layer.latent != nullptr) return layer.qkv.out;
     return static_cast<size_t>(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
 }
 
-// Normalizes, projects, rotates and stores; queries stay in `projected`, or in `queries`.
+// Normalizes, projects and rotates, and stores K and V. Queries are left in `projected` or
+// `queries`.
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows, int thread,
                      int threads) {
     const Layer& layer = model.layers[index];
@@ -257,7 +259,7 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     rows.laps->end(PLACE, thread);
 }
 
-// What the MLP's last product reads.
+// Computes the input of the MLP's last product.
 inline Inputs gate_all(const Model& model, int index, const Step& step, const Inputs& normed,
                        const Rows& rows, int thread, int threads) {
     const Mlp& mlp = model.layers[index].mlp;
@@ -279,14 +281,14 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     add_lora(rows.lora, index, &LoraLayer::gate_up, normed, projected, thread);
     rows.laps->end(GATE_UP, thread);
 #pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row) 
+    for (int row = 0; row < step.num_rows; ++row)
         gate_row(rows.projected + row * width, mlp.gate_up.gating, gated.row(row));
     rows.laps->end(SILU, thread);
     return gated;
 }
 
-// Whether a product's sums are whole when they are written. If not they are added up elsewhere: the
-// residual stream is long, and each part that is added to it is rounded to its size.
+// Returns whether a product writes complete sums. If it writes partial sums, they are accumulated
+// in a separate buffer: adding each part to the larger residual stream would lose precision.
 inline bool is_one_sum(const Matrix& matrix) {
     return num_input_blocks(matrix.in) == 1 || kind_of_inputs(matrix.kind) == BF16_PAIRS ||
            is_quantized(matrix.kind);
@@ -296,7 +298,7 @@ inline bool adds_at_once(const Model& model, const Matrix& matrix, const float* 
     return post_norm == nullptr && model.residual_multiplier == 1.0f && is_one_sum(matrix);
 }
 
-// A product, added to the residual stream.
+// Computes a product and adds it to the residual stream.
 inline void add_product(const Model& model, const Matrix& matrix, const Inputs& inputs,
                         const float* post_norm, Stage stage, const Rows& rows, int index,
                         LoraProduct LoraLayer::*added, int thread, int threads) {
@@ -318,7 +320,7 @@ inline void add_product(const Model& model, const Matrix& matrix, const Inputs& 
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         int thread, int threads);
 
-// The same from the rows that the MLP normalizes.
+// The same, with input rows that the MLP normalizes.
 inline Inputs gate_normed(const Model& model, int index, const Step& step, const Rows& rows,
                           int thread, int threads) {
     const Layer& layer = model.layers[index];
@@ -339,7 +341,7 @@ inline void add_mlp(const Model& model, int index, const Step& step, const Rows&
                 &LoraLayer::down, thread, threads);
 }
 
-// Attention and the MLP or experts, added to the residual stream.
+// Computes attention and the MLP or experts, and adds them to the residual stream.
 inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
                          const std::vector<Item>& items, const BlockSums& sums, float* buffer,
                          int thread, int threads) {
@@ -367,7 +369,7 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         add_mlp(model, index, step, rows, thread, threads);
 }
 
-// Experts of all layers have one shape: those of a layer that has them, or null.
+// Returns the experts of a layer that has them, or null. All layers' experts have one shape.
 inline const Experts* experts_of(const Model& model) {
     for (int index = 0; index < model.num_layers; ++index)
         if (model.layers[index].experts != nullptr) return model.layers[index].experts;
@@ -440,7 +442,8 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
     }
 }
 
-// Of some logits: the largest of each few vectors, then the first of those that were largest.
+// Finds the largest of some logits: first the maximum of groups of vectors, then the first logit
+// equal to it.
 inline Largest largest_of(const float* logits, int first, int end) {
     constexpr int kAtOnce = 32 * kPanel;
     Largest best{-INFINITY, first};
@@ -460,7 +463,7 @@ inline Largest largest_of(const float* logits, int first, int end) {
     return {best.logit, found < logits + end ? static_cast<int32_t>(found - logits) : first};
 }
 
-// Of each row, from what the threads found in their shares.
+// Combines the threads' results into the most likely token of each row.
 inline void find_most_likely(const Step& step, const std::vector<Largest>& of_threads) {
     for (int row = 0; row < step.num_logit_rows; ++row) {
         Largest best = of_threads[row];
@@ -470,7 +473,7 @@ inline void find_most_likely(const Step& step, const std::vector<Largest>& of_th
     }
 }
 
-// Some logits, multiplied and capped: cap * tanh(logit / cap).
+// Multiplies and caps some logits: cap * tanh(logit / cap).
 inline void finish_logits(const Model& model, float* logits, int first, int end) {
     if (model.logits_multiplier != 1.0f)
         for (int i = first; i < end; ++i) logits[i] *= model.logits_multiplier;

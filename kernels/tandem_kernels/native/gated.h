@@ -1,8 +1,8 @@
 // activation(gate) * up, with an activation x / (1 + exp(-f(x))):
 //
 //     silu         f(x) = x
-//     gelu_tanh    f(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3), for (1 + tanh(f / 2)) / 2 is the same
-//     clamped      f(x) = alpha x; gates are at most `limit`, ups within it, and 1 is added to them
+//     gelu_tanh    f(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3), as (1 + tanh(f / 2)) / 2 = 1 / (1 + e^-f)
+//     clamped      f(x) = alpha x; gates are at most `limit`, ups within [-limit, limit], plus 1
 
 namespace tandem::TANDEM_ISA {
 
@@ -25,13 +25,14 @@ inline Floats gated(Floats gate, Floats up, const Gating& gating) {
 }
 
 #ifdef TANDEM_PAIRS
-// The same to 14 bits, for what is rounded to the 8 of bf16 next: a shorter exp, no division.
+// The same with 14 bits of precision, for results that are rounded to the 8 bits of bf16: it has a
+// shorter exp and no division.
 inline Floats gated_for_bf16(Floats gate, Floats up, const Gating& gating) {
     clamp_gate(gate, up, gating);
     const __m512 power = (__m512)(gate_power(gate, gating) * -1.44269504088896341f);
     const __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT);
     const Floats part = (Floats)power - (Floats)whole;  // in [-1/2, 1/2]
-    Floats p = part * 9.6181291e-3f + 5.5504109e-2f;    // Taylor's series of 2^part
+    Floats p = part * 9.6181291e-3f + 5.5504109e-2f;    // Taylor series of 2^part
     p = p * part + 2.4022651e-1f;
     p = p * part + 6.9314718e-1f;
     p = p * part + 1.0f;

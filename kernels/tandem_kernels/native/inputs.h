@@ -1,13 +1,13 @@
-// What a product reads: rows in tiles.
+// The inputs of products: rows in tiles, in one of three formats.
 //
-//     fp32    as few tiles as can be, none of more than kTileRows rows, all of about one size:
+//     fp32    the fewest tiles of at most kTileRows rows, of about equal size:
 //             [tile][inputs][rows of the tile]
 //     pairs   bf16, for weights in pairs of inputs (decoder.h): tiles of at most kPairRows rows,
 //             [tile][steps of 32 inputs][rows of the tile][32], zeros after the last input
-//     rows    fp32, for quantized weights: [rows][inputs], to be rounded once all rows are there
+//     rows    fp32, for quantized weights: [rows][inputs], quantized when all rows are complete
 //             (linear_quantized.h)
 //
-// The second is there where TANDEM_PAIRS says that bf16 can be multiplied as it is.
+// The second exists if TANDEM_PAIRS is defined: the processor multiplies bf16 directly.
 
 namespace tandem::TANDEM_ISA {
 
@@ -26,7 +26,8 @@ using Tiles = RowTiles<kTileRows>;
 #ifdef TANDEM_AMX
 constexpr int kPairRows = 16;
 
-struct PairTiles {  // full ones first: others mean new shapes for the processor's tiles
+// Full tiles come first, because other sizes need a new configuration of AMX tiles.
+struct PairTiles {
     int num_rows;
     int num() const { return (num_rows + kPairRows - 1) / kPairRows; }
     int first_row(int tile) const { return tile < num() ? tile * kPairRows : num_rows; }
@@ -37,7 +38,7 @@ using PairTiles = Tiles;
 #endif
 
 template <class T>
-struct Strided {  // a row: where it begins, and how far apart its inputs, or steps of inputs, are
+struct Strided {  // a row: its address, and the stride of its inputs or steps of inputs
     T* first;
     size_t stride;
 };
@@ -53,16 +54,16 @@ inline Strided<T> row_in_tiles(T* buffer, int row, int num_rows, int in, int sid
 
 inline int whole_steps(int in) { return (in + kStepInputs - 1) / kStepInputs * kStepInputs; }
 
-// One row, to be written from its first number to its last, in runs of at most kLanes (all of them
-// full but the last).
+// Writes one row from its first number to its last, in runs of kLanes numbers (the last may be
+// shorter).
 struct InputRow {
     int in;
     Strided<float> numbers;
-    size_t next_row;  // where the next one of the tile begins
+    size_t next_row;  // distance to the next row of the tile
 #ifdef TANDEM_PAIRS
-    Strided<Bf16> steps;  // instead, if not null
+    Strided<Bf16> steps;  // used instead, if not null
 
-    // Denormal numbers become zeros: so they are to the products anyway.
+    // Denormal numbers become zeros, as which products treat them anyway.
     void put_pairs(int at, Floats run, int num) const {
         Bf16* to = steps.first + at / kStepInputs * steps.stride + at % kStepInputs;
         const auto mask = static_cast<__mmask16>((1 << num) - 1);
@@ -73,7 +74,7 @@ struct InputRow {
     }
 #endif
 
-    // One of the same tile, so many rows below.
+    // Returns the row that is `rows` rows below in the same tile.
     InputRow below(int rows) const {
         InputRow row = *this;
 #ifdef TANDEM_PAIRS
@@ -86,7 +87,7 @@ struct InputRow {
         return row;
     }
 
-    // The numbers as the product reads them, `stride` apart.
+    // Writes the numbers in the format that the product reads, `stride` apart.
     void copy_to(float* to, size_t stride) const {
 #ifdef TANDEM_PAIRS
         if (steps.first != nullptr) {
@@ -112,21 +113,21 @@ struct InputRow {
     }
 };
 
-// What adapters add to gates and ups before they are multiplied: [rows, stride] of the first rows,
-// the ups after the gates.
+// LoRA deltas that are added to gates and ups before these are multiplied: [rows, stride] for the
+// first rows, with ups after gates.
 struct AddedGates {
     const float* rows = nullptr;
     int num_rows = 0;
     size_t stride = 0;
 };
 
-// All rows of a product with weights of `kind`.
+// The input rows of a product with weights of `kind`.
 struct Inputs {
-    float* buffer;  // of input_floats() at least
+    float* buffer;  // at least input_floats() floats
     int32_t kind;
     int num_rows, in;
-    float* rounded;  // the same once more, for quantized weights; for fp8 panels of each thread
-    AddedGates added = {};  // to the gated, if these are
+    float* rounded;  // quantized weights: the quantized inputs; fp8: expanded panels of each thread
+    AddedGates added = {};  // LoRA deltas for gate_up products
 
     InputRow row(int row) const {
 #ifdef TANDEM_PAIRS

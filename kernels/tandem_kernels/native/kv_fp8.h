@@ -1,18 +1,18 @@
-// Fp8 KV: the arithmetic of kv_fp8.py, to the bit.
+// Quantization of fp8 KV, bit-identical to kv_fp8.py.
 
 namespace tandem::TANDEM_ISA {
 
-// The nearest e4m3 of numbers within -448 to 448.
+// Rounds numbers within -448 to 448 to the nearest e4m3.
 inline Bytes e4m3_of(Floats x) {
     const Words size = (Words)x & 0x7fffffffu;
     const Words normal = (size + 0x7ffffu + (size >> 20 & 1u) - (120u << 23)) >> 20;
-    const Words tiny = (Words)((Floats)size + 0x1p14f) - (141u << 23);  // in steps of 2^-9
+    const Words tiny = (Words)((Floats)size + 0x1p14f) - (141u << 23);  // multiples of 2^-9
     const Words number = size < (121u << 23) ? tiny : normal;
     return __builtin_convertvector(number | ((Words)x >> 24 & 0x80u), Bytes);
 }
 
-// Stores a row of `dim` numbers, a multiple of 16, and answers its scale. `fixed` is the scale of
-// all rows, or 0.
+// Stores a row of `dim` numbers (a multiple of 16), and returns its scale. `fixed` is a static
+// scale; 0: the row has its own.
 inline uint16_t quantize(const float* row, int dim, Fp8* to, uint16_t fixed) {
     const int32_t most = largest_bits(row, dim);
     if (most >= kInfinityBits || (most == 0 && fixed == 0)) {

@@ -1,17 +1,18 @@
-// Rows of 4 bits, and the keys of an int4 pool: the arithmetic of kv_int4.py and kv_int4_keys.py, to
-// the bit.
+// Quantization of 4-bit rows and of the keys of an int4 pool, bit-identical to kv_int4.py and
+// kv_int4_keys.py.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kHeadMax = 512;  // numbers of a row
+constexpr int kHeadMax = 512;  // maximum numbers in a row
 
-struct Int4Pair {  // two numbers plus 8, or the lower bits of four
+struct Int4Pair {  // two numbers plus 8, or the lower bits of four numbers
     uint8_t bits;
 };
 
-// The scale with which -8 is the number with the largest absolute value, whose bits are `most`.
+// Returns the scale for which the number with the largest absolute value becomes -8. `most` has the
+// bits of that absolute value.
 inline uint16_t scale_of_4_bits(const float* row, int dim, int32_t most) {
-    Ints lowest = {};  // whether there is -largest
+    Ints lowest = {};  // nonzero where a number is -largest
     for (int i = 0; i < dim; i += kLanes) lowest |= (Ints)load(row + i) == (most | INT32_MIN);
     bool is_negative = false;
     for (int lane = 0; lane < kLanes; ++lane) is_negative |= lowest[lane] != 0;
@@ -23,14 +24,14 @@ inline void store_pairs(const uint8_t* numbers, int dim, Int4Pair* to) {
         to[i].bits = static_cast<uint8_t>(numbers[i] | numbers[i + dim / 2] << 4);
 }
 
-// Answers the scale of a row that has zeros, or a number that is not finite.
+// Stores a row of zeros or with infinities or NaN, and returns its scale.
 inline uint16_t store_zeros(int32_t most, int dim, Int4Pair* to) {
     constexpr int kZeros = 0x88;
     std::memset(to, kZeros, static_cast<unsigned>(dim) / 2);
     return most == 0 ? 0 : kHalfNan;
 }
 
-// Stores a row of `dim` numbers, a multiple of 16, and answers its scale.
+// Stores a row of `dim` numbers (a multiple of 16), and returns its scale.
 inline uint16_t quantize(const float* row, int dim, Int4Pair* to) {
     const int32_t most = largest_bits(row, dim);
     if (most == 0 || most >= kInfinityBits) return store_zeros(most, dim, to);
@@ -46,16 +47,16 @@ inline uint16_t quantize(const float* row, int dim, Int4Pair* to) {
     return scale;
 }
 
-// The static channels of a KV head's keys, in their order.
+// The static channel order and scales of a KV head's keys.
 struct KeyChannels {
     const int32_t* order;
     const float* scales;
 
-    // What the number of channel `i` is multiplied with, beside the scale of the token.
+    // The factor of channel `i` for dequantization, without the token's scale.
     float multiplier(int i, int dim) const { return i < dim / 4 ? scales[i] * 0.25f : scales[i]; }
 };
 
-// The same for a key.
+// Stores a key, and returns its scale.
 inline uint16_t quantize_key(const float* row, int dim, const KeyChannels& channels,
                              Int4Pair* to) {
     alignas(64) float scaled[kHeadMax];
@@ -101,7 +102,7 @@ inline void unpack_some(const Int4Pair* from, int half, int8_t* to) {
     std::memcpy(to + half, &high, sizeof high);
 }
 
-// The `dim` numbers of a row.
+// Unpacks the `dim` numbers of a row to int8.
 inline void unpack(const Int4Pair* from, int dim, int8_t* to) {
     typedef uint8_t Some __attribute__((vector_size(8)));
     typedef uint8_t More __attribute__((vector_size(32)));
@@ -111,7 +112,7 @@ inline void unpack(const Int4Pair* from, int dim, int8_t* to) {
     for (; i < half; i += 8) unpack_some<Some>(from + i, half, to + i);
 }
 
-// Makes 6 bits of the upper 4 and the lower 2, of four words.
+// Combines the upper 4 and lower 2 bits to 6-bit numbers, for four words.
 template <class Word>
 inline void add_lower(const Int4Pair* lower, int8_t* to) {
     typedef Word Four __attribute__((vector_size(4 * sizeof(Word))));
@@ -126,7 +127,7 @@ inline void add_lower(const Int4Pair* lower, int8_t* to) {
     std::memcpy(to, &numbers, sizeof numbers);
 }
 
-// The numbers of a key.
+// Unpacks the numbers of a key to int8.
 inline void unpack_key(const Int4Pair* from, int dim, int8_t* to) {
     unpack(from, dim, to);
     const Int4Pair* const lower = from + dim / 2;

@@ -1,8 +1,8 @@
-// Int8 KV: the arithmetic of kv_int8.py, to the bit.
+// Quantization of int8 KV, bit-identical to kv_int8.py.
 
 namespace tandem::TANDEM_ISA {
 
-// Denormal numbers, too.
+// Converts float16 to fp32, including denormal numbers.
 inline Floats of_halves(const uint16_t* from) {
 #if TANDEM_LANES == 16
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -19,7 +19,7 @@ inline Floats of_halves(const uint16_t* from) {
 #endif
 }
 
-// The next float16 that is not below x, of 0 to 65504.
+// Rounds x, from 0 to 65504, up to float16.
 inline uint16_t half_not_below(float x) {
     if (x < 0x1p-14f) return static_cast<uint16_t>(std::ceil(x * 0x1p24f));
     uint32_t bits;
@@ -27,8 +27,8 @@ inline uint16_t half_not_below(float x) {
     return static_cast<uint16_t>(((bits + 0x1fff) >> 13) - (112u << 10));
 }
 
-// The bits of the largest |x| of a row of `dim` numbers, a multiple of 16; as integers, those of
-// NaN are larger than all others.
+// Returns the bits of the largest |x| in a row of `dim` numbers (a multiple of 16). As integers,
+// the bits of NaN are larger than all others.
 inline int32_t largest_bits(const float* row, int dim) {
     Ints bits = {};
     for (int i = 0; i < dim; i += kLanes) {
@@ -40,17 +40,17 @@ inline int32_t largest_bits(const float* row, int dim) {
     return most;
 }
 
-// Divides and rounds to the nearest integers within `lowest` to `highest`.
+// Divides, rounds to the nearest integer, and clamps to `lowest` .. `highest`.
 inline Ints rounded(Floats x, Floats divisor, Floats lowest, Floats highest) {
-    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds
-    // No compiler joins a division with an addition: both round, as torch's do.
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+      // Division and addition round separately, as in torch: compilers cannot fuse them.
     x = x / divisor;
     x = x > highest ? highest : x;
     x = x < lowest ? lowest : x;
     return __builtin_convertvector((x + to_integer) - to_integer, Ints);
 }
 
-// The float16 number that is not below `largest` / `steps`, of a finite number.
+// Rounds `largest` / `steps` up to float16; `largest` must be finite.
 inline uint16_t scale_of_steps(int32_t largest_bits, float steps) {
     constexpr float kScaleMax = 65504.0f;
     float largest;
@@ -67,7 +67,7 @@ inline Floats all_of_half(uint16_t half) {
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr uint16_t kHalfNan = 0x7e00;
 
-// Stores a row of `dim` numbers, a multiple of 16, and answers its scale.
+// Stores a row of `dim` numbers (a multiple of 16), and returns its scale.
 inline uint16_t quantize(const float* row, int dim, int8_t* to) {
     const int32_t most = largest_bits(row, dim);
     if (most == 0 || most >= kInfinityBits) {

@@ -1,29 +1,29 @@
-// A part of the pool: a layer of a head in a block.
+// A part of the pool: the KV of one layer and one head in one block.
 //
 //     K [tokens][key_row] | V [tokens][value_row] | scales of K [tokens] and of V [tokens]
 //
-// Pools of floats have no scales, and those of latent attention no V: values are keys there. Where
-// these are quantized, the rotated keys lie in the place of V, and a token has one scale:
+// Unquantized pools have no scales. Pools of latent attention have no V, because values are keys.
+// If they are quantized, the rotated keys replace V, and a token has one scale:
 //
-//     latents [tokens][rank] of int8 | rotated keys [tokens][rope] as they are | scales [tokens]
+//     latents [tokens][rank] of int8 | rotated keys [tokens][rope], unquantized | scales [tokens]
 //
-// A type names what a row is made of. Before anything is computed with rows that are packed closer
-// than a number a byte, they are unpacked to int8, and rows of Int8Latent to what they stand for.
+// A C++ type names the format of the rows. Before computation, rows with less than a byte per
+// number are unpacked to int8, and rows of Int8Latent are dequantized.
 
 namespace tandem::TANDEM_ISA {
 
 inline bool has_values(const Model& model) { return model.layers[0].latent == nullptr; }
 
-struct Int8Int4 {  // keys of int8, values of 4 bits
+struct Int8Int4 {  // int8 keys, 4-bit values
     int8_t byte;
 };
 
-struct Int4 {  // keys of 4 and 6 bits by static channels, values of 4 bits
+struct Int4 {  // keys of 4 and 6 bits with static channel scales, 4-bit values
     Int4Pair byte;
 };
 
 template <class R>
-struct Int8Latent {  // a latent of int8, and a rotated key of R
+struct Int8Latent {  // an int8 latent, and a rotated key of type R
     int8_t byte;
 };
 
@@ -40,7 +40,7 @@ template <class T>
 constexpr bool kHasScales =
     std::is_same_v<T, int8_t> || std::is_same_v<T, Fp8> || kIsPacked<T>;
 
-// What its rows are read as.
+// The type as which its rows are read.
 template <class T>
 struct ReadAs {
     typedef std::conditional_t<kIsPacked<T>, int8_t, T> Row;
@@ -54,7 +54,7 @@ struct ReadAs<Int8Latent<R>> {
 template <class T>
 using RowOf = typename ReadAs<T>::Row;
 
-// Elements of a token's K, and of its V or rotated key.
+// Sizes of a token's K, and of its V or rotated key, in elements.
 template <class T>
 inline size_t key_row(const Model& model) {
     const int dim = model.head_dim;
@@ -68,7 +68,7 @@ inline size_t value_row(const Model& model) {
     return kIsPacked<T> ? model.head_dim / 2 : model.head_dim;
 }
 
-// Of an int4 pool; of others there is none.
+// The key channels of an int4 pool; other pools have none.
 inline KeyChannels key_channels(const Model& model, const KvGroup& group, const Layer& layer,
                                 int head) {
     if (group.key_order == nullptr) return {nullptr, nullptr};
@@ -77,13 +77,13 @@ inline KeyChannels key_channels(const Model& model, const KvGroup& group, const 
     return {group.key_order + first, group.key_scales + first};
 }
 
-// Where a row's K and V of a head go.
+// The destination of a row's K and V of one head.
 template <class T>
 struct Place {
-    T *key, *value;   // the value: or the rotated key
-    uint16_t* scale;  // of the key; the value's lies as many after it as a block has tokens
+    T *key, *value;   // value: the rotated key in a pool of int8 latents
+    uint16_t* scale;  // scale of the key; that of the value is block_size elements after it
     KeyChannels channels;
-    uint16_t fixed_scales[2] = {0, 0};  // of fp8 keys and values; 0: rows have their own
+    uint16_t fixed_scales[2] = {0, 0};  // static scales of fp8 K and V; 0: rows have their own
 
     Place(const Model& model, const Step& step, int index, int row, int head) {
         const Layer& layer = model.layers[index];
@@ -102,7 +102,7 @@ struct Place {
             std::copy_n(group.fixed_scales + 2 * layer.place, 2, fixed_scales);
     }
 
-    // So that storing need not wait: a few rows lie each in a block of its own.
+    // Prefetches the destination, because decode rows are in different blocks.
     void fetch(const Model& model) const {
         constexpr size_t kLine = 64 / sizeof(T);
         for (size_t i = 0; i < key_row<T>(model); i += kLine) __builtin_prefetch(key + i, 1, 2);
@@ -117,7 +117,7 @@ inline void store_rows(const Model& model, const Step& step, const float* key, c
                        const Place<T>& to) {
     const int dim = model.head_dim;
     if constexpr (kIsLatent<T>) {
-        return;  // latent.h has other rows
+        return;  // latent.h stores these rows.
     } else if constexpr (!kHasScales<T>) {
         for (int i = 0; i < dim; i += kLanes) {
             store_some(to.key + i, load(key + i), kLanes);
@@ -136,17 +136,18 @@ inline void store_rows(const Model& model, const Step& step, const float* key, c
     }
 }
 
-// The numbers of a packed key and of its value.
+// Unpacks the numbers of a key and of its value.
 template <class T>
 inline void unpack_rows(const T* key, const T* value, int dim, int8_t* to_key, int8_t* to_value) {
     if constexpr (std::is_same_v<T, Int4>)
         unpack_key(reinterpret_cast<const Int4Pair*>(key), dim, to_key);
     else
-        for (int i = 0; i < dim; i += 16) std::memcpy(to_key + i, key + i, 16);  // no call
+        // fixed-size copies, without a call
+        for (int i = 0; i < dim; i += 16) std::memcpy(to_key + i, key + i, 16);
     unpack(reinterpret_cast<const Int4Pair*>(value), dim, to_value);
 }
 
-// Stores a latent of `rank` numbers and the rotated key after it; both are multiples of 16.
+// Stores a latent of `rank` numbers and its rotated key; both sizes are multiples of 16.
 template <class R>
 inline void store_latent(const float* token, int rank, int rope, const Place<Int8Latent<R>>& to) {
     *to.scale = quantize(token, rank, reinterpret_cast<int8_t*>(to.key));
@@ -154,7 +155,7 @@ inline void store_latent(const float* token, int rank, int rope, const Place<Int
         store_some(reinterpret_cast<R*>(to.value) + i, load(token + rank + i), kLanes);
 }
 
-// What they stand for.
+// Dequantizes a latent and its rotated key.
 template <class R>
 inline void widen_latent(const Int8Latent<R>* latent, const Int8Latent<R>* rotated, uint16_t scale,
                          int rank, int rope, R* to) {
@@ -165,7 +166,7 @@ inline void widen_latent(const Int8Latent<R>* latent, const Int8Latent<R>* rotat
     std::memcpy(to + rank, rotated, rope * sizeof(R));
 }
 
-// Calls `work` with a number of the type that the pool has.
+// Calls `work` with a value of the pool's row type.
 template <class Work>
 inline void by_kv_kind(const Step& step, Work work) {
     switch (step.kv_kind) {

@@ -1,13 +1,13 @@
-// Latent attention (tandem/models/config/latent.py). In between, attention.h sees one KV head whose values
-// are its keys; here queries are brought into the latent's space, and what was attended out of it.
+// Latent attention (tandem/models/config/latent.py). attention.h computes it with one KV head whose
+// values are its keys. This file projects queries into the latent space, and the output out of it.
 //
 //     projected   [rows][queries or their latent | latent of the token | its key]
-//     heads       [rows][heads][plain, then rotated]      queries made of their latent
-//     queries     [rows][heads][latent, then rotated]     (W_k^T q, rotated q), with the scale
-//     attended    [rows][heads][latent, then what means nothing]
+//     heads       [rows][heads][plain, then rotated]      queries computed from their latent
+//     queries     [rows][heads][latent, then rotated]     (W_k^T q, rotated q), times the scale
+//     attended    [rows][heads][latent, then unused]
 //     heads       [rows][heads][value]                    W_v attended
 //
-// A head's products are one thread's. Their inputs lie head by head in `of_heads`.
+// One thread computes all products of a head. Their inputs are in `of_heads`, head by head.
 
 namespace tandem::TANDEM_ISA {
 
@@ -16,21 +16,21 @@ inline Inputs inputs_of_head(const Matrix* matrices, int head, const Rows& rows,
     return inputs_of(matrix, rows.of_heads + head * input_floats(num_rows, matrix.in), num_rows);
 }
 
-// Numbers of a row times a factor, as a product reads them.
+// Writes a row times a factor in the format that a product reads.
 inline void put_row(const float* from, float factor, const InputRow& to) {
     int at = 0;
     for (; at + kLanes <= to.in; at += kLanes) to.put(at, load(from + at) * factor);
     if (const int rest = to.in - at) to.put(at, load_some(from + at, rest) * factor, rest);
 }
 
-// A layer's products of all heads.
+// The products of all heads in a layer.
 struct HeadProducts {
     const Matrix* matrices;
     const LoraProduct* LoraLayer::*added;
-    int index;  // of the layer
+    int index;  // index of the layer
 };
 
-// They are multiplied with what `of_heads` has of each head.
+// Multiplies the inputs of each head in `of_heads`.
 inline void multiply_heads(const HeadProducts& products, int num_heads, const Rows& rows,
                            int num_rows, float* to, size_t head_stride, int thread) {
 #pragma omp for schedule(static)
@@ -42,7 +42,7 @@ inline void multiply_heads(const HeadProducts& products, int num_heads, const Ro
     }
 }
 
-// Normalizes and rotates what a row keeps, and stores it.
+// Normalizes and rotates a row's KV, and stores it.
 template <class T>
 void place_token(const Model& model, const Step& step, int index, int row, const float* cosines,
                  const float* sines, float* token) {
@@ -58,7 +58,7 @@ void place_token(const Model& model, const Step& step, int index, int row, const
             store_some(to.key + i, load(token + i), kLanes);
 }
 
-// From what was projected: queries as latents meet them, and the tokens' KV into the pool.
+// Converts the projections to queries in the latent space, and stores the tokens' KV in the pool.
 inline void place_latent(const Model& model, const Step& step, int index, const Rows& rows,
                          int thread, int threads) {
     const Layer& layer = model.layers[index];
@@ -103,12 +103,13 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
     rows.laps->end(QKV, thread);
 }
 
-// Where attention leaves what heads attended, in fp32.
+// The fp32 buffer for the attention output of the heads.
 inline Inputs attended_latents(const Model& model, const Step& step, const Rows& rows) {
     return {rows.attended, F32, step.num_rows, model.num_heads * model.head_dim, nullptr};
 }
 
-// What attention's last product reads, from what heads attended. `buffer` has room for a head's.
+// Computes the inputs of attention's output product from the attention output. `buffer` has room
+// for one head.
 inline Inputs values_of_heads(const Model& model, int index, const Step& step, const Rows& rows,
                               float* buffer, int thread) {
     const Layer& layer = model.layers[index];
@@ -136,7 +137,7 @@ inline Inputs values_of_heads(const Model& model, int index, const Step& step, c
     return values;
 }
 
-// Floats of a step's buffers; none without latent attention.
+// Sizes of a step's buffers in floats; 0 without latent attention.
 struct LatentFloats {
     size_t projected = 0, input = 0, heads = 0, queries = 0, of_heads = 0, attended = 0;
 

@@ -1,7 +1,8 @@
-"""The compiled decoder as ctypes sees it: decoder.h's structs, and the functions of api.cpp.
+"""ctypes bindings of the compiled decoder: the structs of decoder.h and the functions of api.cpp.
 
-`load` answers None where it was not built (no compiler at install): torch computes then.
-Arrays are passed as addresses; whoever makes a struct keeps what it points to alive.
+`load` returns None if the decoder was not built (no compiler at install); the engine then uses
+torch. Arrays are passed as addresses. The caller must keep the memory that a struct points to
+alive.
 """
 
 import functools
@@ -33,7 +34,7 @@ from tandem_kernels.native.kinds import Stage as Stage
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
 
-_UNIT_INPUTS = 64  # to which those of an output with quantized weights are rounded up
+_UNIT_INPUTS = 64  # With quantized weights, the number of inputs is padded to a multiple of this.
 
 
 class Gating(Structure):
@@ -213,7 +214,7 @@ _BLOCK_ARGUMENTS = [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p]
 
 
 class Library:
-    """The functions, with their types."""
+    """The library's functions with Python types."""
 
     def __init__(self, path: Path) -> None:
         self._library = CDLL(str(path))
@@ -235,13 +236,13 @@ class Library:
             self._function(name, result, arguments)
 
     def instructions(self, wanted: str | None = None) -> str | None:
-        """Returns the best instructions of this processor, or the wanted if it has them: amx,
-        avx512_bf16, avx512, avx2 or plain."""
+        """Returns the best instruction set of this processor (amx, avx512_bf16, avx512, avx2 or
+        plain), or `wanted` if the processor supports it; None if it does not."""
         name = self._library.tandem_instructions(wanted.encode() if wanted else None)
         return name.decode() if name else None
 
     def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
-        """Returns the kind that weights of `kind` are packed as for these instructions."""
+        """Returns the kind as which weights of `kind` are packed for an instruction set."""
         return Kind(self._library.tandem_packed_kind(wanted.encode() if wanted else None, kind))
 
     def pack(
@@ -252,7 +253,8 @@ class Library:
         kind: Kind,
         panels: npt.NDArray[np.uint8],
     ) -> npt.NDArray[np.float32] | None:
-        """Fills the panels of weights [out, in] at an address; for I8 the scale of each output."""
+        """Packs the weights [out, in] at an address into `panels`. For I8 it returns the scale of
+        each output, else None."""
         assert panels.size == packed_bytes(shape, kind)
         num_out, num_in = shape
         scales = np.empty(num_out, np.float32) if kind is Kind.I8 else None
@@ -274,7 +276,7 @@ class Library:
         kind: Kind,
         panels: npt.NDArray[np.uint8],
     ) -> bool:
-        """Fills the panels of numbers in fp8 [out, in] at an address; returns whether none of them
+        """Packs the fp8 numbers [out, in] at an address into `panels`. Returns False if one of them
         is NaN."""
         assert panels.size == packed_bytes(shape, kind)
         arguments = [c_void_p, c_int64, c_int64, c_int32, c_void_p]
@@ -282,12 +284,13 @@ class Library:
         return bool(function(numbers, *shape, kind, panels.ctypes.data))
 
     def kind_of_blocks(self, block_type: int) -> Kind | None:
-        """Returns the kind as which blocks of a GGUF type are packed; None if they are not."""
+        """Returns the kind as which blocks of a GGUF type are packed; None if that is not
+        supported."""
         kind = self._function("tandem_kind_of_blocks", c_int32, [c_int32])(block_type)
         return None if kind < 0 else Kind(kind)
 
     def quantized_bytes(self, shape: tuple[int, int], kind: Kind) -> int:
-        """Returns the bytes of the packed panels of quantized weights [out, in]."""
+        """Returns the size in bytes of packed weights [out, in] for kinds with groups."""
         num_out, num_in = shape
         unit_bytes: int = self._function("tandem_unit_bytes", c_int64, [c_int32])(kind)
         return -(-num_out // PANEL) * -(-num_in // _UNIT_INPUTS) * unit_bytes
@@ -300,19 +303,22 @@ class Library:
         first_output: int,
         panels: npt.NDArray[np.uint8],
     ) -> None:
-        """Makes the rows [out, in] at an address outputs of panels that were zeros."""
+        """Packs rows of blocks [out, in] at an address into `panels`, as outputs from
+        `first_output` on. The panels must be zero-initialized."""
         function = self._function("tandem_pack_blocks", c_int32, _BLOCK_ARGUMENTS)
         known = function(blocks, block_type, *shape, first_output, panels.ctypes.data)
         assert known, f"blocks of type {block_type} cannot be packed"
 
     def widen_blocks(self, blocks: int, block_type: int, shape: tuple[int, int], to: int) -> bool:
-        """Writes the rows [out, in] at an address as float32; returns whether it can."""
+        """Dequantizes rows of blocks [out, in] at an address to float32 at the address `to`.
+        Returns False if the type is not supported."""
         arguments = [c_void_p, c_int32, c_int64, c_int64, c_void_p]
         function = self._function("tandem_widen_blocks", c_int32, arguments)
         return bool(function(blocks, block_type, *shape, to))
 
     def create(self, model: Model, instructions: str | None = None) -> int:
-        """A decoder, to be destroyed; MemoryError when there is no room for it."""
+        """Creates a decoder and returns its handle, which the caller must pass to `destroy`. Raises
+        MemoryError."""
         wanted = instructions.encode() if instructions else None
         decoder: int | None = self._library.tandem_create(byref(model), wanted)
         if decoder is None:
@@ -323,11 +329,11 @@ class Library:
         self._library.tandem_destroy(decoder)
 
     def to_last_kv(self, decoder: int, step: Step) -> None:
-        """Computes a step until all KV of its rows is in the pool."""
+        """Computes a step until the KV of all its rows is in the pool. Raises MemoryError."""
         self._check(self._library.tandem_to_last_kv(decoder, byref(step)))
 
     def to_logits(self, decoder: int, step: Step) -> None:
-        """The rest of the same step."""
+        """Computes the rest of the step that `to_last_kv` began. Raises MemoryError."""
         self._check(self._library.tandem_to_logits(decoder, byref(step)))
 
     def measure(
@@ -338,7 +344,8 @@ class Library:
         token_ids: npt.NDArray[np.int32],
         num_top: int,
     ) -> Logprobs:
-        """Measures a token of each of some rows of the decoder's logits, fp32 at an address."""
+        """Computes the log probability of a token in each of `rows` of fp32 logits at an address,
+        and of the `num_top` most likely tokens."""
         num_rows = len(rows)
         found = Logprobs(
             np.empty(num_rows, np.float32),
@@ -354,25 +361,27 @@ class Library:
     def final_hidden(
         self, decoder: int, rows: npt.NDArray[np.int32], hidden_size: int
     ) -> npt.NDArray[np.float32]:
-        """Returns the states after the final norm of some rows of the decoder's last step."""
+        """Returns the hidden states after the final norm for `rows` of the decoder's last step,
+        [rows, hidden_size]."""
         found = np.empty((len(rows), hidden_size), np.float32)
         self._library.tandem_final_hidden(decoder, address(rows), len(rows), address(found))
         return found
 
     def take_stages(self, decoder: int) -> dict[Stage, float]:
-        """Seconds spent in each since the last time."""
+        """Returns the seconds spent in each stage since the last call."""
         seconds = (c_double * len(Stage))()
         self._function("tandem_take_stages", None, [c_void_p, POINTER(c_double)])(decoder, seconds)
         return dict(zip(Stage, seconds, strict=True))
 
     def product_gflops(self, num_threads: int, kind: Kind) -> float:
-        """Measures products of the largest tile for weights of `kind`, as packed, in the
-        first-level cache; takes some 0.3 s."""
+        """Measures matrix products with packed weights of `kind` that fit the L1 cache, in GFLOP/s.
+        It takes about 0.3 s."""
         measure = self._function("tandem_product_gflops", c_double, [c_int32, c_int32])
         return float(measure(num_threads, kind))
 
     def read_gb_per_s(self, data: npt.NDArray[np.float32], num_threads: int) -> float:
-        """Reading once what should be larger than all caches."""
+        """Measures the read bandwidth of `data` in GB/s. `data` should be larger than all
+        caches."""
         read = self._function("tandem_read_gb_per_s", c_double, [c_void_p, c_int64, c_int32])
         return float(read(data.ctypes.data, data.size, num_threads))
 
@@ -388,7 +397,7 @@ class Library:
 
 @functools.cache
 def load() -> Library | None:
-    """Loads the compiled decoder; returns None where it was not built."""
+    """Loads the compiled decoder; returns None if it was not built."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_decoder{suffix}")
         if path.exists():

@@ -1,5 +1,5 @@
-// What the processor can at best, for the stages to be held against: the largest tile's products
-// with all they read in the first-level cache, and reading memory.
+// Measures the limits of the processor, as a reference for the stages: the rate of products whose
+// operands are in the L1 cache, and the memory read bandwidth.
 
 namespace tandem::TANDEM_ISA {
 

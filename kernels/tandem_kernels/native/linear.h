@@ -1,20 +1,22 @@
-// Products y = x W^T of rows that lie in tiles (inputs.h) with a packed matrix.
+// Products y = x W^T of rows in tiles (inputs.h) with a packed matrix.
 //
-// The inputs are summed block by block (decoder.h), a block chain by chain and a chain from the
-// first to the last: the same for a row alone and in a tile. Rounding errors grow with the chain.
+// Inputs are summed in one
+// order: by block (decoder.h), in a block by chain, and in a chain from first to last. The order is
+// the same for a row alone and in a tile. Chains are short, because rounding errors grow with their
+// length.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kTilesAtOnce = 60 / kTileRows;  // their inputs stay in the second-level cache
-constexpr int kSums = TANDEM_SUMS;            // vectors of sums that fit the registers
-constexpr int kLine = 64;                     // bytes that are fetched together
-constexpr int kChain = 64;                    // products that one sum adds in turn
+constexpr int kTilesAtOnce = 60 / kTileRows;  // tiles whose inputs fit in the L2 cache
+constexpr int kSums = TANDEM_SUMS;            // vectors of sums that fit in registers
+constexpr int kLine = 64;                     // bytes in a cache line
+constexpr int kChain = 64;                    // products added to one sum
 
 enum class Into { kSet, kAdd };
 
-// NV vectors of outputs, of panels side by side, times MR rows: sums of the `num` products of a
-// chain. `x` and `w` point to its first input; panels are `panel_stride` weights apart. Meanwhile
-// `ahead` is fetched, `step` bytes every two inputs.
+// Computes the sums of a chain of `num` products, for NV vectors of outputs in adjacent panels and
+// MR rows. `x` and `w` point to the chain's first input; panels are `panel_stride` weights apart.
+// It also prefetches `ahead`, `step` bytes for every two inputs.
 template <class W, int MR, int NV>
 inline __attribute__((always_inline)) void multiply_chain(const float* x, const W* w, int num,
                                                           size_t panel_stride, const char*& ahead,
@@ -31,7 +33,7 @@ inline __attribute__((always_inline)) void multiply_chain(const float* x, const 
             Floats b[NV];
 #pragma GCC unroll 16
             for (int v = 0; v < NV; ++v) b[v] = weights(v, k);
-            // One input in all lanes at a time: more of them would not fit the registers.
+            // One input is broadcast at a time; more would not fit in registers.
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m) {
                 const Floats input = all(x[k * MR + m]);
@@ -66,7 +68,7 @@ inline __attribute__((always_inline)) void multiply_chain(const float* x, const 
     for (; k < num; ++k) add(k);
 }
 
-// The same of `num` inputs, chain by chain.
+// The same for `num` inputs, chain by chain.
 template <class W, int MR, int NV>
 inline __attribute__((always_inline)) void multiply(const float* x, const W* w, int num,
                                                     const char* ahead, int step,
@@ -94,7 +96,7 @@ struct Output {
     Into into;
 };
 
-// What becomes of one vector of sums of `num` outputs; all of a vector's, if nobody says less.
+// Writes one vector of sums for `num` outputs (default: a full vector).
 inline __attribute__((always_inline)) void put_vector(const Matrix& matrix, int output,
                                                       bool first_inputs, bool adds, float* to,
                                                       Floats sums, int num = kLanes) {
@@ -107,7 +109,7 @@ inline __attribute__((always_inline)) void put_vector(const Matrix& matrix, int 
     std::memcpy(to, &sums, num * sizeof(float));
 }
 
-// The same for a tile's sums, of which the last may be of no output: off the beaten track.
+// The same for the sums of a tile whose last outputs may not exist. This is the slow path.
 __attribute__((noinline)) inline void put_any(const Matrix& matrix, int first_output,
                                               bool first_inputs, bool adds, float* to,
                                               size_t stride, int vectors, int rows,
@@ -128,7 +130,7 @@ inline __attribute__((always_inline)) void put(const Matrix& matrix, int first_o
     const bool adds = out.into == Into::kAdd || !first_inputs;
     float* to = out.rows + first_row * out.stride + first_output;
     if (first_output + NV * kLanes > matrix.out || matrix.scales || matrix.bias) {
-        Floats kept[NV * MR];  // so that `sums` need no address and stay in registers
+        Floats kept[NV * MR];  // A copy, so that `sums` needs no address and stays in registers.
 #pragma GCC unroll 16
         for (int v = 0; v < NV; ++v)
 #pragma GCC unroll 16
@@ -148,16 +150,16 @@ inline __attribute__((always_inline)) void put(const Matrix& matrix, int first_o
     }
 }
 
-// What tiles of one block of inputs have in common.
+// The data that all tiles of one block of inputs share.
 template <class W>
 struct Share {
     const Matrix& matrix;
     const Output& out;
-    const W* weights;  // of the block's first panel
+    const W* weights;  // weights of the block's first panel
     int first_input, num_inputs;
 };
 
-// The tiles of a block take turns in fetching the panel after the one that they are at.
+// Each tile of a block prefetches a part of the next panel.
 struct Turn {
     int tile, tiles;
 };
@@ -171,7 +173,7 @@ void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn 
     if (turn.tiles > 1) {
         ahead += panel_size + static_cast<size_t>(panel_size) * turn.tile / turn.tiles;
         step /= turn.tiles;
-    } else {  // alone, and soon done: panels are streams too short for the processor to foresee
+    } else {  // A single short tile: panels are too short for the hardware prefetcher.
         ahead += static_cast<size_t>(panel_size) * (NV / kVectors);
         step *= NV / kVectors;
     }
@@ -184,7 +186,8 @@ void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn 
     put<MR, NV>(share.matrix, panel * kPanel, share.first_input == 0, share.out, first_row, sums);
 }
 
-// So many at once as keep the multipliers busy and have their sums in registers.
+// The number of panels at a time: enough to keep the multipliers busy, and few enough for their
+// sums to fit in registers.
 constexpr int panels_at_once(int rows) {
     const int most = kSums / (rows * kVectors);
     return most < 1 ? 1 : (most > 4 ? 4 : most);
@@ -211,7 +214,7 @@ void any_rows(int num_rows, const Share<W>& share, const float* x, int first_pan
     }
 }
 
-// The outputs of panels first_panel.. of all rows.
+// Computes the outputs of the panels from first_panel on, for all rows.
 template <class W>
 void linear_of(const Matrix& matrix, const float* x, int num_rows, int first_panel, int end_panel,
                const Output& out) {
@@ -242,7 +245,8 @@ inline void linear_of_pairs(const Matrix& matrix, const Inputs& inputs, int firs
 inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
                           int end_panel, const Inputs& gated);
 
-// Gates of a panel and the ups of the next one, of rows of one tile, into the product after the gate.
+// Combines the gates of a panel with the ups of the next panel, for one tile, and writes the input
+// of the next product.
 inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int first_row,
                       int num_rows, const Floats* gates, const Floats* ups) {
     const int at = panel / 2 * kPanel;
@@ -266,7 +270,8 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
         }
     };
     if (matrix.gating.activation == SILU_GATE)
-        put_all({SILU_GATE, 0.0f, 0.0f});  // most models': no branch for each vector
+        // the most common activation, without a branch per vector
+        put_all({SILU_GATE, 0.0f, 0.0f});
     else
         put_all(matrix.gating);
 }
@@ -274,7 +279,7 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
 inline void gate_of_fp8(const Matrix& matrix, const Inputs& inputs, int first_panel, int end_panel,
                         const Inputs& gated, int thread);
 
-// This thread's share of silu(gate) * up: panels of gates and of ups take turns.
+// Computes this thread's share of silu(gate) * up. Panels of gates and ups alternate.
 inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gated, int thread,
                  int num_threads) {
     const int64_t num = gate_up.out / (2 * kPanel);
@@ -296,14 +301,15 @@ struct Range {
     int first, end;
 };
 
-// Panels of outputs: a thread's share of a product.
+// The range of panels that one thread computes.
 inline Range share_of(const Matrix& matrix, int thread, int num_threads) {
     const int num_panels = (matrix.out + kPanel - 1) / kPanel;
     return {static_cast<int>(static_cast<int64_t>(num_panels) * thread / num_threads),
             static_cast<int>(static_cast<int64_t>(num_panels) * (thread + 1) / num_threads)};
 }
 
-// This thread's share of a product with quantized weights, for which it waits for the others.
+// Computes this thread's share of a product with quantized weights. Threads synchronize after the
+// inputs are quantized.
 inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Output out, int thread,
                                int num_threads) {
     for (const Matrix* part = &matrix; part != nullptr; part = part->rest) {
@@ -318,7 +324,7 @@ inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Outpu
     }
 }
 
-// This thread's share of a product. All threads of the region call it.
+// Computes this thread's share of a product. All threads of the parallel region must call it.
 inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out, int thread,
                    int num_threads) {
     const float* x = inputs.buffer;

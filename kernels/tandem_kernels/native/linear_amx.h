@@ -1,19 +1,23 @@
-// Products of pairs with AMX: two tiles of rows times two panels at once, or one tile times up to
-// four. An output is summed over its inputs from the first to the last, onto what is there already,
-// by whatever tile: its bits depend on nothing else.
+// Products with bf16 pairs by AMX: two tiles of rows times two panels at a time, or one tile times
+// up to four. An output is summed over its inputs from first to last, starting from its previous
+// sum, in any tile. Its bits therefore depend on nothing else.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kRowBytes = 64;                           // of a tile
-constexpr int kTile = kPanel * kStepInputs;             // numbers: weights of a panel in a step
-constexpr int kInputsBytesAtOnce = 1536 << 10;          // in the second-level cache, with two panels
-constexpr int kStepsAtOnce = 20;                        // of two panels in the first-level cache
-constexpr int kTilesAhead = 2;                          // of weights that are read once
+constexpr int kRowBytes = 64;                           // bytes in a row of a tile
+constexpr int kTile = kPanel * kStepInputs;             // weights of a panel in one step
+// inputs that fit in the L2 cache with two panels
+constexpr int kInputsBytesAtOnce = 1536 << 10;
+// steps of two panels that fit in the L1 cache
+constexpr int kStepsAtOnce = 20;
+// prefetch distance for weights that are read once
+constexpr int kTilesAhead = 2;
 constexpr int kTilesAtOnceMost = 64;
-constexpr int kPanelsOfShape = 8;                       // before tiles are shaped for the last rows
+// panels computed before the tiles are reconfigured for the last rows
+constexpr int kPanelsOfShape = 8;
 
-// What is fetched meanwhile: `lines` of memory each step, for tiles that take turns with the same
-// weights; or (null) what comes next of the weights themselves.
+// Prefetches during a product: `lines` cache lines per step, if several tiles use the same weights;
+// or (null) the next weights.
 struct Ahead {
     const char* from;
     int lines;
@@ -26,7 +30,8 @@ struct TileOfRows {
     int first_row, num_rows;
 };
 
-// Adds `num_steps` to the sums of NT tiles of rows, shaped so, and NP panels, `panel` apart.
+// Adds `num_steps` steps to the sums of NT tiles of rows, which must be configured, and NP panels
+// that are `panel` apart.
 template <int NT, int NP>
 inline __attribute__((always_inline)) void multiply_steps(const Bf16* x, const Bf16* more_x,
                                                           int rows, int more_rows, const Bf16* w,
@@ -71,7 +76,8 @@ inline __attribute__((always_inline)) void multiply_steps(const Bf16* x, const B
     }
 }
 
-// Where sums begin, and where they go: two tiles side by side, of a panel and the next one.
+// Loads the initial sums and stores the results, for two adjacent tiles of a panel and the next
+// one.
 struct IntoRows {
     static constexpr bool kOddPanels = true;
     const Matrix& matrix;
@@ -129,16 +135,17 @@ struct IntoGated {
     }
 };
 
-// Some of the steps of a product, and where sums wait for the next ones.
+// A range of steps of a product, and the buffer for the sums between ranges.
 struct Steps {
     int first, end, of;
-    float* sums;  // of two tiles of rows and two panels
+    float* sums;  // sums of two tiles of rows and two panels
 
     bool begins() const { return first == 0; }
     bool ends() const { return end == of; }
 };
 
-// NP panels of a tile of rows: sums kSumsTile.. begin or go on, and end or wait.
+// Computes NP panels of a tile of rows. The sums in tiles from kSumsTile on start or continue, and
+// are written or buffered.
 template <int kSumsTile, int NP, class To>
 inline void begin(const To& to, const Steps& steps, int panel, const TileOfRows& rows) {
     if (steps.begins()) {
@@ -180,8 +187,8 @@ void tiles_of(const Matrix& matrix, const To& to, const Steps& steps, int panel,
     if constexpr (NT == 1 && NP > 2) end<2, NP>(to, steps, panel + 2, tile);
 }
 
-// The panels first_panel.. of the rows in tiles first_tile.., of which each pair takes its turn in
-// fetching the panels after these.
+// Computes the panels from first_panel on for the rows in tiles from first_tile on. Each pair of
+// tiles prefetches a part of the next panels.
 template <class To>
 class ProductOfPairs {
 public:
@@ -224,7 +231,7 @@ private:
             if (panel < end) tiles_of<1, 1>(matrix_, to_, all, panel, rows, {}, kOwn);
     }
 
-    // Full pairs of tiles, then what is left: a pair that is not full, or a tile alone.
+    // Full pairs of tiles, then the rest: an incomplete pair or a single tile.
     void many_tiles(int first, int end, int panel, int end_panel) const {
         const bool all_full = (end - first) % 2 == 0 && tile(end - 1).num_rows == kPairRows;
         const int end_full = all_full ? end : first + (end - 1 - first) / 2 * 2;
@@ -283,7 +290,8 @@ inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_
     ProductOfPairs<IntoGated>(matrix, inputs, to).panels(first_panel, end_panel);
 }
 
-// Of the largest tile's product, all of it in the first-level cache: operations, done `times`.
+// Runs the product of the largest tile `times` times with operands in the L1 cache; returns the
+// number of operations.
 inline double busy_pairs(int times) {
     constexpr int kSteps = 8;
     alignas(64) static const Bf16 ones[4 * kSteps * kTile] = {};

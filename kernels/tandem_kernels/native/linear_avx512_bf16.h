@@ -1,17 +1,17 @@
-// Products of pairs with AVX512_BF16: a tile of rows times a few panels, all sums in registers. An
-// output is summed over its inputs from the first to the last. bf16 numbers that are denormal count
-// as zeros, and so do sums.
+// Products with bf16 pairs by AVX512_BF16: a tile of rows times a few panels, with all sums in
+// registers. An output is summed over its inputs from first to last. Denormal bf16 numbers and
+// denormal sums are treated as zeros.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kPairSums = 24;  // of 32 registers
-constexpr int kPairPanels = 4; // at most at once
-constexpr int kStreamRows = 3; // of a tile, for which panels are read one after another
-constexpr int kInputsBytesAtOnce = 256 << 10;  // in the second-level cache
+constexpr int kPairSums = 24;  // registers for sums, of 32
+constexpr int kPairPanels = 4; // maximum panels at a time
+constexpr int kStreamRows = 3; // Tiles with at most this many rows read one panel at a time.
+constexpr int kInputsBytesAtOnce = 256 << 10;  // inputs that fit in the L2 cache
 
 constexpr int pair_panels_at_once(int rows) {
     if (rows <= kStreamRows) return 2;
-    const int most = kPairSums / rows / 2 * 2;  // gates beside their ups
+    const int most = kPairSums / rows / 2 * 2;  // even, because gates are computed with their ups
     return most < kPairPanels ? most : kPairPanels;
 }
 
@@ -21,9 +21,9 @@ inline __attribute__((always_inline)) __m512bh all_pairs(const Bf16* pair) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// NP panels times MR rows. Meanwhile `ahead` is fetched, `step` bytes every pair of inputs; or (null)
-// the next NP panels whole, as many lines as are read, in the order in which they lie: what is read
-// once from memory comes in too few lines at a time for a processor to see so many streams coming.
+// Computes NP panels times MR rows. It also prefetches `ahead`, `step` bytes per pair of inputs; or
+// (null) the next NP panels completely, in memory order, one line for each line that is read. The
+// hardware prefetcher cannot follow that many streams of data that is read once.
 template <int MR, int NP>
 inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const Bf16* w, int in,
                                                           const char* ahead, int step,
@@ -56,9 +56,9 @@ inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const B
         }
 }
 
-// One panel times MR rows. So few products take no time beside reading, and of one stream a processor
-// fetches more ahead by itself than it can be told to. Not inlined: a compiler would take two panels
-// at once.
+// Computes one panel times MR rows. With few rows, reading dominates, and the hardware prefetcher
+// handles a single stream better than software can. It is not inlined, because a compiler would
+// interleave two panels.
 template <int MR>
 __attribute__((noinline)) void multiply_stream(const Bf16* x, const Bf16* w, int in,
                                                Floats (&sums)[MR]) {
@@ -90,7 +90,7 @@ inline __attribute__((always_inline)) void put_pairs(const Matrix& matrix, int p
             put_gated(matrix, gated, panel + p, first_row, MR, sums[p], sums[p + 1]);
 }
 
-// A tile's results are fetched while it is computed: of many rows they left the caches since.
+// Prefetches a tile's results while it is computed; with many rows they have left the caches.
 inline void fetch_results(const Output& out, int panel, int num_panels, int first_row, int num_rows) {
     const float* to = out.rows + first_row * out.stride + panel * kPanel;
     for (int m = 0; m < num_rows; ++m, to += out.stride)
@@ -169,7 +169,8 @@ inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_
     product_of_pairs(matrix, inputs, first_panel, end_panel, gated);
 }
 
-// Of the largest tile's product, all of it in the first-level cache: operations, done `times`.
+// Runs the product of the largest tile `times` times with operands in the L1 cache; returns the
+// number of operations.
 inline double busy_pairs(int times) {
     constexpr int kIn = 256, kPanels = pair_panels_at_once(kTileRows);
     alignas(64) static const Bf16 zeros[kIn * (kTileRows + kPanels * kPanel)] = {};

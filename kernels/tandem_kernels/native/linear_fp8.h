@@ -1,10 +1,10 @@
-// Products with weights in fp8 (fp8.h): a thread expands a few panels at a time, which all rows are
-// multiplied with then, as with panels of fp32 or of pairs of bf16. Up to three rows are multiplied
-// with pairs that never leave the registers.
+// Products with fp8 weights (fp8.h). A thread expands a few panels at a time to fp32 or pairs of
+// bf16, and multiplies all rows with them. Up to three rows are multiplied with pairs expanded in
+// registers.
 
 namespace tandem::TANDEM_ISA {
 
-// Scales of the outputs of a panel, for an input and those after it.
+// The scales of a panel's outputs for the run of inputs that contains an input.
 inline const float* scales_at(const Matrix& matrix, int panel, int input) {
     const int num_blocks = (matrix.in + matrix.scale_inputs - 1) / matrix.scale_inputs;
     return matrix.scales +
@@ -16,7 +16,7 @@ inline Floats rounded_to_bf16(Floats x) {
     return (Floats)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
 
-// Panels as those of a matrix with no others.
+// A view of a range of panels as a matrix.
 inline void expand_to_floats(const Matrix& matrix, int panel, int num, float* to) {
     const auto* panels = static_cast<const Fp8*>(matrix.panels);
     const bool rounds = matrix.kind == F8_BF16;
@@ -24,7 +24,7 @@ inline void expand_to_floats(const Matrix& matrix, int panel, int num, float* to
         const int first = first_input(matrix.in, block), end = first_input(matrix.in, block + 1);
         for (int p = panel; p < panel + num; ++p) {
             const Fp8* from = panels + p * panel_numbers(matrix.in) + first * kPanel;
-            for (int k = first, end_run; k < end; k = end_run) {  // inputs that share scales
+            for (int k = first, end_run; k < end; k = end_run) {  // run of inputs that share scales
                 end_run = std::min(end, k - k % matrix.scale_inputs + matrix.scale_inputs);
                 Floats scales[kVectors];
                 for (int v = 0; v < kVectors; ++v)
@@ -40,11 +40,11 @@ inline void expand_to_floats(const Matrix& matrix, int panel, int num, float* to
 }
 
 #ifdef TANDEM_PAIRS
-// Scales of the outputs of a panel in the order of the codes' halves.
+// The scales of a panel's outputs in the order of the code halves.
 struct PairScales {
     __m512 some, others;
 
-    // Float16 with the bits of e4m3 moved up is 256 times less.
+    // A float16 made from shifted e4m3 bits has 1/256 of the value.
     explicit PairScales(const float* from) {
         const Ints lower = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
         const Floats scales = load(from) * 256.0f;
@@ -53,7 +53,7 @@ struct PairScales {
     }
 };
 
-// Two inputs of a panel.
+// Expands two inputs of a panel.
 inline __attribute__((always_inline)) __m512bh to_pairs(const uint8_t* from,
                                                         const PairScales& scales) {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -79,12 +79,13 @@ inline void expand_to_pairs(const Matrix& matrix, int panel, Bf16* to) {
 #endif
 
 #if defined(TANDEM_PAIRS) && !defined(TANDEM_AMX)
-// Of few rows, weights become pairs in registers. All outputs of a panel often share a scale: then
-// a code is looked up in a table of the 128 bf16 that codes without signs stand for.
+// For few rows, weights are expanded to pairs in registers. If all outputs of a panel share a
+// scale, which is common, codes are looked up in a table with the bf16 values of the 128 unsigned
+// codes.
 
 constexpr int kCodes = 128;
 
-// Tables of all runs of inputs, for panels that take turns as gates and ups do.
+// The tables of all runs of inputs, for two alternating panels such as gates and ups.
 struct CodeTables {
     uint8_t* bytes;  // [2][runs][2][kCodes]: lower bytes, upper bytes
     float* scales;   // [2][runs]; NaN: no table yet
@@ -97,7 +98,7 @@ struct CodeTables {
         std::fill(scales, scales + 2 * runs, NAN);
     }
 
-    // The table of a panel's run whose outputs have this scale.
+    // Returns the table for a run of a panel with this scale.
     const uint8_t* of(int panel, int run, float scale) {
         const int at = panel % 2 * runs + run;
         uint8_t* const table = bytes + static_cast<size_t>(at) * 2 * kCodes;
@@ -120,7 +121,7 @@ struct CodeTables {
     }
 };
 
-// Adds the products of one run of `num` inputs, looked up, of NP panels side by side.
+// Adds the products of one run of `num` inputs with weights from tables, for NP adjacent panels.
 template <int MR, int NP>
 __attribute__((noinline, target("avx512vbmi"))) void add_looked_up(const Bf16* x,
                                                                    const uint8_t* from,
@@ -163,7 +164,7 @@ __attribute__((noinline, target("avx512vbmi"))) void add_looked_up(const Bf16* x
         for (int m = 0; m < MR; ++m) sums[p][m] = (Floats)kept[p][m];
 }
 
-// The same with scales that differ.
+// The same for outputs with different scales.
 template <int MR>
 __attribute__((noinline)) void add_scaled(const Bf16* x, const uint8_t* from, int num,
                                           const PairScales& scales, Floats (&sums)[MR]) {
@@ -184,7 +185,7 @@ inline bool is_one_scale(const float* scales) {
     return _mm512_cmp_ps_mask((__m512)load(scales), first, _CMP_EQ_OQ) == 0xffff;
 }
 
-// NP panels times MR rows, in the order of multiply_stream().
+// Computes NP panels times MR rows, summing in the order of multiply_stream().
 template <int MR, int NP>
 void multiply_fp8(const Matrix& matrix, const Bf16* x, int panel, CodeTables& tables,
                   Floats (&sums)[NP][MR]) {
@@ -239,7 +240,7 @@ void few_rows_of_fp8(const Matrix& matrix, const Inputs& inputs, int panel, int 
 #endif
 
 #ifdef TANDEM_PAIRS
-// Calls `work` with the matrix as pairs, of which the panels from one to another one are there.
+// Expands ranges of panels, and calls `work` with each as a matrix of pairs.
 template <class Work>
 void by_expanded_pairs(const Matrix& matrix, float* buffer, int panel, int end_panel, Work work) {
     auto* const pairs = reinterpret_cast<Bf16*>(buffer);

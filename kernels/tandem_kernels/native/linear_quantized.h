@@ -1,20 +1,21 @@
-// Products with weights in quantized groups (quantized.h), by integer dots.
+// Products with group-quantized weights (quantized.h), by integer dot products.
 //
-// The inputs of a row are rounded to int8 first, each half of a group with a scale of its own. The sum
-// of a half is exact. It is multiplied by its inputs' scale, those of a group by their weights' scale,
-// and added in fp32, group after group: a row's bits depend on nothing but the row, on all processors
-// that fuse products with sums.
+// The inputs of a row are first quantized to int8, with one scale for each half of a group. The
+// integer sum of a half is exact. It is multiplied by the inputs' scale, and the sum of a group by
+// the weights' scale; groups are added in fp32 in order. The bits of a row therefore depend on that
+// row only, and are equal on all processors with fused multiply-add.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 3 : 2;  // of a tile
-constexpr int kTileBytesAtOnce = 256 << 10;  // of inputs, in the second-level cache
-constexpr int kStreamedRows = 3;             // at most, of a tile that reads its weights once
-constexpr int kBytesAhead = 1152;            // fetched by AVX2
+// rows in a tile
+constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 3 : 2;
+constexpr int kTileBytesAtOnce = 256 << 10;  // inputs that fit in the L2 cache
+constexpr int kStreamedRows = 3;             // maximum rows of a tile that streams its weights once
+constexpr int kBytesAhead = 1152;            // prefetch distance with AVX2
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
 
-// Four inputs of a row with those of each output, added to what is there (AVX2: dot_half).
+// Adds the dot product of four inputs of a row with those of each output (AVX2: see dot_half).
 #if TANDEM_LANES == 8
 #elif TANDEM_LANES == 16 && defined(TANDEM_VNNI)
 inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t inputs) {
@@ -37,15 +38,15 @@ inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
 }
 #endif
 
-// A unit of a row's inputs, as a product reads it: [tile][unit][row of the tile].
+// A unit of a row's quantized inputs. Products read [tile][unit][row of the tile].
 struct InputUnit {
     int8_t numbers[kUnitInputs];
 #if TANDEM_LANES == 8
-    int32_t offsets[kUnitInputs / kHalf];  // of weights of 8 bits, see dot_half
+    int32_t offsets[kUnitInputs / kHalf];  // for 8-bit weights; see dot_half
 #endif
     float scales[kUnitInputs / kHalf];
-    // Of the rounded inputs that share a scale of weights; times -zero for weights without mins, and
-    // times -1 for those with zeros.
+    // Sums of the quantized inputs that share a scale of weights, times -zero for weights without
+    // minimums, and times -1 for weights with zero points.
     float sums[kUnitInputs / kHalf];
 };
 
@@ -74,29 +75,29 @@ inline int32_t largest_of(Ints numbers) {
 }
 
 struct Rounded {
-    float scale;  // NaN for what is not finite
-    float sum;    // of the numbers
+    float scale;  // NaN if an input is not finite
+    float sum;    // sum of the numbers
 };
 
-// Half a group of inputs to numbers of -127 to 127.
+// Quantizes half a group of inputs to -127 .. 127.
 inline Rounded round_half(const float* x, int8_t* numbers) {
-    Ints most_bits = {};  // as integers, NaN is larger than all others
+    Ints most_bits = {};  // As integers, the bits of NaN are larger than all others.
     for (int i = 0; i < kHalf; i += kLanes) {
         const Ints bits = (Ints)load(x + i) & 0x7fffffff;
         most_bits = most_bits > bits ? most_bits : bits;
     }
     const int32_t most = largest_of(most_bits);
-    if (most < 0x00800000 || most >= 0x7f800000) {  // denormal numbers count as zeros
+    if (most < 0x00800000 || most >= 0x7f800000) {  // Denormal numbers become zeros.
         std::memset(numbers, 0, kHalf);
         return {most < 0x00800000 ? 0.0f : NAN, 0.0f};
     }
     float largest;
     std::memcpy(&largest, &most, sizeof largest);
     const float scale = largest / 127.0f;
-    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     Ints sums = {};
     for (int i = 0; i < kHalf; i += kLanes) {
-        // No compiler joins a division with an addition.
+        // Compilers cannot fuse a division with an addition.
         const Floats shifted = load(x + i) / all(scale) + to_integer;
         const Ints rounded = __builtin_convertvector(shifted - to_integer, Ints);
         sums += rounded;
@@ -106,7 +107,8 @@ inline Rounded round_half(const float* x, int8_t* numbers) {
     return {scale, static_cast<float>(sum_of(sums))};
 }
 
-// A row for weights of one format, whose inputs are in the order of the weights (null: as they are).
+// Quantizes a row for weights of one format. `order` gives the order of the weights' inputs (null:
+// unchanged).
 template <class F>
 void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int rows_of_tile) {
     constexpr float kFactor = F::kHasMins ? 1.0f : F::kHasZeros ? -1.0f : -F::kZero;
@@ -139,16 +141,16 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
                 to->sums[2 * g + 1] = kFactor * (second.scale * second.sum);
                 continue;
             }
-            // Fused by name: compilers differ in which product they fuse with the sum.
+            // An explicit FMA, because compilers differ in which product they fuse with the sum.
             const float sum = std::fma(first.scale, first.sum, second.scale * second.sum);
             if (F::kNumScales == 2)
                 to->sums[g] = kFactor * sum;
-            else  // -1 times it is exact, however it is computed
+            else  // Multiplication by -1 is exact in any order.
                 to->sums[0] = g == 0 ? kFactor * sum : to->sums[0] + kFactor * sum;
         }
 }
 
-// All rows of a quantized product, by all threads: each calls this, then waits for the others.
+// Quantizes all rows of a product. All threads call it, and must synchronize afterwards.
 inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread, int num_threads) {
     const QuantizedTiles tiles{inputs.num_rows};
     const int first = static_cast<int64_t>(inputs.num_rows) * thread / num_threads;
@@ -165,7 +167,7 @@ inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread,
     });
 }
 
-// Codes of MXFP4 to the numbers that they stand for.
+// Converts MXFP4 codes to numbers.
 inline __attribute__((always_inline)) Ints numbers_of_codes(Ints codes) {
 #if TANDEM_LANES == 16
     const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxNumbers));
@@ -182,14 +184,14 @@ inline __attribute__((always_inline)) Ints numbers_of_codes(Ints codes) {
 #endif
 }
 
-// The scales of some outputs.
+// Loads the scales of some outputs.
 template <class F>
 inline __attribute__((always_inline)) Floats scales_of(const char* from, int v) {
     if constexpr (F::kHasCodes) return load(reinterpret_cast<const Bf16*>(from) + v * kLanes);
     return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes);
 }
 
-// Vector `at` of a group: 4 inputs each of some outputs, the numbers as they are stored.
+// Loads vector `at` of a group: 4 inputs of some outputs, as stored numbers.
 template <class F>
 inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int group, int at, int v) {
     const auto load_ints = [v](const char* from) __attribute__((always_inline)) {
@@ -222,15 +224,16 @@ inline int32_t load_int(const void* from) {
     return bits;
 }
 
-// MR rows of half a group with NV vectors of the outputs of a panel, from vector v on.
+// Computes the dot products of half a group for MR rows and NV vectors of outputs of a panel, from
+// vector v on.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const char* unit, int half,
                                                     int v, Ints (&sums)[NV][MR]) {
 #if TANDEM_LANES == 8
-    // AVX2 adds two products of bytes in 16 bits. Those of a whole half fit (31 * 127 * 8 = 31,496),
-    // of 6 bits those of half as much. Of 8 bits two fit once the zero is taken off
-    // (128 * 127 * 2 = 32,512): the inputs take the signs of the weights, and are multiplied with
-    // their absolute values. `offsets` puts back what the zero adds.
+    // AVX2 adds two byte products in 16 bits. The products of a half fit for up to 5 bits (31 * 127
+    // * 8 = 31,496), and those of a quarter for 6 bits. For 8 bits, two products fit after the zero
+    // point is subtracted (128 * 127 * 2 = 32,512): the signs of the weights are moved to the
+    // inputs, which are multiplied with absolute values. `offsets` adds the zero point's part.
     constexpr int kAtOnce = F::kBits == 8 ? 1 : F::kBits == 6 ? 2 : 4;
     __m256i words[NV][MR];
 #endif
@@ -273,7 +276,8 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
     }
 }
 
-// MR rows of the inputs that share a scale of weights, with NV vectors of the outputs of a panel.
+// Computes the dot products of the inputs that share a scale of weights, for MR rows and NV vectors
+// of outputs.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void dot_part(const InputUnit* x, const char* unit, int part,
                                                     int v, Floats (&scaled)[NV][MR]) {
@@ -295,7 +299,7 @@ inline __attribute__((always_inline)) void dot_part(const InputUnit* x, const ch
     }
 }
 
-// Adds what `dot_part` found, times the scale of the weights.
+// Adds the results of `dot_part`, times the scale of the weights.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void add_part(const InputUnit* x, const char* unit, int part,
                                                     int v, Floats (&scaled)[NV][MR],
@@ -305,7 +309,8 @@ inline __attribute__((always_inline)) void add_part(const InputUnit* x, const ch
         const auto of_outputs = [&](const char* from) __attribute__((always_inline)) {
             return scales_of<F>(from + part * kScaleBytes, v + n);
         };
-        if constexpr (F::kHasZeros) {  // last: a sum of two products may be fused in two ways
+        // Separate and last: a sum of two products can be fused in two ways.
+        if constexpr (F::kHasZeros) {
             const Floats zeros = of_outputs(unit + F::kZeros);
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m) scaled[n][m] += zeros * all(x[m].sums[part]);
@@ -321,11 +326,11 @@ inline __attribute__((always_inline)) void add_part(const InputUnit* x, const ch
     }
 }
 
-// MR rows of a unit with NV vectors of the outputs of a panel, added to what is there.
+// Adds the products of a unit for MR rows and NV vectors of outputs of a panel.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void multiply_unit(const InputUnit* x, const char* unit, int v,
                                                          Floats (&sums)[kVectors][MR]) {
-    // Few rows read a stream, line after line: first all numbers, then what scales them.
+    // With few rows, weights are streamed line by line: first all numbers, then their scales.
     constexpr bool kStreams = TANDEM_LANES == 16 && MR <= kStreamedRows;
     constexpr int kAtOnce = kStreams ? F::kNumScales : 1;
 #pragma GCC unroll 4
@@ -339,20 +344,20 @@ inline __attribute__((always_inline)) void multiply_unit(const InputUnit* x, con
     }
 }
 
-// MR rows with a panel.
+// Computes a panel for MR rows.
 template <class F, int MR>
 inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, const char* unit,
                                                           int units,
                                                           Floats (&sums)[kVectors][MR]) {
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
-        // Few rows read a stream, of which the processor fetches too little by itself where a line
-        // takes many instructions.
+        // With few rows, weights are streamed. The hardware prefetcher is too slow if a line takes
+        // many instructions, so lines are prefetched.
         if constexpr (TANDEM_LANES == 8 && MR <= kStreamedRows)
             for (int line = 0; line < F::kUnitBytes; line += kLine)
                 __builtin_prefetch(unit + kBytesAhead + line, 0, 3);
-        // One row reads its lines in their order, and numbers of 8 bits share broadcast inputs. Else
-        // more rows have no registers for two vectors, and a compiler would keep the inputs for the
-        // next one.
+        // Two vectors at a time are used for one row, which then reads lines in order, and for
+        // 8-bit weights, which share broadcast inputs. Otherwise registers would not suffice, and a
+        // compiler would keep the inputs for the next vector.
         constexpr int kAtOnce =
             TANDEM_LANES == 8 && (MR == 1 || F::kBits == 8) ? kVectors : 1;
 #pragma GCC unroll 4
@@ -402,7 +407,7 @@ void linear_of_units(const Matrix& matrix, const Inputs& inputs, int first_panel
         for (int panel = first_panel; panel < end_panel; panel += at_once)
             for (int tile = block; tile < end; ++tile) {
                 const int row = tiles.first_row(tile), num = tiles.first_row(tile + 1) - row;
-                if (end - block > 1) {  // tiles take turns in fetching the next panel
+                if (end - block > 1) {  // Each tile prefetches a part of the next panel.
                     const char* next = static_cast<const char*>(matrix.panels) +
                                        (panel + 1) * panel_bytes;
                     const size_t end_line = panel_bytes * (tile + 1 - block) / (end - block);
@@ -423,7 +428,7 @@ inline void linear_of_quantized(const Matrix& matrix, const Inputs& inputs, int 
     });
 }
 
-// A row of quantized weights as numbers, such as a token's embedding.
+// Dequantizes a row of weights, such as a token's embedding.
 inline void widen_row(const char* panels, int32_t kind, int in, int row, float* to) {
     by_format(kind, [&](auto format) {
         using F = decltype(format);

@@ -1,9 +1,9 @@
-// Log probabilities of tokens and of the most likely ones (tandem_kernels/logprobs.py), for one
-// instruction set: one pass over a row of logits, by one thread, so its bits depend on it alone.
+// Log probabilities of tokens and of the most likely tokens (tandem_kernels/logprobs.py), for one
+// instruction set. One thread makes one pass over a row, so the bits depend on that row only.
 
 namespace tandem::TANDEM_ISA {
 
-// The most likely tokens so far, the most likely first, of equals the first.
+// The most likely tokens so far, in descending order; of equal ones the lowest id first.
 class Top {
 public:
     Top(int32_t* ids, float* logits, int size) : ids_(ids), logits_(logits), size_(size) {}
@@ -28,9 +28,9 @@ private:
     int size_, num_ = 0;
 };
 
-constexpr int kMeasured = 32 * kPanel;  // logits whose maximum is found before they are summed
+constexpr int kMeasured = 32 * kPanel;  // logits whose maximum is computed before their sum
 
-// The largest of `num` logits.
+// Returns the largest of `num` logits.
 inline float largest_in(const float* logits, int num) {
     Floats parts[kVectors];
     for (Floats& part : parts) part = all(-INFINITY);
@@ -49,7 +49,7 @@ inline void measure_row(const float* logits, int vocab, int32_t token, const Mea
     Top top(top_ids, top_logprobs, to.num_top);
     const float chosen = logits[token];
     float most = -INFINITY;
-    double total = 0;  // of exp(logit - most)
+    double total = 0;  // sum of exp(logit - most)
     int32_t rank = 1;
     for (int at = 0; at < vocab; at += kMeasured) {
         const int num = std::min(vocab - at, kMeasured);

@@ -1,7 +1,7 @@
-// What LoRA adapters add to a product: (x A^T) B^T, for the rows of each adapter.
+// Adds LoRA deltas, (x A^T) B^T, to a product, for the rows of each adapter.
 //
-// An item is a tile of an adapter's rows: one thread gathers them from the product's inputs, as that
-// read them, and multiplies them twice. A row's bits depend on neither its tile nor its thread.
+// A work item is a tile of one adapter's rows. One thread gathers them from the product's inputs and
+// computes both multiplications. The bits of a row do not depend on its tile or thread.
 
 namespace tandem::TANDEM_ISA {
 
@@ -10,15 +10,16 @@ struct LoraItem {
     int first_row, num_rows;
 };
 
-// A step's items, and room for each thread to work on one; empty in a step without adapters.
+// The work items of a step, and a buffer for each thread; empty in a step without adapters.
 struct StepLora {
     std::vector<LoraItem> items;
     std::vector<float*> buffers;
-    float* gates = nullptr;  // [rows with adapters, gate and up]: zeros before they are added to
-    int num_rows = 0;        // with adapters
+    float* gates = nullptr;  // [rows with adapters, gate and up], initially zeros
+    int num_rows = 0;        // rows with adapters
 };
 
-// A thread's room: a tile's inputs, its products with A, and those of one part as inputs of B.
+// The size of a thread's buffer in floats: the inputs of a tile, their products with A, and the
+// inputs of B for one part.
 inline size_t lora_floats(const Model& model, const Step& step) {
     int in = std::max({model.hidden, model.inner, model.num_heads * model.head_dim});
     if (const Latent* const latent = model.layers[0].latent)
@@ -40,13 +41,13 @@ inline StepLora lora_of(const Model& model, const Step& step, Scratch& scratch) 
     }
     if (lora.items.empty()) return lora;
     for (Buffer& buffer : scratch.lora) lora.buffers.push_back(buffer.of(lora_floats(model, step)));
-#ifdef TANDEM_PAIRS  // any layer's gates may be packed in pairs
+#ifdef TANDEM_PAIRS  // Gates of some layers may be packed in pairs.
     lora.gates = scratch.gates.of(2 * static_cast<size_t>(lora.num_rows) * model.inner);
 #endif
     return lora;
 }
 
-// A product with a matrix of an adapter, of one tile of rows.
+// Computes the product of one tile of rows with a matrix of an adapter.
 inline void lora_product(const Matrix& matrix, const float* x, int num_rows, const Output& out) {
     const int panels = (matrix.out + kPanel - 1) / kPanel;
     if (matrix.kind == BF16)
@@ -72,7 +73,7 @@ inline void add_item(const LoraItem& item, const LoraProduct& product, const Inp
     }
 }
 
-// Adds to the rows of a product, which all threads have written. They all call it.
+// Adds the deltas to a product. All threads must have finished the product, and all call it.
 inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*product,
                      const Inputs& inputs, const Output& out, int thread) {
     if (lora.items.empty()) return;
@@ -84,7 +85,7 @@ inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*pr
     }
 }
 
-// The same of a head's product, by the thread whose head it is.
+// The same for the product of one head, called by the thread that computes the head.
 inline void add_lora_of_head(const StepLora& lora, int index,
                              const LoraProduct* LoraLayer::*products, int head,
                              const Inputs& inputs, const Output& out, int thread) {
@@ -94,7 +95,8 @@ inline void add_lora_of_head(const StepLora& lora, int index,
     }
 }
 
-// What adapters add to gates and ups that are multiplied as soon as they are computed.
+// Computes the deltas for gates and ups before the gate_up product, which combines them
+// immediately.
 inline AddedGates added_gates(const Model& model, const StepLora& lora, int index,
                               const Inputs& normed, int thread) {
     if (lora.items.empty()) return {};

@@ -16,7 +16,7 @@ float widen(const void* weights, int32_t kind, int64_t at) {
     return wide;
 }
 
-// Calls `write(output, input)` in the order in which the weights lie.
+// Calls `write(output, input)` in the order of the packed weights.
 template <class Write>
 void in_order(int64_t out, int64_t in, bool in_pairs, Write write) {
     for (int block = 0; block < num_input_blocks(in); ++block)
@@ -26,7 +26,7 @@ void in_order(int64_t out, int64_t in, bool in_pairs, Write write) {
                     write(first + (in_pairs ? lane / 2 + lane % 2 * (kPanel / 2) : lane), k);
 }
 
-// Elements of one size to where they belong, as they are.
+// Copies elements of one size to their packed positions.
 template <class T>
 void reorder(const T* weights, int64_t out, int64_t in, bool in_pairs, T* panels) {
     in_order(out, in, in_pairs, [&](int64_t n, int64_t k) {
@@ -34,7 +34,7 @@ void reorder(const T* weights, int64_t out, int64_t in, bool in_pairs, T* panels
     });
 }
 
-// Panel by panel, kSide inputs side by side, of which those after the last are zeros.
+// Packs panel by panel with kSide adjacent inputs, padded with zeros.
 template <int kSide, class T>
 void put_side_by_side(const T* weights, int64_t out, int64_t in, T* panels) {
     const int64_t padded = (in + kStepInputs - 1) / kStepInputs * kStepInputs;

@@ -1,4 +1,4 @@
-// Quantized blocks into panels (quantized.h), or into fp32.
+// Packs quantized blocks into panels (quantized.h), or dequantizes them to fp32.
 
 #include <cstring>
 #include <vector>
@@ -15,11 +15,11 @@ constexpr int64_t kPanel = 16;
 struct Rows {
     const BlockType& type;
     const uint8_t* blocks;
-    int64_t num_blocks;  // of a row
+    int64_t num_blocks;  // blocks in a row
 
     void decode(int64_t row, Group* groups) const {
         const uint8_t* block = blocks + row * num_blocks * type.bytes;
-        const int num_groups = type.inputs / kGroup;  // of a block
+        const int num_groups = type.inputs / kGroup;  // groups in a block
         for (int64_t i = 0; i < num_blocks; ++i, groups += num_groups) {
             for (int g = 0; g < num_groups; ++g) groups[g].zero = type.zero;
             type.decode(block + i * type.bytes, groups);
@@ -32,7 +32,7 @@ void put_half(uint8_t* to, float x) {
     std::memcpy(to, &half, sizeof half);
 }
 
-// The upper half of a float that is a power of 2 is bfloat16.
+// The upper half of a float is its bfloat16, exactly if the float is a power of 2.
 void put_power(uint8_t* to, float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -40,7 +40,7 @@ void put_power(uint8_t* to, float x) {
     std::memcpy(to, &upper, sizeof upper);
 }
 
-// The code of MXFP4 that stands for each number; of two the first.
+// The MXFP4 code of each number; the lower one if there are two.
 struct Codes {
     uint8_t of[25] = {};
 
@@ -51,7 +51,7 @@ struct Codes {
 
 constexpr Codes kCodes;
 
-// A group of an output, in the panel's lane, which holds zeros.
+// Writes a group of an output to the panel's lane, which must contain zeros.
 template <class F>
 void put_group(const Group& group, int index, int lane, uint8_t* unit) {
     for (int i = 0; i < kGroup; ++i) {
@@ -68,7 +68,7 @@ void put_group(const Group& group, int index, int lane, uint8_t* unit) {
         if (F::kBits == 6)
             high[vector / 4 * kVectorBytes] |= static_cast<uint8_t>(number >> 4 << vector % 4 * 2);
     }
-    constexpr int kScales = F::kNumScales > 2 ? 2 : 1;  // of a group
+    constexpr int kScales = F::kNumScales > 2 ? 2 : 1;  // scales in a group
     const int first = index * F::kNumScales / 2;
     for (int half = 0; half < kScales; ++half)
         (F::kHasCodes ? put_power : put_half)(
@@ -100,7 +100,7 @@ bool pack_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, int
     return true;
 }
 
-// A product and a sum are rounded apart, as numpy does it.
+// Product and sum are rounded separately, as in numpy.
 __attribute__((optimize("fp-contract=off"))) bool widen_blocks(const void* blocks, int32_t type,
                                                                int64_t rows, int64_t in,
                                                                float* to) {

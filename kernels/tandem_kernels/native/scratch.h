@@ -1,4 +1,5 @@
-// Buffers of one decoder. They only grow, so that a step of a size seen before allocates nothing.
+// The buffers of one decoder. They only grow, so a step no larger than an earlier one allocates
+// nothing.
 
 #pragma once
 
@@ -28,7 +29,7 @@ public:
             std::free(data_);
             data_ = nullptr;
             size_ = 0;
-            // Whole lines, and one more that a last vector may read past the end.
+            // Whole cache lines, plus one because the last vector may read past the end.
             const std::size_t bytes =
                 (num_floats * sizeof(float) / kAlignment + 2) * kAlignment;
             data_ = allocated(bytes);
@@ -44,7 +45,7 @@ private:
         void* data = std::aligned_alloc(huge ? kHugePage : kAlignment, bytes);
         if (data == nullptr) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-        if (huge) madvise(data, bytes, MADV_HUGEPAGE);  // a product touches many rows at once
+        if (huge) madvise(data, bytes, MADV_HUGEPAGE);  // Products access many rows at a time.
 #endif
         return static_cast<float*>(data);
     }
@@ -53,40 +54,42 @@ private:
     std::size_t size_ = 0;
 };
 
-struct Largest {  // of some logits, the first one
+struct Largest {  // the largest of some logits and its lowest token id
     float logit;
     int32_t token;
 };
 
-struct Chosen {  // one of a row's experts, its weight, and where it lies among all experts' rows
+struct Chosen {  // an expert of a row, its weight, and its place among the rows of all experts
     int32_t expert, place;
     float share;
 };
 
 struct Routing {
     std::vector<Chosen> chosen;    // [rows, top k]
-    std::vector<int32_t> choices;  // [rows * top k]: which of `chosen` has a place
-    std::vector<int32_t> first;    // [experts + 1]: places
+    std::vector<int32_t> choices;  // [rows * top k]: index into `chosen` for each place
+    std::vector<int32_t> first;    // [experts + 1]: first place of each expert
 };
 
 struct Scratch {
     Buffer hidden;    // [rows, hidden]: the residual stream
-    Buffer input;     // rows in tiles, as a product reads them
+    Buffer input;     // rows in tiles, the input of a product
     Buffer projected; // [rows, q, k and v side by side], or [rows, gate and up]
     Buffer attended;  // [rows, heads * head_dim], in tiles
-    Buffer delta;     // [rows, hidden]: what a product adds to `hidden`, if it cannot at once
-    Buffer rounded;   // inputs of a quantized product, as int8; or each thread's panels (fp8.h)
-    std::size_t expanded_floats = 0;  // of a thread's panels
+    // [rows, hidden]: products to add to `hidden`, if they cannot be added directly
+    Buffer delta;
+    // int8 inputs of a quantized product; or expanded panels of each thread (fp8.h)
+    Buffer rounded;
+    std::size_t expanded_floats = 0;  // size of a thread's expanded panels
     Buffer last;      // [logit rows, hidden]
-    Buffer gates;     // [rows with adapters, gate and up]: what these add to gates
-    Buffer routed;    // rows of experts in tiles, expert by expert
-    Buffer logits;    // of a router [rows, experts], and what they are ranked by [rows, 2 experts]
-    Buffer heads, queries, of_heads;  // latent.h
-    Buffer block_shares;              // block_sums.h
+    Buffer gates;     // [rows with adapters, gate and up]: LoRA deltas of gates and ups
+    Buffer routed;    // rows of experts in tiles, by expert
+    Buffer logits;    // router logits [rows, experts], and ranks [rows, 2 * experts]
+    Buffer heads, queries, of_heads;  // see latent.h
+    Buffer block_shares;              // see block_sums.h
     std::vector<std::size_t> first_shares;
     Routing routing;
-    std::vector<Buffer> of_thread;  // attention's tiles
-    std::vector<Buffer> lora;       // of each thread
+    std::vector<Buffer> of_thread;  // per thread: attention's tiles
+    std::vector<Buffer> lora;       // per thread: see lora.h
     std::vector<Largest> largest;   // [threads, logit rows]
     Laps laps;
 };

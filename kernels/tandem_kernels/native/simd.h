@@ -1,11 +1,11 @@
-// Vectors of the instruction set that this is compiled for. The including file says how wide
-// (TANDEM_LANES floats) and in which namespace (TANDEM_ISA).
+// Vectors of the instruction set for which this file is compiled. The including file defines their
+// width (TANDEM_LANES floats) and the namespace (TANDEM_ISA).
 
 namespace tandem::TANDEM_ISA {
 
 constexpr int kLanes = TANDEM_LANES;
-constexpr int kPanel = 16;                  // outputs side by side
-constexpr int kVectors = kPanel / kLanes;   // that a panel is
+constexpr int kPanel = 16;                  // outputs in a panel
+constexpr int kVectors = kPanel / kLanes;   // vectors in a panel
 
 typedef float Floats __attribute__((vector_size(TANDEM_LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(TANDEM_LANES * 4)));
@@ -23,7 +23,7 @@ inline Floats load(const float* from) {
     return v;
 }
 
-// GCC 12 widens in two halves what is one instruction.
+// An intrinsic, because GCC 12 would convert in two halves.
 inline Floats load(const Bf16* from) {
 #if TANDEM_LANES == 16
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -56,11 +56,11 @@ inline Floats of_signed_halves(const uint16_t* from) {
 #endif
 }
 
-struct Fp8 {  // an e4m3
+struct Fp8 {  // an e4m3 number
     uint8_t bits;
 };
 
-// A float16 with these bits moved up is 256 times less.
+// A float16 made from the shifted bits has 1/256 of the value.
 inline Floats load(const Fp8* from) {
     typedef uint8_t Some __attribute__((vector_size(TANDEM_LANES)));
     Some bytes;
@@ -87,12 +87,12 @@ inline Floats load(const int8_t* from) {
 }
 
 #if TANDEM_LANES == 8
-// In memory, and asm, for a compiler would spend a register on it that is one of the sums'.
+// Inline asm with a memory operand, because a compiler would use a register that the sums need.
 alignas(32) constexpr uint32_t kUpper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
                                             0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 #endif
 
-// The lower or the upper bf16 of each word.
+// Converts the lower or the upper bf16 of each word to fp32.
 inline __attribute__((always_inline)) Floats of_words(Words words, int i) {
     if (i == 0) return (Floats)(words << 16);
 #if TANDEM_LANES == 8
@@ -103,7 +103,7 @@ inline __attribute__((always_inline)) Floats of_words(Words words, int i) {
 #endif
 }
 
-// The same from memory, each time again: keeping the words would take a register, too.
+// The same from memory, loaded each time, because keeping the words would need another register.
 inline __attribute__((always_inline)) Floats load_of_words(const void* from, int i) {
     Words words;
 #if TANDEM_LANES == 8
@@ -117,8 +117,8 @@ inline __attribute__((always_inline)) Floats load_of_words(const void* from, int
     return of_words(words, i);
 }
 
-// A vector of a panel, and its outputs in order: bf16 lie in pairs (decoder.h), so that half of a
-// vector's words are weights with their lower bits and the other half one shift away.
+// Loads a vector of a panel with its outputs in order. bf16 weights are in pairs (decoder.h): half
+// of the words are used directly, and the other half after one shift.
 inline Floats lanes(const float* panel, int v) { return load(panel + v * kLanes); }
 
 inline Floats lanes(const int8_t* panel, int v) { return load(panel + v * kLanes); }
@@ -135,7 +135,7 @@ inline Floats lanes(const Bf16* panel, int v) {
 #endif
 }
 
-// The same where registers are scarce.
+// The same, with fewer registers.
 inline Floats lanes_again(const float* panel, int v) { return load(panel + v * kLanes); }
 
 inline Floats lanes_again(const Bf16* panel, int v) {
@@ -162,7 +162,7 @@ inline Floats in_order<Bf16>(Floats sums) {
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
-inline Floats load_some(const float* from, int num) {  // zeros after the last
+inline Floats load_some(const float* from, int num) {  // Loads `num` numbers, padded with zeros.
     Floats v = Floats{};
     std::memcpy(&v, from, num * sizeof(float));
     return v;
@@ -177,8 +177,8 @@ inline float widen(Bf16 x) {
     return wide;
 }
 
-// To the nearest, ties to even; NaN stays NaN. Where the processor does it by itself, denormal
-// numbers become zeros.
+// Rounds to nearest, ties to even; NaN stays NaN. With a hardware instruction, denormal numbers
+// become zeros.
 inline Halves narrow(Floats v) {
 #ifdef TANDEM_PAIRS
     return (Halves)_mm512_cvtneps_pbh((__m512)v);
@@ -196,17 +196,17 @@ inline void store_some(Bf16* to, Floats v, int num) {
     std::memcpy(to, &halves, num * sizeof *to);
 }
 
-// Less zero, which compilers drop; plus zero they keep, for it would make -0 positive.
+// Subtracts zero, which compilers remove; they would keep an addition of zero, which changes -0.
 inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// exp to 2 ulp; exactly 1 at 0 and exactly 0 below -87. Cephes' polynomial.
+// exp with an error of 2 ulp, by Cephes' polynomial; exactly 1 at 0, and exactly 0 below -87.
 inline Floats exp(Floats x) {
     const Ints below = x < -87.0f;
     x = max(x, all(-87.0f));
     x = x < 88.0f ? x : all(88.0f);
-    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const Floats shifted = x * 1.44269504088896341f + to_integer;
     const Floats n = shifted - to_integer;
     Floats r = x - n * 0.693359375f;
@@ -225,7 +225,7 @@ inline Floats exp(Floats x) {
 typedef float Four __attribute__((vector_size(16)));
 typedef int32_t FourInts __attribute__((vector_size(16)));
 
-// Sums of 16 partial sums, always in one order, whatever the width: i and i + 8, i and i + 4, ...
+// Adds 16 partial sums in one order for every vector width: i and i + 8, then i and i + 4, ...
 inline float sum(const Floats (&parts)[kVectors]) {
     Four fours[4];
     std::memcpy(fours, parts, sizeof fours);

@@ -1,5 +1,5 @@
-// Where a step's time goes: a clock read after each stage, by the first thread, when all of them are
-// through with it.
+// Measures the time of each stage of a step. The first thread reads the clock when all threads have
+// finished a stage.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-"""The operations of kernels/ for CUDA devices, written in Triton; a file each, host function first.
+"""Triton kernels for CUDA devices, one operation per file with the host function first.
 
-Under TRITON_INTERPRET=1 (set before the first import) they run on tensors of a CPU, slowly: that is
-how they are tested without a device. Works with Triton 3.6 (torch 2.11) and later.
+With TRITON_INTERPRET=1 (set before the first import) they run slowly on CPU tensors, which tests
+without a GPU use. Triton 3.6 (torch 2.11) or later is required.
 """

@@ -1,5 +1,6 @@
-"""The gated activations of MLPs: silu(gate) * up and gelu_tanh(gate) * up  (arXiv:2002.05202), and
-with gates of at most a limit, and ups within it, gate sigmoid(alpha gate) (up + 1).
+"""Gated activations of MLPs: silu(gate) * up, gelu_tanh(gate) * up (arXiv:2002.05202), and
+gpt-oss's clamped form, gate * sigmoid(alpha * gate) * (up + 1) with gate <= limit and |up| <=
+limit.
 
 gelu_tanh(x) is x (1 + tanh(f(x))) / 2 with f(x) = sqrt(2 / pi) (x + 0.044715 x^3), which is
 x sigmoid(2 f(x)).
@@ -15,10 +16,11 @@ _COLUMNS = 1024
 def gated_mul(
     gate_up: torch.Tensor, activation: str = "silu", clamp: tuple[float, float] | None = None
 ) -> torch.Tensor:
-    """Returns [T, inner] from [T, 2 * inner], gate and up side by side; in fp32, same dtype.
+    """Applies the activation to [T, 2 * inner], with gate and up side by side. Returns [T, inner]
+    in the same dtype, computed in fp32.
 
     activation  silu or gelu_tanh
-    clamp       alpha and the limit, instead of the activation
+    clamp       (alpha, limit) of the clamped form, which replaces `activation`
     """
     assert activation in ("silu", "gelu_tanh")
     num_rows, width = gate_up.shape
@@ -64,5 +66,6 @@ def _gated_mul(
         power = gate
     else:
         power = gate * (gate * gate * 0.0713548162726 + 1.5957691216057308)
-    active = (gate * tl.sigmoid(power)).to(dtype).to(tl.float32)  # as the reference rounds
+    # rounded as in the torch reference
+    active = (gate * tl.sigmoid(power)).to(dtype).to(tl.float32)
     tl.store(out + row * INNER + columns, (active * up).to(dtype), mask=is_column)

@@ -1,11 +1,11 @@
-"""The inner loop of both attentions: a tile of query rows over a range of keys in paged KV.
+"""The inner loop of decode and prefill attention: a tile of query rows over a range of paged keys.
 
-Online softmax (arXiv:2205.14135): a running maximum and sum for each row, in base 2, and an
-accumulator that is rescaled when the maximum grows. Rows are (query, head of the KV head's group)
-pairs, so that a group shares each read of K and V.
+It uses online softmax (arXiv:2205.14135): each row has a running maximum and sum, in base 2, and an
+accumulator that is rescaled when the maximum grows. Rows are (query, head) pairs of one KV head's
+group, so the group shares each read of K and V.
 
-    queries  [ROWS, BLOCK_D]     BLOCK_D: HEAD_DIM, padded with zeros to a power of 2 from 16
-    keys     [BLOCK_D, KEYS]     gathered by the block table, KEYS of them a turn
+    queries  [ROWS, BLOCK_D]     BLOCK_D: HEAD_DIM, padded with zeros to a power of 2, at least 16
+    keys     [BLOCK_D, KEYS]     KEYS keys per iteration, gathered with the block table
 """
 
 import triton
@@ -33,17 +33,18 @@ def attend(
     CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Returns (accumulator, sums, maxima) after the keys `first` to `end` of one KV head.
+    """Attends to the keys `first` to `end` of one KV head; returns the new (accumulator, sums,
+    maxima).
 
-    `tile` is (queries, last_keys). A row sees the keys up to its last one, of these the last WINDOW
-    if that is not 0. Not MASKED: every row sees all of them, and they are whole turns. Without a
-    window the first turn of all has to hold a key that each row sees: there, a maximum of -inf
-    would make NaN. No key before the first row's window is read.
+    `tile` is (queries, last_keys). A row attends to the keys up to its last key; if WINDOW is not
+    0, only to the last WINDOW of them. If MASKED is false, every row attends to all keys, and their
+    number is a multiple of KEYS. Without a window, each row must attend to a key in its first
+    iteration, because a maximum of -inf gives NaN. Keys before the first row's window are not read.
 
-    `paged` is (the head's K in block 0, the scales of its K in block 0, the sequence's block table,
-    the strides of a block and from K to V, the scale in base 2). Of a quantized pool a key's scale
-    is applied to its score, and a value's to its weight. CAP, in base 2 too: scores become
-    CAP tanh(score / CAP); 0: no.
+    `paged` is (address of the head's K in block 0, address of the scales of that K, block table of
+    the sequence, stride of a block, stride from K to V, scale of scores in base 2). In a quantized
+    pool, a key's scale is applied to its score, and a value's scale to its weight. If CAP, which is
+    in base 2, is not 0, scores become CAP * tanh(score / CAP).
     """
     accumulator, sums, maxima = state
     queries, last_keys = tile
@@ -102,20 +103,20 @@ def attend(
 
 @triton.jit
 def weigh(scores, scale, accumulator, sums, maxima, WINDOW: tl.constexpr):
-    """Returns the weights of a turn's scores, and the state to add their values to: rescaled, and
-    with the turn in its sums and maxima."""
+    """Computes the softmax weights of one iteration's scores. Also returns the rescaled
+    accumulator, and the sums and maxima that include these scores."""
     new_maxima = tl.maximum(maxima, tl.max(scores, 1) * scale)
     base = new_maxima
-    if WINDOW:  # a row that has seen nothing yet
+    if WINDOW:  # for rows without a visible key so far
         base = tl.where(base == float("-inf"), 0.0, base)
-    weights = tl.exp2(scores * scale - base[:, None])  # one rounding: a fused operation
+    weights = tl.exp2(scores * scale - base[:, None])  # fused multiply-add: one rounding
     shrink = tl.exp2(maxima - base)
     return weights, accumulator * shrink[:, None], sums * shrink + tl.sum(weights, 1), new_maxima
 
 
 @triton.jit
 def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns the state of rows that have seen nothing."""
+    """Returns the initial (accumulator, sums, maxima)."""
     return (
         tl.zeros((ROWS, BLOCK_D), tl.float32),
         tl.zeros((ROWS,), tl.float32),
@@ -125,7 +126,8 @@ def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def product(a, b):
-    """Multiplies in fp32. The interpreter would multiply the bits of bfloat16 as integers."""
+    """Multiplies matrices with fp32 sums. In the interpreter, inputs are converted first, because
+    it would multiply bfloat16 bits as integers."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")

@@ -1,9 +1,10 @@
-"""Whole KV blocks: gathered for a transfer, scattered after one, copied within a pool.
+"""Moves whole KV blocks: gathers them for a transfer, scatters them after one, copies within a
+pool.
 
     pool [num_blocks, ...]   <-- unpack, pack -->   staging [n, ...], block after block
 
-A pool is block-major here: a block of all layers is one contiguous span, so each is one run of
-words. A layer-major pool is packed with `pack_spans`, a run for each layer.
+In a block-major pool, a block with all its layers is one contiguous span. `pack_spans` packs a
+layer-major pool, in which a block has one span per layer.
 """
 
 import math
@@ -12,31 +13,33 @@ import torch
 import triton
 import triton.language as tl
 
-_WORDS = 2048  # of 4 bytes: 8 KiB, which a program of 4 warps moves as 16 bytes a thread
+_WORDS = 2048  # 4-byte words per program: 8 KiB, 16 bytes per load of a thread with 4 warps
 
 
 def pack(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Blocks `block_ids` [n] int64 of a contiguous pool [num_blocks, ...], as [n, ...]."""
+    """Copies the blocks `block_ids` [n] int64 of a contiguous pool [num_blocks, ...] to a new
+    tensor [n, ...]."""
     staging = pool.new_empty(len(block_ids), *pool.shape[1:])
     _move(_words(pool), _words(staging), block_ids, None)
     return staging
 
 
 def unpack(staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Writes [n, ...] into the blocks `block_ids` [n] int64, all different, of the pool."""
+    """Copies [n, ...] into the pool's blocks `block_ids` [n] int64, which must be distinct."""
     assert staging.dtype == pool.dtype
     assert len(staging) == len(block_ids)
     _move(_words(staging), _words(pool), None, block_ids)
 
 
 def copy(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copies blocks within a pool, ids [n] int64; no block is both source and target."""
+    """Copies blocks within a pool; ids are [n] int64. No block may be both source and target."""
     assert len(sources) == len(targets)
     _move(_words(pool), _words(pool), sources, targets)
 
 
 def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Packs a contiguous pool [num_layers, num_blocks, ...] as [n, num_layers, ...]."""
+    """Copies blocks of a contiguous layer-major pool [num_layers, num_blocks, ...] to a new tensor
+    [n, num_layers, ...]."""
     num_layers = layers.shape[0]
     staging = layers.new_empty(len(block_ids), num_layers, *layers.shape[2:])
     target = _words(staging).unflatten(2, (num_layers, -1)).squeeze(1)
@@ -46,7 +49,7 @@ def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """Views blocks as [n, 1 span, words of 4 bytes]."""
+    """Views blocks as int32 [n, 1, words]: one span per block."""
     assert blocks.is_contiguous()
     return blocks.view(blocks.shape[0], 1, math.prod(blocks.shape[1:])).view(torch.int32)
 
@@ -57,7 +60,8 @@ def _move(
     source_ids: torch.Tensor | None,
     target_ids: torch.Tensor | None,
 ) -> None:
-    """Block i: from source_ids[i], or i, to target_ids[i], or i; both [blocks, spans, words]."""
+    """Copies block source_ids[i] to target_ids[i]; without ids the block number is i. Both tensors
+    are [blocks, spans, words]."""
     ids = source_ids if source_ids is not None else target_ids
     assert ids is not None
     num_spans, num_words = target.shape[1:]

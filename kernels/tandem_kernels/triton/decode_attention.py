@@ -1,10 +1,11 @@
-"""Attention of one query a sequence over paged KV, each context cut into parts side by side.
+"""Decode attention: one query per sequence over paged KV, with each context split into ranges.
 
-Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): a few sequences
-alone would leave most of a card idle, so each is cut into `num_splits` ranges of keys; each range
-gives a partial result with the logarithm of its sum, and a second kernel weighs them together.
+Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023). A few sequences
+would leave most of a GPU idle, so each context is split into `num_splits` ranges of keys. The first
+kernel computes a partial result and the logarithm of its softmax sum for each range; the second
+kernel combines them.
 
-    1  program (sequence, KV head, split): the group's queries over that range of keys
+    1  program (sequence, KV head, split): attention of the group's queries to that range of keys
     2  program (sequence, head): out = sum of partial * 2^(log sum - largest log sum), normalized
 """
 
@@ -21,7 +22,7 @@ from tandem_kernels.triton.tuning import device_name, next_power_of_2, num_multi
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 _SPLITS_MAX = 64
-_TILE_PER_WARP_MAX = 4096  # numbers of keys; with twice as many registers spill
+_TILE_PER_WARP_MAX = 4096  # elements of a key tile; with twice as many, registers spill
 
 
 def decode_attention(
@@ -37,17 +38,17 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the attention [B, heads, D], in the queries' dtype.
+    """Returns the attention output [B, heads, D], in the queries' dtype.
 
     queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: it has none
+    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
     block_tables  [B, M] int32
-    context_lens  [B] int32, the query's own token counted in; 0 gives zeros
-    window        the last keys of each context that are seen; None: all
-    scale         of q . k; None: 1 / sqrt(D)
-    cap           scores become cap * tanh(score / cap); None: they do not
-    sinks         [heads]: scores of the softmax that no keys have; None: there are none
+    context_lens  [B] int32, including the query's own token; 0 gives zeros
+    window        number of last keys that are visible; None: all
+    scale         factor on q . k; None: 1 / sqrt(D)
+    cap           scores become cap * tanh(score / cap); None: no cap
+    sinks         [heads]: attention sinks; None: no sinks
     """
     num_seqs, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -57,7 +58,7 @@ def decode_attention(
     group_size = num_heads // num_kv_heads
     out = queries.new_empty(num_seqs, num_heads, head_dim)
     if num_splits == 1:
-        partials, log_sums = out.unsqueeze(2), out  # log_sums: not written
+        partials, log_sums = out.unsqueeze(2), out  # The kernel does not write log_sums.
     else:
         shape = (num_seqs, num_heads, num_splits)
         partials = queries.new_empty((*shape, head_dim), dtype=torch.float32)
@@ -72,7 +73,7 @@ def decode_attention(
         context_lens,
         partials,
         log_sums,
-        queries if sinks is None else sinks,  # a pointer in any case
+        queries if sinks is None else sinks,  # The kernel needs a pointer; it is not read.
         queries.stride(0),
         layer_kv.stride(0),
         layer_kv.stride(1),
@@ -101,16 +102,16 @@ def join_splits(
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Weighs partial results [B, heads, splits, D] together into `out`, [B, heads, D].
+    """Combines partial results [B, heads, splits, D] into `out` [B, heads, D].
 
-    log_sums    [B, heads, splits], in base 2; -inf: nothing is in the range
+    log_sums    [B, heads, splits], in base 2; -inf: the range is empty
     """
     num_seqs, num_heads, num_splits, head_dim = partials.shape
     _weigh_splits[(num_seqs, num_heads)](
         partials,
         log_sums,
         out,
-        out if sinks is None else sinks,  # a pointer in any case
+        out if sinks is None else sinks,  # The kernel needs a pointer; it is not read.
         num_splits,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
@@ -126,10 +127,11 @@ def choose_num_splits(
     device: torch.device,
     programs: int = _PROGRAMS_PER_MULTIPROCESSOR,
 ) -> int:
-    """Enough for each multiprocessor to get so many programs; a power of 2.
+    """Returns the number of splits that gives each multiprocessor `programs` programs, as a power
+    of 2.
 
-    A function of nothing that changes from step to step, because CUDA graphs fix it. Ranges follow
-    each context's length, so a short one is not cut finer than a turn of keys.
+    It depends only on values that are constant across steps, because CUDA graphs record it. The
+    ranges depend on each context's length and are at least one iteration long.
     """
     wanted = programs * num_multiprocessors(device) // (num_seqs * num_kv_heads)
     useful = max(1, context_len_max // 64)
@@ -137,7 +139,7 @@ def choose_num_splits(
 
 
 def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether registers hold a tile of keys."""
+    """Returns whether a tile of keys fits into registers."""
     tile = config.kwargs["KEYS"] * arguments["BLOCK_D"]
     return bool(tile <= _TILE_PER_WARP_MAX * config.num_warps)
 
@@ -225,7 +227,7 @@ def _attend_split(
         CAP,
         True,
     )
-    is_empty = sums == 0.0  # nothing is in this range
+    is_empty = sums == 0.0  # true if the range has no keys
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=rows < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2_E
         sums += tl.where(is_empty, 0.0, tl.exp2(sink - maxima))
@@ -260,7 +262,7 @@ def _weigh_splits(
     is_split = splits < num_splits
     log_sum = tl.load(log_sums + row * num_splits + splits, mask=is_split, other=float("-inf"))
     largest = tl.max(log_sum, 0)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)  # an empty sequence
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # -inf occurs for an empty sequence.
     weights = tl.exp2(log_sum - largest)
     total = tl.sum(weights, 0)
     if HAS_SINKS:

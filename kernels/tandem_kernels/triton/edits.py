@@ -1,11 +1,11 @@
-"""The edit that tandem_kernels/edits.py defines, on the device: a program for each row.
+"""Applies the logit edits of tandem_kernels/edits.py on the device, with one program per row.
 
     numbers   starts | ends of edited | ends of banned | token ids | bias | scales | penalties
                 n           n                 n             t         t       t          t
 
-All are int32, so that one copy brings them to the device; floats are there by their bits. A row's
-banned tokens follow its edited ones in `token ids`. Masks are another copy, [rows with one, 1 +
-words]: the row, then its mask; a program takes a tile of a row.
+All numbers are int32, so one copy transfers them to the device; floats are stored by their bits.
+A row's banned tokens follow its edited ones in `token ids`. Masks are a second copy, [rows with a
+mask, 1 + words]: the row number, then its mask. One program masks one tile of a row.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ _MASK_TILE = 4096
 
 
 def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
-    """Returns fp32 logits [n, vocab] after the edit of each row: the same tensor if none has one,
-    else a copy."""
+    """Returns a copy of fp32 logits [n, vocab] with each row's edit applied, or the same tensor if
+    there are no edits."""
     if not any(edits):
         return logits
     numbers, num_tokens = _packed(edits)
@@ -38,7 +38,7 @@ def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
         num_tokens,
         TILE=_TILE,
         num_warps=4,
-        enable_fp_fusion=False,  # a rounding after each operation, as the host does it
+        enable_fp_fusion=False,  # Rounds after each operation, as on the host.
     )
     masks = [(row, edit.mask) for row, edit in enumerate(edits) if edit and edit.mask is not None]
     if masks:
@@ -91,7 +91,7 @@ def _edit(logits, numbers, stride_row, num_rows, num_tokens, TILE: tl.constexpr)
         values = tl.load(logits + ids, mask=mask, other=0.0) + bias.to(tl.float32, bitcast=True)
         values = tl.where(values > 0, tl.div_rn(values, scale), values * scale)
         tl.store(logits + ids, values - penalties.to(tl.float32, bitcast=True), mask=mask)
-    tl.debug_barrier()  # a banned token may have been edited, too
+    tl.debug_barrier()  # Another thread may have edited a token that is banned, too.
     for at in range(end, banned_end, TILE):
         places = at + tl.arange(0, TILE)
         mask = places < banned_end

@@ -1,8 +1,8 @@
-"""Products of rows with the matrices of their experts:  y[s] = x[s // d] W[e(s)]^T + b[e(s)].
+"""Linear layers of mixture-of-experts: y[s] = x[s // d] W[e(s)]^T + b[e(s)].
 
-A slot s is a token and one of the experts that it chose; d slots share a row of x. Slots are put in
-order of their experts, and tiles of them are one expert's each. All sizes follow from the numbers
-of tokens and experts alone, so nothing waits for the device, and a CUDA graph can record it.
+A slot s is a pair of a token and one of its chosen experts; d slots share a row of x. Slots are
+sorted by expert and grouped into tiles of one expert each. All sizes depend only on the numbers of
+tokens and experts, so the host does not wait for the device, and a CUDA graph can record it.
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ import triton.language as tl
 
 from tandem_kernels.triton.attention_loop import product
 
-_ROWS = 16  # of a tile, at least: what tensor cores take
-_MANY_ROWS = 64  # where experts have as many
+_ROWS = 16  # minimum rows of a tile, required by tensor cores
+_MANY_ROWS = 64  # rows of a tile if experts have many slots
 _COLUMNS, _INPUTS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Tiles of slots, each of one expert."""
+    """Tiles of slots; all slots of a tile have the same expert."""
 
     tile_rows: int
-    slots: torch.Tensor  # [tiles * tile_rows] int32; -1: no slot
-    experts: torch.Tensor  # [tiles] int32; the number of experts: a tile without slots
+    slots: torch.Tensor  # [tiles * tile_rows] int32; -1: padding
+    experts: torch.Tensor  # [tiles] int32; `num_experts` marks a tile without slots
     num_slots: int
     num_experts: int
 
 
 def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
-    """Puts the slots of the chosen experts [T, top_k] into tiles."""
+    """Makes the tiles for the chosen experts [T, top_k]."""
     experts = chosen.flatten()
     num_slots, device = len(experts), chosen.device
     tile_rows = _ROWS if num_slots <= _ROWS * num_experts else _MANY_ROWS
@@ -45,15 +45,15 @@ def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
     slots = torch.full((num_tiles * tile_rows,), -1, dtype=torch.int32, device=device)
     slots[(ends - padded)[in_order] + within] = order.int()
     firsts = torch.arange(num_tiles, device=device) * tile_rows
-    of_tiles = torch.searchsorted(ends, firsts, right=True).int()
-    return ExpertTiles(tile_rows, slots, of_tiles, num_slots, num_experts)
+    tile_experts = torch.searchsorted(ends, firsts, right=True).int()
+    return ExpertTiles(tile_rows, slots, tile_experts, num_slots, num_experts)
 
 
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: ExpertTiles
 ) -> torch.Tensor:
-    """Returns [slots, out] of rows [slots / d, in] and matrices [experts, out, in], biases
-    [experts, out]; sums are fp32."""
+    """Returns the products of all slots, [slots, out], for x [slots / d, in], weight [experts, out,
+    in] and bias [experts, out]. Sums are fp32."""
     num_out, num_in = weight.shape[1:]
     assert tiles.num_slots % len(x) == 0
     assert x.stride(1) == 1
@@ -100,12 +100,12 @@ def _grouped_linear(
     tile = tl.program_id(0)
     expert = tl.load(experts + tile).to(tl.int64)
     if expert < NUM_EXPERTS:
-        of_rows = tl.load(slots + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        is_row = of_rows >= 0
+        row_slots = tl.load(slots + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = row_slots >= 0
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns < NUM_OUT
         inputs = tl.arange(0, INPUTS)
-        rows = x + (of_rows // SLOTS_OF_ROW)[:, None] * stride_row
+        rows = x + (row_slots // SLOTS_OF_ROW)[:, None] * stride_row
         matrix = weight + (expert * NUM_OUT + columns)[None, :] * NUM_IN
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, NUM_IN, INPUTS):
@@ -119,6 +119,6 @@ def _grouped_linear(
         if HAS_BIAS:
             each = tl.load(bias + expert * NUM_OUT + columns, mask=is_column, other=0.0)
             sums += each.to(tl.float32)[None, :]
-        places = out + of_rows[:, None] * NUM_OUT + columns[None, :]
+        places = out + row_slots[:, None] * NUM_OUT + columns[None, :]
         is_in = is_row[:, None] & is_column[None, :]
         tl.store(places, sums.to(out.dtype.element_ty), mask=is_in)

@@ -1,8 +1,8 @@
-"""Rows of a quantized KV pool in kernels: the arithmetic of kv_int8.py and kv_fp8.py, to the bit.
+"""Quantizes and dequantizes KV rows in kernels, bit-identical to kv_int8.py and kv_fp8.py.
 
-A pool of int8 is read through a pointer to int8, one of e4m3 through a pointer to bytes (uint8):
-what Triton calls fp8 is not on every card. A token's scale of K lies in the float16 numbers after
-both runs of its part, that of V a block's tokens after it (`block_layout` in tandem.engine.cache).
+An int8 pool is read through an int8 pointer, an e4m3 pool through a uint8 pointer, because not all
+GPUs support Triton's fp8 types. The float16 scales of K follow the runs of K and V, and the scales
+of V follow those of K (`block_layout` in tandem.engine.cache).
 """
 
 import torch
@@ -15,13 +15,14 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 _INT8_LARGEST = tl.constexpr(127.0)
 _E4M3_LARGEST = tl.constexpr(448.0)
 _SCALE_MAX = tl.constexpr(65504.0)
-_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds
+_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _HALF_NAN = tl.constexpr(0x7E00)
 
 
 def check_scales(layer_kv: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Asserts that scales are where kernels look for them; their strides follow the numbers'."""
+    """Asserts that the scales have the layout that kernels expect: their strides are derived from
+    those of the numbers."""
     assert (scales is not None) == (layer_kv.dtype in (torch.int8, torch.uint8))
     if scales is not None:
         assert scales.dtype == torch.float16
@@ -31,34 +32,35 @@ def check_scales(layer_kv: torch.Tensor, scales: torch.Tensor | None) -> None:
 
 @triton.constexpr_function
 def has_scales(pointer_type):
-    """Returns whether the pool behind a pointer of this type is quantized."""
+    """Returns whether a pool with this pointer type is quantized."""
     return pointer_type.element_ty in (tl.int8, tl.uint8)
 
 
 @triton.jit
 def read(numbers, dtype: tl.constexpr):
-    """Returns numbers of a pool in another type; those of e4m3 `unit` times less."""
+    """Converts numbers of a pool to `dtype`. e4m3 numbers are divided by `unit`, which the caller
+    applies with the scales."""
     if numbers.dtype == tl.uint8:
         bits = numbers.to(tl.uint16)
         halves = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
         return halves.to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
-    if _INTERPRETED:  # it would take the bits of bfloat16 for an integer
+    if _INTERPRETED:  # The interpreter would treat bfloat16 bits as integers.
         return numbers.to(tl.float32).to(dtype)
     return numbers.to(dtype)
 
 
 @triton.constexpr_function
 def unit(pointer_type):
-    """Returns what `read` leaves to the scales."""
+    """Returns the factor by which `read` returns numbers too small: 256 for e4m3, else 1."""
     return 256.0 if pointer_type.element_ty == tl.uint8 else 1.0
 
 
 @triton.jit
 def scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED: tl.constexpr):
-    """Returns the float16 scales [ROWS, 1] of fp32 rows, and what to divide by: infinity where the
-    numbers are to be zeros. Halves of the rows are in two tensors [ROWS, PAIRS].
+    """Returns the float16 scales [ROWS, 1] of fp32 rows and the fp32 divisors, which are infinite
+    if all numbers of the row become 0. The halves of the rows are two tensors [ROWS, PAIRS].
 
-    HAS_FIXED: the scales are those of K and V in `fixed_scales`, not the rows' own.
+    HAS_FIXED: the static scales of K and V in `fixed_scales` replace the rows' own scales.
     """
     LARGEST: tl.constexpr = _E4M3_LARGEST if kv.dtype.element_ty == tl.uint8 else _INT8_LARGEST
     most = tl.max(tl.maximum(_size(first), _size(second)), 1)[:, None]
@@ -77,7 +79,7 @@ def scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED: tl.constexpr
 
 @triton.jit
 def numbers_of(x, divisors, kv):
-    """Returns rows as numbers of the pool."""
+    """Quantizes rows to the pool's number type."""
     is_zero = divisors == float("inf")
     quotients = tl.where(is_zero, 0.0, tl.div_rn(x, divisors))
     if kv.dtype.element_ty == tl.int8:
@@ -91,11 +93,11 @@ def numbers_of(x, divisors, kv):
 
 @triton.jit
 def _e4m3_of(x):
-    """Returns the nearest e4m3 of numbers within -448 to 448."""
+    """Rounds numbers within -448 to 448 to the nearest e4m3."""
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
-    rounded = size.to(tl.float32, bitcast=True) + 16384.0  # to steps of 2^-9
+    rounded = size.to(tl.float32, bitcast=True) + 16384.0  # rounds to multiples of 2^-9
     tiny = rounded.to(tl.uint32, bitcast=True) - (141 << 23)
     number = tl.where(size < (121 << 23), tiny, normal)
     return (number | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -103,5 +105,5 @@ def _e4m3_of(x):
 
 @triton.jit
 def _size(x):
-    """Returns the bits of |x|; as integers, those of NaN are larger than all others."""
+    """Returns the bits of |x| as int32. Their order is that of |x|, and NaN is largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -1,10 +1,10 @@
-"""Computes what lies between the products of latent attention and the attention, in one pass.
+"""Fuses the operations between the projections of latent attention and the attention itself.
 
-    a token's latent    normalized    -> the pool
-    its key             rotated       -> the pool, after the latent
-    heads' queries      the part that meets keys, rotated
+    latent of a token     normalized    -> pool
+    key of a token        rotated       -> pool, after the latent
+    queries of heads      the part for rotated keys is rotated and returned
 
-Rotary position embedding in the half-split form (arXiv:2104.09864), as rope.py.
+RoPE has the half-split layout (arXiv:2104.09864) of rope.py.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 from tandem_kernels.triton.rope_cache import Angles
 from tandem_kernels.triton.tuning import next_power_of_2
 
-_HEADS = 16  # a program's
+_HEADS = 16  # query heads per program
 
 
 def rotate_and_store_latents(
@@ -27,7 +27,8 @@ def rotate_and_store_latents(
     norm: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Rotated parts of queries [T, heads, rope], in their dtype; the tokens' KV goes into the pool.
+    """Stores the tokens' KV in the pool, and returns the rotated part of the queries, [T, heads,
+    rope], in the same dtype.
 
     queries   [T, heads, plain + rope]; tokens may be strided
     kv        [T, rank + rope]: latents and keys; tokens may be strided
@@ -108,7 +109,7 @@ def _rotate_and_store_latents(
         latent = tl.load(kv + token * stride_kv + ranks, mask=is_rank, other=0.0).to(tl.float32)
         latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
         weights = tl.load(norm + ranks, mask=is_rank, other=0.0).to(tl.float32)
-        if norm.dtype.element_ty == dtype:  # rounded where the reference rounds
+        if norm.dtype.element_ty == dtype:  # rounded as in the torch reference
             latent = latent.to(dtype).to(tl.float32)
         latent = (latent * weights).to(dtype)
         tl.store(
@@ -132,7 +133,7 @@ def _rotate_and_store_latents(
 
 @triton.jit
 def _rotated(at, cos, sin, is_element, HALF: tl.constexpr):
-    """Returns the halves of rotated rows in fp32."""
+    """Loads rows and returns the two rotated halves in fp32."""
     first = tl.load(at, mask=is_element, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=is_element, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin

@@ -1,9 +1,10 @@
-"""Latent attention of one query a sequence over paged KV, each context cut into ranges.
+"""Latent decode attention: one query per sequence over paged KV, with each context split into
+ranges.
 
-The second kernel of decode_attention.py weighs the ranges together. Heads share a token's row,
-so a program takes a tile of them: as many as their accumulators leave registers for.
+The second kernel of decode_attention.py combines the ranges. Heads share a token's row, so a
+program computes a tile of heads, as many as its registers have accumulators for.
 
-    program (sequence, tile of heads, range): their queries over that range of latents
+    program (sequence, tile of heads, split): attention of these queries to that range of latents
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from tandem_kernels.triton.latent_loop import (
 )
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
-_HEADS_MAX = 64  # of a tile
+_HEADS_MAX = 64  # heads in a tile
 
 
 def latent_decode_attention(
@@ -34,13 +35,13 @@ def latent_decode_attention(
     num_splits: int,
     scale: float,
 ) -> torch.Tensor:
-    """Returns what heads attended, [B, heads, rank], in the queries' dtype.
+    """Returns the attended latents [B, heads, rank], in the queries' dtype.
 
-    queries       of one token a sequence
+    queries       one token per sequence
     layer_kv      [num_blocks, 1, 1, block size, rank + rope]: KvPool.layer's numbers
     block_tables  [B, M] int32
-    context_lens  [B] int32, the query's own token counted in; 0 gives zeros
-    scale         of scores
+    context_lens  [B] int32, including the query's own token; 0 gives zeros
+    scale         factor on scores
     """
     absorbed, rotated = queries
     num_seqs, num_heads, rank = absorbed.shape
@@ -48,7 +49,7 @@ def latent_decode_attention(
     check_latents(queries, layer_kv)
     out = absorbed.new_empty(num_seqs, num_heads, rank)
     if num_splits == 1:
-        partials, log_sums = out.unsqueeze(2), out  # log_sums: not written
+        partials, log_sums = out.unsqueeze(2), out  # The kernel does not write log_sums.
     else:
         shape = (num_seqs, num_heads, num_splits)
         partials = absorbed.new_empty((*shape, rank), dtype=torch.float32)
@@ -87,7 +88,8 @@ def latent_decode_attention(
 def choose_latent_splits(
     num_seqs: int, num_heads: int, context_len_max: int, device: torch.device
 ) -> int:
-    """Chooses as choose_num_splits does. One program fills a multiprocessor's shared memory."""
+    """Returns the number of splits, as choose_num_splits does, for one program per multiprocessor:
+    a program uses all of its shared memory."""
     num_tiles = triton.cdiv(num_heads, _HEADS_MAX)
     return choose_num_splits(num_seqs, num_tiles, context_len_max, device, programs=1)
 
@@ -174,7 +176,7 @@ def _attend_latent_split(
         KEYS,
         True,
     )
-    is_empty = sums == 0.0  # nothing is in this range
+    is_empty = sums == 0.0  # true if the range has no keys
     sums = tl.where(is_empty, 1.0, sums)
     result = accumulator / sums[:, None]
     ranks = tl.arange(0, BLOCK_RANK)

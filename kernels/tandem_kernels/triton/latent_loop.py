@@ -1,8 +1,8 @@
 """The inner loop of latent attention: a tile of query rows over a range of a sequence's latents.
 
-A token has one row in the pool, its latent and one rotated key, for all heads; its value is the
-latent (arXiv:2405.04434). A turn reads the rows of KEYS tokens once: latents are multiplied with
-the queries for scores, and with the weights for what is attended.
+A token has one row in the pool for all heads: its latent and one rotated key. Its value is the
+latent (arXiv:2405.04434). An iteration reads the rows of KEYS tokens once and uses the latents
+twice: with the queries for scores, and with the softmax weights for the output.
 
     absorbed  [ROWS, BLOCK_RANK]    W_k^T q of (query, head) pairs; BLOCK_RANK: RANK, padded
     rotated   [ROWS, BLOCK_ROPE]    the rotated parts of their queries
@@ -21,18 +21,18 @@ from tandem_kernels.triton.kv_rows import read
 
 
 class LatentQueries(NamedTuple):
-    """Queries as latents and rotated keys meet them, in one dtype."""
+    """Queries in the two parts that are multiplied with latents and with rotated keys."""
 
     absorbed: torch.Tensor  # [T, heads, rank]; tokens and heads may be strided
     rotated: torch.Tensor  # [T, heads, rope], contiguous
 
     def rows(self, first: int, end: int) -> Self:
-        """Returns those of some tokens."""
+        """Returns the queries of the tokens from `first` to before `end`."""
         return self._replace(absorbed=self.absorbed[first:end], rotated=self.rotated[first:end])
 
 
 def check_latents(queries: LatentQueries, layer_kv: torch.Tensor) -> None:
-    """Asserts that rows lie as the kernels read them."""
+    """Asserts that queries and KV have the layout that the kernels expect."""
     absorbed, rotated = queries
     assert absorbed.shape[:2] == rotated.shape[:2]
     assert absorbed.stride(2) == 1
@@ -57,7 +57,7 @@ def load_queries(
     ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """Returns both parts of the queries of (token, head) rows."""
+    """Loads both parts of the queries of (token, head) rows."""
     ranks = tl.arange(0, BLOCK_RANK)
     turns = tl.arange(0, BLOCK_ROPE)
     at = tokens * stride_token + heads.to(tl.int64) * stride_head
@@ -89,14 +89,15 @@ def attend_latents(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Returns (accumulator, sums, maxima) after the tokens `first` to `end` of a sequence.
+    """Attends to the tokens `first` to `end` of a sequence; returns the new (accumulator, sums,
+    maxima).
 
-    `tile` is (absorbed, rotated, last_keys); a row sees the tokens up to its last key. Not MASKED:
-    every row sees all of them, and they are whole turns. The first turn of all has to hold a token
-    that each row sees.
+    `tile` is (absorbed, rotated, last_keys); a row attends to the tokens up to its last key. If
+    MASKED is false, every row attends to all tokens, and their number is a multiple of KEYS. Each
+    row must attend to a token in its first iteration.
 
-    `paged` is (the layer in block 0, the sequence's block table, the stride of a block, the scale
-    in base 2).
+    `paged` is (address of the layer in block 0, block table of the sequence, stride of a block,
+    scale of scores in base 2).
     """
     accumulator, sums, maxima = state
     absorbed, rotated, last_keys = tile

@@ -1,7 +1,7 @@
-"""Causal latent attention of chunks of several sequences over paged KV, in one launch.
+"""Latent prefill attention: causal attention for chunks of several sequences, in one launch.
 
-Tiles are those of prefill_attention.py with one KV head that all heads share: their rows are
-(query, head) pairs, and a turn's latents are read once for all of them.
+The tiles are those of prefill_attention.py with a single KV head. Rows are (query, head) pairs, and
+each latent is read once for all rows of a tile.
 """
 
 from typing import Any
@@ -30,12 +30,12 @@ def latent_prefill_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Returns what heads attended, [T, heads, rank], in the queries' dtype. The chunks' own KV is
-    in the pool.
+    """Returns the attended latents [T, heads, rank], in the queries' dtype. The chunks' own KV must
+    be in the pool.
 
     layer_kv      [num_blocks, 1, 1, block size, rank + rope]: KvPool.layer's numbers
-    block_tables, context_lens, query_starts    as prefill_attention's
-    scale         of scores
+    block_tables, context_lens, query_starts    as for prefill_attention
+    scale         factor on scores
     """
     absorbed, rotated = queries
     num_tokens, num_heads, rank = absorbed.shape

@@ -1,8 +1,8 @@
-"""Log probabilities as tandem_kernels/logprobs.py defines them, on the device.
+"""Computes the log probabilities of tandem_kernels/logprobs.py on the device.
 
-A program reads one tile of a row once and writes four things: the largest logit, the sum of
-exponentials relative to it, how many logits are above the chosen token's, and the tile's most
-likely tokens. What is left is small, and torch puts it together.
+A program reads one tile of a row once and writes four results: the largest logit, the sum of
+exponentials relative to it, the number of logits above the chosen token's, and the tile's most
+likely tokens. These are small, and torch combines them.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ _TILE = 4096
 def logprobs(
     logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
 ) -> Logprobs:
-    """Measures as the reference does, from logits whose rows may be strided."""
+    """Computes the same as `tandem_kernels.logprobs.logprobs`. Rows of the logits may be
+    strided."""
     vocab = logits.shape[1]
     num_rows, num_top = len(rows), min(num_top, vocab)
     tile = min(_TILE, max(16, next_power_of_2(vocab)))
@@ -86,7 +87,7 @@ def _measure(
     most = tl.max(values, 0)
     place = index * num_tiles + tile
     tl.store(largest + place, most)
-    # Of a tile that is hidden whole nothing may become NaN.
+    # If all logits of a tile are -inf, subtracting 0 avoids NaN.
     exponentials = tl.exp(values - tl.where(most == float("-inf"), 0.0, most))
     tl.store(sums + place, tl.sum(exponentials, 0))
     tl.store(above + place, tl.sum((values > own).to(tl.int32), 0))
@@ -94,7 +95,7 @@ def _measure(
         tl.store(chosen + index, own)
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    ranked = (keys << 32) + (0xFFFFFFFF - ids.to(tl.int64))  # as logprobs.pack ranks them
+    ranked = (keys << 32) + (0xFFFFFFFF - ids.to(tl.int64))  # the keys of logprobs.pack
     none = tl.full((TILE,), -(1 << 63), tl.int64)
     ranked = tl.where(is_token, ranked, none)
     for nth in range(num_top):

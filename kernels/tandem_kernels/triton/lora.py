@@ -1,10 +1,11 @@
-"""Adds to a product what LoRA adapters give it, for all adapters of a step in two launches.
+"""Adds LoRA deltas to the output of a linear layer, for all adapters of a step in two launches.
 
-    shrink    middle[row, part] = x[row] A^T          A [rank, in] of the row's adapter
-    expand    out[row, columns of part] += middle B^T    B [columns, rank], the scale multiplied in
+    shrink    middle[row, part] = x[row] A^T             A [rank, in] of the row's adapter
+    expand    out[row, columns of part] += middle B^T    B [columns, rank], multiplied by the scale
 
-Rows lie in tiles of one adapter each (arXiv:2310.18547); rows of the base model are in none and are
-not touched. Matrices are found by their addresses, so adapters of any ranks lie where they are.
+Rows are grouped into tiles of one adapter each (arXiv:2310.18547). Rows without an adapter are in
+no tile and do not change. Kernels find matrices by address, so adapters may have different ranks
+and need not be copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,21 +19,22 @@ from tandem_kernels.lora import LoraPart
 from tandem_kernels.triton.attention_loop import product
 from tandem_kernels.triton.tuning import next_power_of_2
 
-_ROWS = 16  # of a tile: what tensor cores take
+_ROWS = 16  # rows of a tile, required by tensor cores
 _INPUTS, _COLUMNS = 128, 64
-_RANKS_MAX = 64  # of a turn
-_FIELDS = tl.constexpr(5)  # of a part: addresses of A and B, rank, first column, columns
+_RANKS_MAX = 64  # ranks per iteration
+# fields of a part: address of A, address of B, rank, first column, columns
+_FIELDS = tl.constexpr(5)
 
 
 class LoraTiles(NamedTuple):
-    """Rows of a step by their adapter."""
+    """The rows of a step, grouped by adapter."""
 
-    rows: torch.Tensor  # [tiles * _ROWS] int32; -1: no row
-    adapters: torch.Tensor  # [tiles] int32
+    rows: torch.Tensor  # [tiles * _ROWS] int32; -1: padding
+    adapters: torch.Tensor  # [tiles] int32: adapter number
 
     @classmethod
     def of(cls, rows: Mapping[int, Sequence[int]], device: torch.device) -> Self:
-        """Returns tiles of the rows of each adapter, by its number."""
+        """Makes the tiles from a mapping of adapter number to rows."""
         padded: list[int] = []
         adapters: list[int] = []
         for adapter, of_one in rows.items():
@@ -43,14 +45,15 @@ class LoraTiles(NamedTuple):
 
 
 def part_fields(part: LoraPart) -> list[int]:
-    """Returns how kernels find a part, whose matrices must stay where they are."""
+    """Returns the fields that describe a part to the kernels. The part's matrices must not be moved
+    or freed."""
     assert part.a.is_contiguous()
     assert part.b.is_contiguous()
     num_columns, rank = part.b.shape
     return [part.a.data_ptr(), part.b.data_ptr(), rank, part.first, num_columns]
 
 
-NO_PART = [0] * _FIELDS.value  # of rank 0
+NO_PART = [0] * _FIELDS.value  # fields of a part with rank 0
 
 
 def add_lora(
@@ -62,11 +65,12 @@ def add_lora(
     rank_max: int,
     columns_max: int,
 ) -> None:
-    """Adds to rows of `out` [T, columns], the product of `x` [T, in]; all matrices have x's dtype.
+    """Adds the deltas to `out` [T, columns], the output of the layer for `x` [T, in]. All matrices
+    have x's dtype.
 
     parts        [adapters, parts, 5] int64: part_fields or NO_PART; adapters may be strided
-    rank_max     the highest rank of any part
-    columns_max  the most columns of any part
+    rank_max     largest rank of a part
+    columns_max  largest number of columns of a part
     """
     assert out.dtype == x.dtype
     assert x.stride(1) == out.stride(1) == parts.stride(2) == 1
@@ -126,11 +130,11 @@ def _shrink(
     rank = tl.load(fields + 2)
     if tl.program_id(2) * RANKS < rank:
         places = tile * ROWS + tl.arange(0, ROWS)
-        of_rows = tl.load(rows + places).to(tl.int64)
-        is_row = of_rows >= 0
+        row_ids = tl.load(rows + places).to(tl.int64)
+        is_row = row_ids >= 0
         is_rank = ranks < rank
         inputs = tl.arange(0, INPUTS)
-        row_at = x + of_rows[:, None] * stride_row
+        row_at = x + row_ids[:, None] * stride_row
         a_at = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty)) + ranks[None, :] * num_in
         sums = tl.zeros((ROWS, RANKS), tl.float32)
         for first in range(0, num_in, INPUTS):
@@ -168,7 +172,7 @@ def _expand(
     num_columns = tl.load(fields + 4)
     if (rank > 0) & (tl.program_id(2) * COLUMNS < num_columns):
         places = tile * ROWS + tl.arange(0, ROWS)
-        of_rows = tl.load(rows + places).to(tl.int64)
+        row_ids = tl.load(rows + places).to(tl.int64)
         is_column = columns < num_columns
         middle_at = middle + ((places * tl.num_programs(1) + part) * rank_max)[:, None]
         b_at = tl.load(fields + 1).to(tl.pointer_type(dtype)) + columns[None, :] * rank
@@ -181,7 +185,7 @@ def _expand(
                 b_at + ranks[:, None], mask=is_rank[:, None] & is_column[None, :], other=0.0
             )
             sums += product(inner.to(dtype), b)
-        out_at = out + of_rows[:, None] * stride_row + tl.load(fields + 3) + columns[None, :]
-        is_element = (of_rows >= 0)[:, None] & is_column[None, :]
+        out_at = out + row_ids[:, None] * stride_row + tl.load(fields + 3) + columns[None, :]
+        is_element = (row_ids >= 0)[:, None] & is_column[None, :]
         total = tl.load(out_at, mask=is_element, other=0.0).to(tl.float32) + sums
         tl.store(out_at, total.to(dtype), mask=is_element)

@@ -1,6 +1,7 @@
-"""Products with integers in groups of inputs:  y = x W^T + b,  w = (number - zero) * scale + min.
+"""Linear layers with group-quantized integer weights: y = x W^T + b, w = (number - zero) * scale +
+min.
 
-Numbers become weights of x's type in registers, a tile at a time. Sums are fp32.
+Weights are dequantized to x's dtype in registers, one tile at a time. Sums are fp32.
 """
 
 import torch
@@ -9,13 +10,13 @@ import triton.language as tl
 
 from tandem_kernels.triton.attention_loop import product
 
-_ROWS = 16  # of a tile, at least: what tensor cores take
+_ROWS = 16  # minimum rows of a tile, required by tensor cores
 _MANY_ROWS = 64
-_INPUTS_MIN, _INPUTS_MAX = 32, 64  # of a tile, which has one scale for each column
+_INPUTS_MIN, _INPUTS_MAX = 32, 64  # inputs of a tile, in which each column has one scale
 
 
 def can_multiply(num_in: int, num_groups: int) -> bool:
-    """Returns whether the kernel takes groups of this size."""
+    """Returns whether the kernel supports this group size."""
     size = num_in // num_groups
     return num_groups == 1 or size % _INPUTS_MAX == 0 or size == _INPUTS_MIN
 
@@ -28,10 +29,11 @@ def packed_linear(
     mins: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns [rows, out] of x [rows, in].
+    """Returns x W^T + b, [rows, out], for x [rows, in].
 
-    numbers               int8 [out, in], or uint8 [out, in / 2] with input 2 i in a lower half
-    scales, zeros, mins   [out, groups]; zeros and mins may lack
+    numbers               int8 [out, in], or uint8 [out, in / 2] with input 2 i in the low
+                          nibble
+    scales, zeros, mins   [out, groups]; zeros and mins are optional
     """
     num_rows, num_in = x.shape
     num_out, num_groups = scales.shape

@@ -1,15 +1,15 @@
-"""Causal attention of chunks of several sequences over paged KV: prefix and chunk, in one launch.
+"""Prefill attention: causal attention for chunks of several sequences over paged KV, in one launch.
 
-Chunks of any lengths lie one after another. A program takes ROWS rows of one sequence and one KV
-head; rows are (query, head of the group) pairs, so that a short chunk fills a tile, too:
+Chunks of any length are concatenated. A program computes ROWS rows of one sequence and one KV head.
+Rows are (query, head of the group) pairs, so a short chunk can fill a tile:
 
     row r of a sequence    query r // group size, head r % group size of the KV head
-    keys                   [ seen by all rows of the tile, no mask | up to the last row, masked ]
-    with a window          [ masked, from the first row's first | seen by all rows | masked ]
+    keys                   [ visible to all rows, no mask | up to the last row's, masked ]
+    keys with a window     [ from the first row's window, masked | visible to all rows | masked ]
 
-FlashAttention-2 (arXiv:2307.08691). Which sequence a program has is found by bisection: sequence s
-gets the tiles from (first row of s) // ROWS + s on, which always are enough, and at most one too
-many; that one ends at once.
+The algorithm is FlashAttention-2 (arXiv:2307.08691). A program finds its sequence by bisection:
+sequence s has the tiles from (first row of s) // ROWS + s on. This is always enough, and at
+most one too many; the program of an extra tile returns immediately.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
 from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
-SMALL_TOKENS = 256  # fewer are tuned apart
-_TILES_PER_WARP_MAX = 5120  # numbers of sums and scores; with a fifth more registers spill
+SMALL_TOKENS = 256  # Steps with at most this many tokens are tuned separately.
+_TILES_PER_WARP_MAX = 5120  # elements of accumulators and scores; with 20% more, registers spill
 
 
 def prefill_attention(
@@ -39,19 +39,20 @@ def prefill_attention(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns [T, heads, D], in the queries' dtype. The chunks' own K and V are in the pool.
+    """Returns the attention output [T, heads, D], in the queries' dtype. The chunks' own K and V
+    must be in the pool.
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: it has none
+    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
     block_tables  [S, M] int32
-    context_lens  [S] int32: prefix and chunk
+    context_lens  [S] int32: tokens of prefix and chunk
     query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
-                  the last tokens of its context; none is allowed; all together have T
-    window        keys that a query sees, its own the last of them; None: all before it
-    scale         of q . k; None: 1 / sqrt(D)
-    cap           scores become cap * tanh(score / cap); None: they do not
-    sinks         [heads]: scores of the softmax that no keys have; None: there are none
+                  which are the last tokens of its context; it may have no rows; the total is T
+    window        number of keys that a query attends to, including its own; None: all before it
+    scale         factor on q . k; None: 1 / sqrt(D)
+    cap           scores become cap * tanh(score / cap); None: no cap
+    sinks         [heads]: attention sinks; None: no sinks
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -69,7 +70,7 @@ def prefill_attention(
     _attend_chunks[grid](
         queries,
         layer_kv,
-        layer_kv if scales is None else scales,  # a pointer in any case
+        layer_kv if scales is None else scales,  # The kernel needs a pointer; it is not read.
         block_tables,
         context_lens,
         query_starts,
@@ -96,7 +97,7 @@ def prefill_attention(
 
 
 def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether registers hold the sums of a tile of rows, and its scores."""
+    """Returns whether the accumulators and scores of a tile fit into registers."""
     rows, keys = config.kwargs["ROWS"], config.kwargs["KEYS"]
     tiles = rows * (arguments["BLOCK_D"] + keys)
     return bool(tiles <= _TILES_PER_WARP_MAX * config.num_warps)
@@ -218,19 +219,20 @@ def _attend_chunks(
 def tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
     """Returns (sequence, its first query, its number of queries, the tile's first row).
 
-    A negative row says that the program has no tile.
+    A negative row means that the program has no tile.
     """
     seq = _sequence_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
     start = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - start
     num_tiles = tl.cdiv(num_queries * GROUP_SIZE, ROWS)
     tile = program - (start * GROUP_SIZE // ROWS + seq)
-    return seq, start, num_queries, (num_tiles - 1 - tile) * ROWS  # the longest contexts first
+    # Tiles with the longest contexts run first.
+    return seq, start, num_queries, (num_tiles - 1 - tile) * ROWS
 
 
 @triton.jit
 def _sequence_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """The last sequence whose first tile is not after `program`."""
+    """Returns the last sequence whose first tile is not after `program`."""
     low = 0
     high = num_seqs - 1
     while low < high:

@@ -1,10 +1,10 @@
-"""Computes what lies between the joint product and attention, in one pass over q, k and v.
+"""Fuses the operations between the QKV projection and attention, in one pass over q, k and v.
 
-    q  normalized per head (Qwen 3, Gemma 3), rotated    -> queries
-    k  normalized per head (Qwen 3, Gemma 3), rotated    -> the pool
-    v                                                    -> the pool
+    q  normalized per head (Qwen 3, Gemma 3), rotated    -> returned
+    k  normalized per head (Qwen 3, Gemma 3), rotated    -> pool
+    v                                                    -> pool
 
-Rotary position embedding in the half-split form (arXiv:2104.09864), as rope.py.
+RoPE has the half-split layout (arXiv:2104.09864) of rope.py.
 """
 
 import torch
@@ -16,7 +16,7 @@ from tandem_kernels.triton.tuning import next_power_of_2
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
-_HEADS = 8  # a program's
+_HEADS = 8  # heads per program
 
 
 def rotate_and_store(
@@ -32,14 +32,15 @@ def rotate_and_store(
     scales: torch.Tensor | None = None,
     fixed_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotated queries [T, heads, D], in the dtype of `qkv`; K and V go into the pool.
+    """Stores K and V in the pool, and returns the rotated queries [T, heads, D] in the dtype of
+    `qkv`.
 
     qkv       [T, (heads + 2 KV heads) * D]: q, k, v side by side
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
     layer_kv  [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales    [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: it has none
-    fixed_scales    [2] float16: those of all K and of all V; None: each row has its own
+    scales    [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
+    fixed_scales    [2] float16: static scales of K and V; None: each row has its own
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
     num_kv_heads, _, block_size, head_dim = layer_kv.shape[1:]
@@ -121,8 +122,10 @@ def _rotate_and_store(
     if HAS_NORM:
         squares = tl.sum(first * first + second * second, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = _weighed(first * factor, q_norm, k_norm, queries, is_query, pairs, is_pair)
-        second = _weighed(
+        first = _apply_norm_weights(
+            first * factor, q_norm, k_norm, queries, is_query, pairs, is_pair
+        )
+        second = _apply_norm_weights(
             second * factor, q_norm + HALF, k_norm + HALF, queries, is_query, pairs, is_pair
         )
     cos = tl.load(cosines + token * HALF + pairs, mask=is_pair, other=0.0)
@@ -143,7 +146,7 @@ def _rotate_and_store(
     kv_at = kv + span + is_value * stride_kv + (slot % BLOCK_SIZE) * HEAD_DIM + pairs
     if has_scales(kv.dtype):
         dtype: tl.constexpr = queries.dtype.element_ty
-        first = out_first.to(dtype).to(tl.float32)  # as the reference rounds
+        first = out_first.to(dtype).to(tl.float32)  # rounded as in the torch reference
         second = out_second.to(dtype).to(tl.float32)
         scales, divisors = scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED)
         scales_at = kv_scales + span // 2 + is_value * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -156,8 +159,9 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _weighed(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
-    """Times the weights of its kind; rounded where the reference rounds, before and after."""
+def _apply_norm_weights(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
+    """Multiplies with the norm weights of queries or keys. It rounds before and after, as the torch
+    reference does."""
     dtype: tl.constexpr = queries.dtype.element_ty
     query_weights = tl.load(q_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)
     key_weights = tl.load(k_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)

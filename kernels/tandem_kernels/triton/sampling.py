@@ -1,19 +1,20 @@
-"""The draw that tandem_kernels/sampling.py defines, on the device, without sorting the
+"""Samples tokens as tandem_kernels/sampling.py does, on the device and without sorting the
 vocabulary.
 
-A token is where a uniform number, of philox.uniform's stream, falls in the cumulative mass of the
-tokens in the order of their logits, once min_p, top_k and top_p have cut that order off. Each cut
-and the draw itself ask the same question: what is the largest logit such that the tokens from it up
-count, or weigh, more than a target? A program answers it for one row:
+A uniform number of philox.uniform selects a token in the cumulative probability of the tokens,
+ordered by logit and truncated by min_p, top_k and top_p. Top_k, top_p and the selection itself each
+need one threshold: the largest logit for which the tokens from it up have a count (top_k) or a
+total weight (top_p, selection) above a target. A program computes them for one row:
 
-    1  a pass for the largest logit; a greedy row is done
-    2  a pass that counts and weighs the tokens above each of 8 levels
-    3  for each question, a pass that lists the tokens between the two levels that bracket the
-       answer, few as a rule; then a search over the bits of the logit, among those on the list
+    1  One pass finds the largest logit. Greedy rows end here.
+    2  One pass computes count and weight of the tokens above each of 8 levels.
+    3  For each threshold, one pass lists the tokens between the two adjacent levels, which are
+       usually few; a search over the bits of the logit follows among the listed tokens.
 
-Weights are summed as integers, in units of 2^-40 of the most likely token's: sums are exact, so no
-order of additions, tile size or batch changes a token. It differs from the host's only where the
-uniform number falls within rounding (some 1e-7) of the border between two tokens.
+Weights are summed as integers in units of 2^-40 of the most likely token's weight. Sums are exact,
+so the order of additions, the tile size and the batch do not change a token. The result differs
+from the host's only if the uniform number is within rounding (about 1e-7) of the boundary between
+two tokens.
 """
 
 from collections.abc import Sequence
@@ -29,19 +30,19 @@ from tandem_kernels.triton.tuning import next_power_of_2
 
 _UNIT = tl.constexpr(float(1 << 40))
 _LEVELS = tl.constexpr(8)
-_DEEPEST = tl.constexpr(28.0)  # -log of a weight that rounds to nothing
+_DEEPEST = tl.constexpr(28.0)  # -log of a weight that rounds to 0
 _TILE = 4096
-_LEVELS_TILE = 1024  # each token is compared with each level
+_LEVELS_TILE = 1024  # smaller, because each token is compared with each level
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Token ids [n], int64, on the host, from fp32 logits [n, vocab] on the device; rows may be
-    strided. This is the step's one synchronization."""
+    """Samples token ids [n] int64, on the host, from fp32 logits [n, vocab] on the device. Rows may
+    be strided. This is the only device synchronization of a step."""
     return launch(logits, draws).cpu()
 
 
 def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Draws as `sample` does, but waits for nothing: the ids are on the device."""
+    """Samples as `sample` does without synchronization; the ids stay on the device."""
     num_rows, vocab = logits.shape
     assert num_rows == len(draws)
     assert logits.dtype == torch.float32
@@ -71,7 +72,8 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _packed(draws: Sequence[Draw]) -> torch.Tensor:
-    """Packs [6, n] int64: fp64 bits of temperature, top_p and min_p; top_k, seed, position."""
+    """Packs the parameters as int64 [6, n]: fp64 bits of temperature, top_p and min_p; then top_k,
+    seed and position."""
     floats = np.array([(d.temperature, d.top_p, d.min_p) for d in draws], np.float64)
     words = [(d.top_k, _signed(d.seed), _signed(d.position)) for d in draws]
     integers = np.array(words, np.int64)
@@ -79,7 +81,7 @@ def _packed(draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The low 64 bits as int64 has them."""
+    """Returns the low 64 bits as a signed integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -137,7 +139,7 @@ def _sample(
 
 @triton.jit
 def _uniform(seed, position):
-    """Computes philox.uniform."""
+    """Computes the same as philox.uniform."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     word, next_word, _c, _d = tl.philox(seed, low, high, low * 0, low * 0)
@@ -147,14 +149,14 @@ def _uniform(seed, position):
 
 @triton.jit
 def _key(logits):
-    """Returns int32 keys in the order of the logits; both zeros are one."""
+    """Returns int32 keys that have the order of the logits; -0.0 and 0.0 have the same key."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _weight(logits, largest, temperature):
-    """Returns weights of tokens, in units of 2^-40; the most likely one has 2^40."""
+    """Returns the weights of tokens as integers; the most likely token has 2^40."""
     return (tl.exp(tl.div_rn(logits - largest, temperature)) * _UNIT).to(tl.int64)
 
 
@@ -166,7 +168,7 @@ def _weight_of_key(key, largest, temperature):
 
 @triton.jit
 def _largest(logits, vocab, TILE: tl.constexpr):
-    """The largest logit and the first token that has it."""
+    """Returns the largest logit and the first token that has it."""
     largest = float("-inf")
     token = 0
     for start in range(0, vocab, TILE):
@@ -183,7 +185,8 @@ def _largest(logits, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _level_keys(largest, temperature):
-    """Keys of 8 logits, falling, closer at the top; the last is under all."""
+    """Returns the keys of 8 levels in descending order, denser at the top. The last is below all
+    logits."""
     levels = tl.arange(0, _LEVELS)
     depth = (levels + 1).to(tl.float32) / _LEVELS
     keys = _key(largest - temperature * _DEEPEST * depth * depth)
@@ -192,7 +195,8 @@ def _level_keys(largest, temperature):
 
 @triton.jit
 def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl.constexpr):
-    """Counts and weighs the tokens from each level up, and likewise those that min_p leaves."""
+    """Returns the counts and total weights of the tokens from each level up, and the count and
+    total weight of the tokens that min_p keeps."""
     counts = tl.zeros((_LEVELS,), tl.int64)
     masses = tl.zeros((_LEVELS,), tl.int64)
     num_left = tl.zeros((), tl.int64)
@@ -212,10 +216,11 @@ def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl
 
 @triton.jit
 def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """The largest key from which up tokens count, or weigh, more than `target`.
+    """Finds the largest key for which the tokens from it up have a count (BY_COUNT) or a total
+    weight above `target`. The target must be below that of all tokens.
 
-    With it, how many tokens lie above it, what they weigh, and how many are on the list, on which
-    all that have the key are. The target is below the count or the mass of all.
+    Also returns the count and total weight of the tokens above the key, and the length of the list,
+    which contains all tokens with the key.
     """
     _logits, _listed_ids, listed_keys, _vocab, largest, temperature = row_of
     measures = counts if BY_COUNT else masses
@@ -229,7 +234,8 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
 
     num_listed = _list_keys(row_of, low, high, TILE)
 
-    # Two bits a turn, from the top: of four keys the largest that still has enough above it.
+    # Finds two bits per iteration, from the top: of four candidate keys it takes the largest with
+    # enough tokens from it up.
     found = tl.zeros((), tl.int64)  # the key + 2^31
     for turn in range(16):
         step = tl.full((), 1, tl.int64) << (30 - 2 * turn)
@@ -266,10 +272,11 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
 
 @triton.jit
 def _list_keys(row_of, low, high, TILE: tl.constexpr):
-    """Lists the tokens with keys from `low` to before `high`, and returns how many there are."""
+    """Writes the tokens with keys from `low` to before `high` to the list, and returns their
+    number."""
     logits, listed_ids, listed_keys, vocab, _largest, _temperature = row_of
     num_listed = 0
-    tl.debug_barrier()  # nobody reads the list before any more
+    tl.debug_barrier()  # waits until all threads have read the previous list
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         keys = _key(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
@@ -278,7 +285,7 @@ def _list_keys(row_of, low, high, TILE: tl.constexpr):
         tl.store(listed_ids + places, ids, mask=is_listed)
         tl.store(listed_keys + places, keys, mask=is_listed)
         num_listed += tl.sum(is_listed.to(tl.int32), 0)
-    tl.debug_barrier()  # all of it is there to read
+    tl.debug_barrier()  # makes the list visible to all threads
     return num_listed
 
 
@@ -290,7 +297,8 @@ def _weight_of_listed(keys, largest, temperature):
 
 @triton.jit
 def _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE: tl.constexpr):
-    """The id of the nth token, from 0, on the list that has this key; or of the last."""
+    """Returns the id of the nth listed token with this key, counted from 0; the last one if there
+    are fewer."""
     token = 0
     seen = tl.zeros((), tl.int64)
     for start in range(0, num_listed, TILE):

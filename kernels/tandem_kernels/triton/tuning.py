@@ -1,11 +1,12 @@
-"""Finds a kernel's tile sizes: tried once for each device and class of shapes, then kept.
+"""Tunes kernels' tile sizes, once for each device and class of shapes.
 
-Triton's own autotuner does both; results lie in its cache folder (TRITON_CACHE_DIR). It knows an
-architecture, not a card: so the card's name is an argument of each tuned kernel, DEVICE, and part
-of its key. The interpreter measures nothing and takes the first config.
+Triton's autotuner measures the configs and stores results in its cache folder (TRITON_CACHE_DIR).
+Its cache key has the GPU architecture but not the model, so each tuned kernel has the argument
+DEVICE with the model's name. The interpreter measures nothing and uses the first config.
 
-Triton also compiles a kernel anew when an integer becomes 1 or a multiple of 16, or an address one:
-a step would wait seconds for that. So what changes from step to step is marked do_not_specialize.
+Triton also recompiles a kernel if an integer argument becomes 1 or a multiple of 16, or if the
+alignment of an address changes, which would delay a step by seconds. Arguments that change from
+step to step are therefore marked do_not_specialize.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,11 @@ def tuned(
     key: Sequence[str],
     fits: Callable[[triton.Config, Mapping[str, Any]], bool] = lambda config, arguments: True,
 ) -> Callable[[Any], Any]:
-    """Decorates a jitted kernel. `key`: names of the arguments that make a class of shapes.
+    """Returns a decorator that tunes a jitted kernel. `key` has the names of the arguments that
+    define a class of shapes.
 
-    `fits` says whether a config is tried for such arguments. If none is, the first one is taken. A
-    kernel is run many times while it is tuned: it must not read what it writes.
+    `fits` selects the configs that are tried for given arguments; if it selects none, the first
+    config is used. Tuning runs a kernel many times, so the kernel must not read its own output.
     """
 
     def fitting(
@@ -50,13 +52,13 @@ def is_interpreted() -> bool:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """The card's, as in "NVIDIA H100 80GB HBM3"; "cpu" in the interpreter."""
+    """Returns the GPU's name, such as "NVIDIA H100 80GB HBM3"; "cpu" in the interpreter."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Returns the card's number of multiprocessors; 1 in the interpreter."""
+    """Returns the number of multiprocessors of the GPU; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,17 +1,18 @@
-"""A model's chat template: messages in, prompt text out, as transformers renders it.
+"""Renders a model's chat template: it turns messages into the prompt text, as transformers does.
 
-Templates are code that came with a model, so they run in jinja2's immutable sandbox. What
-transformers gives them stands here too: `raise_exception`, `strftime_now`, a `tojson` that leaves
-HTML characters alone, loop controls and `{% generation %}` blocks.
+A template is code that comes with a model, so it runs in jinja2's immutable sandbox. This module
+defines what transformers offers to templates: `raise_exception`, `strftime_now`, a `tojson` that
+does not escape HTML characters, loop controls and `{% generation %}` blocks.
 
-The sandbox bounds what a template reaches and not how long it works. Each turn of a loop, each call
-and each product looks at the clock, and products and powers have a largest size. What a template
-can still do is to fill the memory: its process or pod has to bound that.
+The sandbox limits what a template can access, but not its running time. Each loop iteration, each
+call and each product therefore checks a deadline, and the results of products and powers have a
+maximum size. Memory is not limited: the process or pod must limit it.
 
-Templates differ in what they expect of a message: whether a missing content is absent, null or
-empty, the name of the reasoning, arguments of calls as objects or as text, content as a text or as
-a list of parts. The template renders small chats at load, and each message then gets the first form
-in which the template shows all of it. The first of all forms is the one that transformers uses.
+Templates differ in the messages that they expect: a missing content is absent, null or empty;
+reasoning has one of several names; arguments of tool calls are objects or JSON text; content is a
+string or a list of parts. At load, small test chats show which form the template renders
+completely. Each message is then passed in the first such form. The first form that is tried is the
+one that transformers uses.
 """
 
 from __future__ import annotations
@@ -40,20 +41,21 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
-RENDER_S_MAX = 5.0  # a conversation takes milliseconds
-_DIGITS_MAX = 1 << 20  # of a product or power: bits of a number, elements of a text or list
-# A template that meets a shape it does not expect fails as any Python code would.
+RENDER_S_MAX = 5.0  # Typical conversations take milliseconds.
+# Limits the result of a product or power: bits of a number, or elements of a string or list.
+_RESULT_SIZE_MAX = 1 << 20
+# A template that receives data of an unexpected type raises ordinary Python errors.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _ERRORS = (jinja2.TemplateError, MemoryError, RuntimeError, *_PYTHON_ERRORS)
 _SPECIAL_TOKENS = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 NO_OPTIONS: Mapping[str, Any] = {}
-# Names of an assistant's reasoning. A message has the first one when it comes here.
+# Names that templates use for an assistant's reasoning. Incoming messages use the first one.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _Message = Mapping[str, Any]
-# Messages that probe a template. Mistral's templates want such an id of a call.
+# Messages of the test chats. Mistral's templates require call ids of nine letters and digits.
 _USER: _Message = {"role": "user", "content": "a"}
 _USER_OF_PARTS: _Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _CALL = {
@@ -74,24 +76,24 @@ _TOOL = {
 _PROBED_PARTS = [{"type": "text", "text": "probedone"}, {"type": "text", "text": "probedtwo"}]
 
 
-class _Plain(NamedTuple):
-    """The smallest chat. Some templates render nothing without tools, or no content that is a
-    text."""
+class _SmallestChat(NamedTuple):
+    """The smallest chat that a template renders. Some templates render nothing without tools, or do
+    not accept a string as content."""
 
     text: str
     user: _Message
     tools: list[dict[str, Any]] | None
 
 
-class _Kind(NamedTuple):
-    """The parts that an assistant's message has."""
+class _MessageKind(NamedTuple):
+    """The combination of parts in an assistant's message."""
 
-    content: str | None  # None or "", as it was sent; "text": any other
+    content: str | None  # None or "" as received; "text" for any other content
     has_reasoning: bool
     has_calls: bool
 
     def message(self, reasoning: str) -> dict[str, Any]:
-        """Returns a message of this kind."""
+        """Returns a test message with these parts; `reasoning` is its reasoning text."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.has_reasoning:
             message[_REASONING_NAMES[0]] = reasoning
@@ -100,24 +102,26 @@ class _Kind(NamedTuple):
         return message
 
 
-class _Form(NamedTuple):
-    """A form of an assistant's message."""
+class _MessageForm(NamedTuple):
+    """One way to pass an assistant's message to a template."""
 
-    # joined: the content is a part of the reasoning. split: the calls are a message of their own.
+    # joined: the content is appended to the reasoning. split: the calls are a separate message.
     layout: Literal["whole", "joined", "split"] = "whole"
-    reasoning_names: tuple[str, ...] = _REASONING_NAMES  # (): it is a part of the content
-    empty: tuple[str | None, ...] = ()  # the content of a message without any; (): no such key
-    has_argument_text: bool = False  # arguments of calls are JSON text, and no objects
+    reasoning_names: tuple[str, ...] = _REASONING_NAMES  # (): the reasoning is a content part
+    empty: tuple[str | None, ...] = ()  # one value for a missing content; (): the key is absent
+    has_argument_text: bool = False  # Arguments of calls are JSON text instead of objects.
 
     def messages(self, message: _Message) -> list[dict[str, Any]]:
-        """Returns the messages that the template gets for one."""
+        """Returns the messages that the template receives for one message, in this form."""
         given = {name: value for name, value in message.items() if value is not None}
-        content, calls = given.pop("content", None), given.pop("tool_calls", None)
+        content = given.pop("content", None)
+        calls = given.pop("tool_calls", None)
         reasoning = given.pop(_REASONING_NAMES[0], None)
         if self.layout == "joined":
             if isinstance(content, list):
                 content = "\n".join(part["text"] for part in content)
-            content, reasoning = None, f"{reasoning}\n\n{content}"
+            reasoning = f"{reasoning}\n\n{content}"
+            content = None
         if reasoning and not self.reasoning_names:
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             content = [{"type": "thinking", "thinking": reasoning}, *(parts or ())]
@@ -143,19 +147,20 @@ class _Form(NamedTuple):
         return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
 
 
-class _Expected(NamedTuple):
-    """What a template expects of messages."""
+class _TemplateTraits(NamedTuple):
+    """The properties of a template that decide how messages are passed to it."""
 
-    forms: Mapping[_Kind, _Form]
-    takes_text: Mapping[str, bool]  # by role: it shows content that is a text
-    takes_parts: Mapping[str, bool]  # by role: it shows content that is a list of parts
-    shows_calls: bool  # of earlier answers
-    shows_results: bool  # of these calls
-    takes_one_call: bool  # a message with several calls shows one of them, or is refused
-    takes_all_ids: bool  # of calls; else those of nine letters and digits, as Mistral's
+    forms: Mapping[_MessageKind, _MessageForm]
+    takes_text: Mapping[str, bool]  # by role: the template renders a string as content
+    takes_parts: Mapping[str, bool]  # by role: the template renders a list of parts as content
+    shows_calls: bool  # The template renders tool calls of earlier answers.
+    shows_results: bool  # The template renders the results of tool calls.
+    takes_one_call: bool  # A message with several calls loses some of them, or is refused.
+    # Call ids may have any form; otherwise nine letters and digits, as Mistral requires.
+    takes_all_ids: bool
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
-        """Returns the messages that the template gets for those of a chat."""
+        """Returns the messages that the template receives for a chat."""
         if self.takes_one_call:
             messages = _with_one_call_each(messages)
         if not self.takes_all_ids:
@@ -163,13 +168,15 @@ class _Expected(NamedTuple):
         return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
-        """Returns the messages that the template gets for one. No key is null, unless the template
-        wants it so."""
-        role, content = message["role"], message.get("content")
+        """Returns the messages that the template receives for one message. Keys with null are left
+        out unless the template expects null."""
+        role = message["role"]
+        content = message.get("content")
         takes_parts = self.takes_parts.get(role, False)
         if isinstance(content, list) and not takes_parts:
             content = "\n".join(part["text"] for part in content)
-        reasoning, calls = message.get(_REASONING_NAMES[0]), message.get("tool_calls")
+        reasoning = message.get(_REASONING_NAMES[0])
+        calls = message.get("tool_calls")
         is_alone = not (reasoning or calls)
         is_text = isinstance(content, str) and bool(content or is_alone)
         if is_text and takes_parts and not self.takes_text[role]:
@@ -177,12 +184,13 @@ class _Expected(NamedTuple):
         message = {**message, "content": content}
         if role == "assistant" and not is_alone:
             sent = "text" if content else content and ""
-            return self.forms[_Kind(sent, bool(reasoning), bool(calls))].messages(message)
+            return self.forms[_MessageKind(sent, bool(reasoning), bool(calls))].messages(message)
         return [{name: value for name, value in message.items() if value is not None}]
 
 
 def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
-    """Returns messages that have one call each, with the call's result behind it."""
+    """Splits messages with several tool calls into messages with one call, each followed by the
+    result of its call."""
     given: list[_Message] = []
     rest = list(messages)
     while rest:
@@ -204,7 +212,8 @@ def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
 
 
 def _with_short_ids(message: _Message) -> _Message:
-    """Returns the message with ids of nine letters and digits in the place of others."""
+    """Returns the message with each call id that is not nine letters and digits replaced by a hash
+    of it in that form."""
     changed = dict(message)
     if calls := message.get("tool_calls"):
         changed["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
@@ -218,7 +227,7 @@ def _short_id(call_id: str) -> str:
 
 
 class ChatTemplate:
-    """One compiled template with the model's special tokens. Threads may share it."""
+    """A compiled template with the model's special tokens. It is safe to share between threads."""
 
     def __init__(
         self,
@@ -226,11 +235,14 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any],
         tool_use: ChatTemplate | None = None,
     ) -> None:
-        """`special_tokens` are such as bos_token. `tool_use` renders the chats that have tools.
-        Raises ConfigError if `source` is no template."""
+        """Compiles `source`; raises ConfigError if it is not a valid template.
+
+        `special_tokens` maps names such as bos_token to their text. `tool_use` is a second template
+        that renders the chats with tools."""
         try:
             self._template = _environment().from_string(source)
-        except Exception as error:  # jinja2 compiles it to Python, which has limits of its own
+        # jinja2 compiles to Python, whose compiler can fail in other ways.
+        except Exception as error:
             raise ConfigError(
                 f"the model's chat template cannot be compiled: {first_line(error)}"
             ) from error
@@ -240,14 +252,17 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-        """Reads the files of templates, else tokenizer_config.json or chat_template.json; None if
-        none has a template."""
+        """Reads the chat template of a model folder; returns None if it has no template.
+
+        The sources are chat_template.jinja and additional_chat_templates/tool_use.jinja, then
+        `tokenizer_config`, then chat_template.json. Raises ConfigError naming the file that has an
+        invalid template."""
         own_file = folder / "chat_template.jinja"
         special = read_tokenizer_settings(folder / "special_tokens_map.json")
         tokens = _special_tokens(tokenizer_config, special)
         settings_file = folder / "tokenizer_config.json"
         named = None if own_file.is_file() else tokenizer_config.get("chat_template")
-        if not (named or own_file.is_file()):  # of a model that reads images, too
+        if not (named or own_file.is_file()):  # Multimodal models keep their template in this file.
             settings_file = folder / "chat_template.json"
             named = read_tokenizer_settings(settings_file).get("chat_template")
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -255,16 +270,21 @@ class ChatTemplate:
         for name, file in (("tool_use", tool_file), ("default", own_file)):
             is_own = file.is_file()
             with naming(file if is_own else settings_file):
-                source = file.read_text(encoding="utf-8") if is_own else _named(named, name)
-                earlier, template = template, None
+                source = (
+                    file.read_text(encoding="utf-8") if is_own else _template_named(named, name)
+                )
+                earlier = template
+                template = None
                 if source:
                     template = cls(source, tokens, earlier)
-                    _ = template._expected  # before the first request needs it
+                    # Computes it now, so that the first request does not wait for it.
+                    _ = template._traits
         return template
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads and does not set, such as `tools` or `enable_thinking`."""
+        """Names of variables that the template reads and does not set, such as `tools` or
+        `enable_thinking`."""
         environment = _environment()
         found = meta.find_undeclared_variables(environment.parse(self.source))
         own = {"messages", *_SPECIAL_TOKENS, *self._special_tokens, *environment.globals}
@@ -278,16 +298,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """Renders a chat. Raises BadRequest with the template's words when it refuses it.
+        """Returns the prompt text of a chat. Raises BadRequest with the template's message if the
+        template refuses the chat.
 
-        `options` are values for variables of the template. Arguments of tool calls are objects, and
-        the name of reasoning is `reasoning_content`.
+        `options` sets variables of the template. In `messages`, arguments of tool calls are
+        objects, and reasoning has the key `reasoning_content`.
         """
         if tools and self.tool_use is not None:
             return self.tool_use.render(
                 messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
             )
-        given = self._expected.chat(messages)
+        given = self._traits.chat(messages)
         try:
             _clock.begin()
             return self._render(given, tools, options, add_generation_prompt=add_generation_prompt)
@@ -308,47 +329,46 @@ class ChatTemplate:
         given |= {"messages": messages, "tools": tools}
         return self._template.render(given, add_generation_prompt=add_generation_prompt)
 
-    # What the template expects
-
     @property
     def takes_system(self) -> bool:
-        """True if the template shows a system message."""
-        return self._expected.takes_text["system"] or self._expected.takes_parts["system"]
+        """True if the template renders system messages."""
+        return self._traits.takes_text["system"] or self._traits.takes_parts["system"]
 
     @property
     def shows_calls(self) -> bool:
-        """True if the template shows calls of earlier answers."""
-        return self._expected.shows_calls
+        """True if the template renders tool calls of earlier answers."""
+        return self._traits.shows_calls
 
     @property
     def shows_results(self) -> bool:
-        """True if the template shows results of calls, which are messages of the role tool."""
-        return self._expected.shows_results
+        """True if the template renders results of tool calls (messages with the role `tool`)."""
+        return self._traits.shows_results
 
     @cached_property
-    def _plain(self) -> _Plain:
-        """The smallest chat that the template renders."""
+    def _smallest_chat(self) -> _SmallestChat:
+        """The smallest chat that this template renders."""
         for user, tools in product((_USER, _USER_OF_PARTS), (None, [_TOOL])):
             with suppress(*_ERRORS):
-                return _Plain(self._render([user], tools), user, tools)
-        return _Plain("", _USER, None)
+                return _SmallestChat(self._render([user], tools), user, tools)
+        return _SmallestChat("", _USER, None)
 
     @cached_property
-    def _expected(self) -> _Expected:
-        _clock.begin()  # one bound for all of the small chats
-        kinds = map(_Kind._make, product((None, "", "text"), (False, True), (False, True)))
-        forms = {kind: self._form(kind) for kind in kinds}
-        called = _Kind(None, has_reasoning=False, has_calls=True)
+    def _traits(self) -> _TemplateTraits:
+        _clock.begin()  # All test chats share one deadline.
+        kinds = map(_MessageKind._make, product((None, "", "text"), (False, True), (False, True)))
+        forms = {kind: self._best_form(kind) for kind in kinds}
+        called = _MessageKind(None, has_reasoning=False, has_calls=True)
         shows_calls = self._num_shown(called, forms[called]) == 1
-        takes_text, takes_parts = {}, {}
+        takes_text = {}
+        takes_parts = {}
         for role in ("system", "user", "assistant"):
-            text = self._probed(role, "probedone")
+            text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
-            parts = self._probed(role, _PROBED_PARTS)
-            # A template that adds the list itself to the text shows its quotes as well.
+            parts = self._render_probe(role, _PROBED_PARTS)
+            # A template that prints the Python list itself prints its quotes as well.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
-        expected = _Expected(
+        traits = _TemplateTraits(
             forms,
             takes_text,
             takes_parts,
@@ -357,66 +377,74 @@ class ChatTemplate:
             takes_one_call=False,
             takes_all_ids=True,
         )
-        expected = expected._replace(shows_results=self._shows_results(expected))
-        takes_one = not self._shows_two_calls(expected)
-        one_each = expected._replace(takes_one_call=True)
+        traits = traits._replace(shows_results=self._shows_results(traits))
+        takes_one = not self._shows_two_calls(traits)
+        one_each = traits._replace(takes_one_call=True)
         if takes_one and self._shows_two_calls(one_each):
-            expected = one_each
-        takes_short = self._takes_call(expected, "abcdefghi")
-        takes_all = self._takes_call(expected, "call_0123456789abcdef") or not takes_short
-        return expected._replace(takes_all_ids=takes_all)
+            traits = one_each
+        takes_short = self._takes_call(traits, "abcdefghi")
+        takes_all = self._takes_call(traits, "call_0123456789abcdef") or not takes_short
+        return traits._replace(takes_all_ids=takes_all)
 
-    def _shows_results(self, expected: _Expected) -> bool:
-        """Returns whether the template shows results, behind calls or what was written for them.
-        One that it refuses does not disappear."""
-        called = [expected.given(_CALLED)] if expected.shows_calls else []
+    def _shows_results(self, traits: _TemplateTraits) -> bool:
+        """Returns whether the template renders results after calls, or after text that replaces the
+        calls. A refused result counts as rendered, because it is not dropped silently."""
+        called = [traits.given(_CALLED)] if traits.shows_calls else []
         shown = []
         for before in (*called, [{"role": "assistant", "content": "b"}]):
             with suppress(*_ERRORS):
                 shown.append(
                     "probedresult"
-                    in self._render([self._plain.user, *before, _RESULT], self._plain.tools)
+                    in self._render(
+                        [self._smallest_chat.user, *before, _RESULT], self._smallest_chat.tools
+                    )
                 )
         return any(shown) or not shown
 
-    def _takes_call(self, expected: _Expected, call_id: str) -> bool:
-        """Returns whether the template renders a call with such an id."""
+    def _takes_call(self, traits: _TemplateTraits, call_id: str) -> bool:
+        """Returns whether the template accepts a tool call with the id `call_id`."""
         call = {**_CALLED, "tool_calls": [_CALL | {"id": call_id}]}
-        chat = expected.chat([self._plain.user, call, {**_RESULT, "tool_call_id": call_id}])
+        chat = traits.chat([self._smallest_chat.user, call, {**_RESULT, "tool_call_id": call_id}])
         try:
-            self._render(chat, self._plain.tools)
+            self._render(chat, self._smallest_chat.tools)
         except _ERRORS:
             return False
         return True
 
-    def _probed(self, role: str, content: Any) -> str:
-        """Returns a chat with such a message; empty if the template refuses it."""
-        around = {"system": ([], [self._plain.user]), "assistant": ([self._plain.user], [])}
+    def _render_probe(self, role: str, content: Any) -> str:
+        """Renders a chat with one message of this role and content; returns "" if the template
+        refuses it."""
+        around = {
+            "system": ([], [self._smallest_chat.user]),
+            "assistant": ([self._smallest_chat.user], []),
+        }
         before, after = around.get(role, ([], []))
         try:
             chat = [*before, {"role": role, "content": content}, *after]
-            return self._render(chat, self._plain.tools)
+            return self._render(chat, self._smallest_chat.tools)
         except _ERRORS:
             return ""
 
-    def _shows_two_calls(self, expected: _Expected) -> bool:
-        """Returns whether the template shows both calls of one message."""
+    def _shows_two_calls(self, traits: _TemplateTraits) -> bool:
+        """Returns whether the template renders both calls of a message with two calls."""
         arguments = {"name": "f", "arguments": {"probedtwo": "b"}}
         calls = [_CALL, {**_CALL, "id": "abcdefghj", "function": arguments}]
         results = [_RESULT, {**_RESULT, "tool_call_id": "abcdefghj"}]
-        chat = expected.chat(
-            [self._plain.user, {"role": "assistant", "tool_calls": calls}, *results]
+        chat = traits.chat(
+            [self._smallest_chat.user, {"role": "assistant", "tool_calls": calls}, *results]
         )
         try:
-            rendered = self._render(chat, self._plain.tools)
+            rendered = self._render(chat, self._smallest_chat.tools)
         except _ERRORS:
             return False
         return "probedcall" in rendered and "probedtwo" in rendered
 
-    def _form(self, kind: _Kind) -> _Form:
-        """Returns the first form in which the template shows most of such a message. A template
-        that shows calls or reasoning without the content does so in transformers, too."""
-        best, most = _Form(), -1
+    def _best_form(self, kind: _MessageKind) -> _MessageForm:
+        """Returns the form in which the template renders the most parts of a message; the first one
+        if several are equal. Content is not counted: a template that drops it does so in
+        transformers, too."""
+        best = _MessageForm()
+        most = -1
         tried: list[Any] = []
         for form in self._possible_forms(kind):
             given = form.messages(kind.message("probedthought"))
@@ -424,12 +452,13 @@ class ChatTemplate:
                 continue
             tried.append(given)
             if (num_shown := self._num_shown(kind, form)) > most:
-                best, most = form, num_shown
+                best = form
+                most = num_shown
             if most == kind.has_reasoning + kind.has_calls:
                 break
         return best
 
-    def _possible_forms(self, kind: _Kind) -> Iterator[_Form]:
+    def _possible_forms(self, kind: _MessageKind) -> Iterator[_MessageForm]:
         layouts: list[Literal["whole", "joined", "split"]] = ["whole"]
         if kind.content and kind.has_calls:
             layouts += ["joined", "split"] if kind.has_reasoning else ["split"]
@@ -439,22 +468,22 @@ class ChatTemplate:
         if kind.content == "":
             empties = [("",), (), (None,)]
         for form in product(layouts, [_REASONING_NAMES, *names], empties, (False, True)):
-            yield _Form(*form)
+            yield _MessageForm(*form)
 
-    def _num_shown(self, kind: _Kind, form: _Form) -> int:
-        """Returns how many of reasoning and calls the template shows; -1 if it refuses the
-        message, or prints a content that is null."""
+    def _num_shown(self, kind: _MessageKind, form: _MessageForm) -> int:
+        """Counts the parts (reasoning, calls) that the template renders; returns -1 if it refuses
+        the message or prints a null content as text."""
         given = form.messages(kind.message("probedthought"))
         if kind.has_calls:
-            chat = [self._plain.user, *given, _RESULT]
-        else:  # templates treat the last answer in another way than earlier ones
+            chat = [self._smallest_chat.user, *given, _RESULT]
+        else:  # Templates render the last answer differently from earlier ones.
             chat = [
-                self._plain.user,
+                self._smallest_chat.user,
                 *form.messages(kind.message("before")),
-                self._plain.user,
+                self._smallest_chat.user,
                 *given,
             ]
-        plain, _, tools = self._plain
+        plain, _, tools = self._smallest_chat
         try:
             rendered = self._render(chat, tools)
         except _ERRORS:
@@ -465,7 +494,7 @@ class ChatTemplate:
 
         if has_more("None"):
             return -1
-        # Objects as Python prints them, and texts that became JSON strings, are no calls.
+        # Arguments printed as a Python dict, or encoded as JSON twice, are not valid calls.
         shows_calls = has_more("probedcall") and not (has_more("{'") or has_more('\\"'))
         shows_reasoning = rendered.count("probedthought") == 1
         if form.layout == "joined" and not shows_reasoning:
@@ -476,7 +505,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is only its body."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}
 
@@ -486,7 +515,7 @@ class _Generation(Extension):
 
 
 class _Clock(threading.local):
-    """The time by which the template that this thread renders has to end."""
+    """The deadline of the template that the current thread renders."""
 
     late_at = 0.0
 
@@ -494,7 +523,8 @@ class _Clock(threading.local):
         self.late_at = time.monotonic() + RENDER_S_MAX
 
     def check(self) -> str:
-        """Raises TemplateError if the template takes too long; else adds no text."""
+        """Raises TemplateError if the deadline has passed. Returns "", because loops print the
+        result."""
         if time.monotonic() > self.late_at:
             raise jinja2.TemplateError(f"it does not end within {RENDER_S_MAX:g} s")
         return ""
@@ -504,7 +534,7 @@ _clock = _Clock()
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on the time that a template takes."""
+    """The sandbox, with a limit on running time and on the size of products and powers."""
 
     intercepted_binops = frozenset(("*", "**"))
     check_clock = staticmethod(_clock.check)
@@ -512,7 +542,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
-            # An attribute of the environment, which no variable of the template can hide.
+            # The check is an attribute of the environment, so no template variable can shadow it.
             check = nodes.Call(nodes.EnvironmentAttribute("check_clock"), [], [], None, None)
             loop.body.insert(0, nodes.Output([check]))
         return template.set_environment(self)  # type: ignore[return-value]
@@ -523,13 +553,13 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _clock.check()
-        if _digits(operator, left, right) > _DIGITS_MAX:
+        if _result_size(operator, left, right) > _RESULT_SIZE_MAX:
             raise jinja2.TemplateError(f"its {operator} makes something too large")
         return super().call_binop(context, operator, left, right)
 
 
-def _digits(operator: str, left: Any, right: Any) -> int:
-    """Returns about how long the result is: bits of a number, or elements of a text or list."""
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Estimates the size of the result: bits of a number, or elements of a string or list."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         return bits * abs(right) if operator == "**" else bits + right.bit_length()
@@ -564,9 +594,9 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _named(template: str | list[dict[str, str]] | None, name: str) -> str | None:
-    """Returns the template of a tokenizer_config.json that has a name. The only one is the
-    default."""
+def _template_named(template: str | list[dict[str, str]] | None, name: str) -> str | None:
+    """Returns the template with this name from the `chat_template` of tokenizer_config.json. A
+    single unnamed template is the default."""
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get(name)
     return template if name == "default" else None
@@ -575,8 +605,10 @@ def _named(template: str | list[dict[str, str]] | None, name: str) -> str | None
 def _special_tokens(
     tokenizer_config: Mapping[str, Any], special_map: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the special tokens that templates may name. Where the first file lists added tokens,
-    transformers does not look into special_tokens_map.json; else that one counts more."""
+    """Returns the special tokens that templates may use.
+
+    As in transformers, tokenizer_config.json has priority if it lists added tokens; otherwise
+    special_tokens_map.json has."""
     files = [tokenizer_config, special_map]
     if "added_tokens_decoder" not in tokenizer_config:
         files.reverse()
@@ -586,7 +618,8 @@ def _special_tokens(
         named = {name: token for name, token in file.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
         for name, token in named.items():
-            if is_token(token):  # another setting may have such a name, as add_bos_token has
+            # Settings that are not tokens end in _token, too: add_bos_token is one.
+            if is_token(token):
                 tokens.setdefault(name, _content_of(token))
         further = file.get("additional_special_tokens") or (
             extra if isinstance(extra, list) else []

@@ -1,7 +1,7 @@
-"""Reads JSON files of a model, and turns errors of its files into one line that names the file.
+"""Reads a model's JSON files, and turns errors in its files into one line that names the file.
 
-A file that came with a model may hold anything. Whoever reads it expects values of some types, and
-Python or a library raises whatever it raises for others.
+A model's file may contain anything. Code that reads it expects certain types, and other types raise
+arbitrary errors of Python or of a library.
 """
 
 import json
@@ -13,20 +13,20 @@ from typing import Any
 from tandem.common.printable import printable
 from tandem.errors import ConfigError, TandemError
 
-_LINE_MAX = 500  # characters of a message, which may quote the file
+_LINE_MAX = 500  # characters of a message, which may quote file contents
 _NAMES_SHOWN_MAX = 3
 
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Turns each error inside into a ConfigError that names `file`.
+    """Context manager that converts errors raised in its body into a ConfigError that names `file`.
 
-    A TandemError keeps its class and gets the name, unless its message has it.
+    A TandemError keeps its class; the file's name is added unless the message contains it.
     """
     try:
         yield
     except TandemError as error:
-        said = _shown(error.message)
+        said = _printable_line(error.message)
         named = said if str(file) in error.message else f"{file}: {said}"
         raise type(error)(named) from error
     except BaseException as error:
@@ -36,20 +36,20 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the type of the error and the first line of what it says."""
+    """Returns the error's type and the first line of its message."""
     lines = str(error).splitlines() or [""]
-    return _shown(f"{type(error).__name__}: {lines[0]}").removesuffix(": ")
+    return _printable_line(f"{type(error).__name__}: {lines[0]}").removesuffix(": ")
 
 
 def few(tensors: Sequence[str]) -> str:
-    """Returns the first of some tensors' names, and how many more there are."""
+    """Lists the first tensor names for an error message, followed by the number of the others."""
     more = len(tensors) - _NAMES_SHOWN_MAX
     shown = ", ".join(tensors[:_NAMES_SHOWN_MAX])
     return f"{shown} and {more} more tensors" if more > 0 else shown
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ConfigError naming the file if it holds none."""
+    """Parses a JSON file. Raises ConfigError naming the file if it does not contain an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -60,17 +60,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
-    """Returns what `read_json` does; an empty object if there is no such file."""
+    """Parses a JSON file as `read_json` does; returns {} if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
-def _shown(text: str) -> str:
-    """Returns the text with its control characters escaped, cut to a bounded length."""
+def _printable_line(text: str) -> str:
+    """Escapes control characters, and cuts the text to `_LINE_MAX` characters."""
     cut = text if len(text) <= _LINE_MAX else text[:_LINE_MAX] + "..."
     return printable(cut)
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Returns whether a library in Rust panicked: such an error is no Exception, and its class can
-    be imported from nowhere."""
+    """Returns whether a Rust library panicked. Its error does not derive from Exception, and its
+    class cannot be imported."""
     return type(error).__name__ == "PanicException"

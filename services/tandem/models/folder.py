@@ -1,4 +1,4 @@
-"""A model on this machine's disk: its folder, its config and the files of its weights."""
+"""A model on this machine's disk: its folder, config and weight files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +8,17 @@ from tandem.models.config.model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model on this disk. `fingerprint` is the same wherever the same files are."""
+    """A model on this machine's disk. Equal files give an equal `fingerprint` on every machine."""
 
     path: Path
     config: ModelConfig
     fingerprint: str  # hex
-    name: str  # what it is served as, unless the user says otherwise
-    weight_files: tuple[Path, ...]  # safetensors or GGUF, each tensor in one of them
-    num_weights: int  # numbers in them, if they are numbers of the config's type or a GGUF's
+    name: str  # the default served model name
+    weight_files: tuple[Path, ...]  # safetensors or GGUF; each tensor is in exactly one file
+    # Parameters in the files; valid for unquantized checkpoints and for GGUF files.
+    num_weights: int
 
     @property
     def is_gguf(self) -> bool:
-        """True if the weights are in a GGUF file, most of them quantized."""
+        """True if the weights are in GGUF files; most of these are quantized."""
         return self.weight_files[0].suffix.lower() == ".gguf"

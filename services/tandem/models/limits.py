@@ -1,4 +1,4 @@
-"""The limits that a model sets to a worker's settings. Loads no torch."""
+"""Checks a worker's settings against the limits of its model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tandem.models.config.model import ModelConfig
 if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
 
-_LATENT_MULTIPLE = 16  # of a latent's numbers, if quantized: kernels take so many at once
+_LATENT_MULTIPLE = 16  # Kernels read quantized latents in vectors of this many numbers.
 
 
 def check_settings(options: EngineOptions, model: ModelConfig) -> None:
-    """Raises ConfigError naming a setting that the model cannot have."""
+    """Raises ConfigError naming the first setting that the model does not support."""
     max_context(options, model)
     if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
         raise ConfigError(why)
 
 
 def max_context(options: EngineOptions, model: ModelConfig) -> int:
-    """Returns the largest number of tokens of a sequence. Raises ConfigError for one that the
-    model was not trained for."""
+    """Returns the maximum number of tokens in a sequence. Raises ConfigError if the setting is
+    larger than the context that the model was trained for."""
     if options.max_model_len is None:
         return model.max_model_len
     if not 1 <= options.max_model_len <= model.max_model_len:
@@ -35,7 +35,7 @@ def max_context(options: EngineOptions, model: ModelConfig) -> int:
 
 
 def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
-    """Returns why the model's KV cannot have a dtype; empty if it can."""
+    """Returns the reason why the model's KV cannot have this dtype; "" if it can."""
     if model.latent is None or not is_quantized(dtype):
         return ""
     if dtype != "int8":

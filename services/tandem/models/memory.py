@@ -1,11 +1,11 @@
-"""The memory that a worker needs, and the memory that is free where it starts.
+"""Compares the memory that a worker needs with the memory that is free on its machine.
 
-    native kernels   KV pool + packed weights + the largest converted tensor, the embedding
+    native kernels   KV pool + packed weights + the largest tensor during its conversion
     other kernels    KV pool + weights in the compute dtype
 
-Native kernels convert and pack one tensor after the other. What is stored in the compute dtype, or
-quantized and kept so, is not converted: it is mapped from its file, and such pages do not count,
-because the system takes them back when memory is short. The launcher
+Native kernels convert and pack one tensor at a time. Tensors stored in the compute dtype, and
+quantized tensors that stay quantized, are not converted: they are mapped from their file. Mapped
+pages do not count, because the operating system reclaims them when memory is short. The launcher
 checks the sum of its workers before it starts any; each engine checks its own need before it
 allocates.
 """
@@ -23,16 +23,18 @@ from tandem.models.shape import num_parameters
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    place: str  # as a message calls it
+    """The free and total memory of this machine or container."""
+
+    place: str  # name of the machine or container in messages
     free_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One worker's need. `weights_bytes` is 0 while the model is not known."""
+    """The memory that one worker needs. `weights_bytes` is 0 while the model is unknown."""
 
-    option: str  # the one that sets the pool's size, with its value
+    option: str  # the option that sets the pool's size, with its value
     pool_bytes: int
     weights_bytes: int
 
@@ -40,7 +42,8 @@ class Need:
 def read_memory(
     membership: Path = Path("/proc/self/cgroup"), hierarchy: Path = Path("/sys/fs/cgroup")
 ) -> Memory:
-    """The machine's memory, or the tightest cgroup's (version 2) that has less of it free."""
+    """Returns the free memory of the machine, or of the enclosing cgroup (version 2) with the least
+    free memory if that is less."""
     machine = psutil.virtual_memory()
     found = [Memory("this machine", machine.available, machine.total)]
     try:
@@ -57,12 +60,13 @@ def read_memory(
 
 
 def _cgroup_memory(folder: Path) -> Memory | None:
-    """Returns the memory; None without a limit. Cached file pages count as free (reclaimable)."""
+    """Returns the memory of one cgroup; None if it has no limit. Cached file pages count as free,
+    because the operating system can reclaim them."""
     try:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such controller; "max"
+    except (OSError, ValueError):  # No memory controller, or the limit is "max".
         return None
     used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
     return Memory("this container", max(0, limit - used), limit)
@@ -71,12 +75,17 @@ def _cgroup_memory(folder: Path) -> Memory | None:
 def worker_need(
     config: EngineOptions, model: ModelFolder | None, *, dtype: str = "", kernels: str = ""
 ) -> Need:
-    """`dtype` and `kernels` are what an engine has chosen; default: what a CPU here would."""
+    """Returns the memory that one worker needs with these settings.
+
+    `dtype` and `kernels` are the engine's choices; if empty, they are what an engine on this
+    machine's CPU chooses. `model` is None while it is unknown."""
     dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())
     if config.num_blocks is None:
-        option, pool_bytes = f"--kv-memory {config.kv_bytes_max}", config.kv_bytes_max
+        option = f"--kv-memory {config.kv_bytes_max}"
+        pool_bytes = config.kv_bytes_max
     else:
-        option, pool_bytes = f"--num-blocks {config.num_blocks}", 0
+        option = f"--num-blocks {config.num_blocks}"
+        pool_bytes = 0
         if model is not None:
             shape = model.config
             kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
@@ -96,7 +105,8 @@ def worker_need(
         return Need(option, pool_bytes, 0)
     is_stored = not (model.is_gguf or model.config.quantization or model.config.is_mxfp4)
     num_weights = model.num_weights if is_stored or model.is_gguf else num_parameters(model.config)
-    shape, kernels = model.config, kernels or config.kernels
+    shape = model.config
+    kernels = kernels or config.kernels
     if keeps_quantized(config, model, kernels):
         stored_bytes = sum(file.stat().st_size for file in model.weight_files)
         weights_bytes = int(stored_bytes * _growth_max(model, kernels))
@@ -114,10 +124,11 @@ def worker_need(
 
 
 def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:
-    """Returns whether the quantized weights of a file stay quantized.
+    """Returns whether quantized weights stay quantized in memory.
 
-    Any setting that asks for other weights has them converted instead. Native kernels round
-    activations for them, but for fp8, which they expand as other kernels expand all of them.
+    Settings that require other weights (`weights`, `dtype`, exact `numerics`) cause a conversion.
+    Native kernels quantize activations for all quantized weights except fp8, which they expand. The
+    other kernels expand every format.
     """
     is_quantized = model.is_gguf or model.config.is_mxfp4 or model.config.quantization is not None
     if config.weights != "auto" or not is_quantized:
@@ -128,15 +139,15 @@ def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> 
 
 
 def _growth_max(model: ModelFolder, kernels: str) -> float:
-    """Returns how many times the bytes of their files quantized weights may take."""
+    """Returns the largest ratio of the memory of quantized weights to the size of their files."""
     scheme = model.config.quantization
     if kernels in ("torch", "triton"):
-        return 1.06  # zeros of a byte for each 32 inputs
+        return 1.06  # One byte of zero point for each 32 inputs.
     return 1.0 if scheme is None else scheme.growth_max
 
 
 def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:
-    """One line that says what is needed, what is free and what helps; empty if it fits."""
+    """Returns one line with the needed and the free memory and a remedy; "" if the need fits."""
     needed_bytes = num_workers * (need.pool_bytes + need.weights_bytes)
     if needed_bytes <= memory.free_bytes:
         return ""

@@ -1,6 +1,6 @@
-"""Reads a model's shape alone: no weights, no tokenizer, no conversion.
+"""Reads only a model's shape, without weights, tokenizer or conversion.
 
-Besides what `source.resolve` takes, a config.json will do.
+It accepts what `source.resolve` accepts, and also the path of a config.json.
 """
 
 from pathlib import Path
@@ -14,9 +14,10 @@ from tandem.models.source import BUILT_IN, built_in_file
 
 
 def read_shape(model: str, *, revision: str = "") -> ModelConfig:
-    """Reads the shape of a folder, a config.json, a GGUF file, the built-in or a hub's model.
+    """Reads the shape of a model: a folder, a config.json, a GGUF file, the built-in model or a
+    name on the Hugging Face hub.
 
-    Raises ConfigError when nothing is found, UnsupportedModel for a model that cannot be run.
+    Raises ConfigError if the model is not found, UnsupportedModel if it cannot be run.
     """
     path = Path(model).expanduser()
     if model == BUILT_IN and not path.exists():
@@ -35,7 +36,7 @@ def read_shape(model: str, *, revision: str = "") -> ModelConfig:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Returns the number of weights, biases and norms of the model."""
+    """Returns the number of parameters: weights, biases and norms."""
     hidden = model.hidden_size
     attention = _latent_parameters(model) if model.latent else _attention_parameters(model)
     mlps = sum(_mlp_parameters(model, layer.experts) for layer in model.layers)
@@ -45,7 +46,8 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def _attention_parameters(model: ModelConfig) -> int:
-    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    hidden = model.hidden_size
+    heads = model.num_attention_heads * model.head_dim
     kv = model.num_kv_heads * model.head_dim
     norms = 0
     if model.qk_norm:
@@ -56,17 +58,19 @@ def _attention_parameters(model: ModelConfig) -> int:
 
 
 def _latent_parameters(model: ModelConfig) -> int:
-    latent, hidden, heads = model.latent, model.hidden_size, model.num_attention_heads
+    latent = model.latent
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
     assert latent is not None
     has_bias = model.qkv_bias
     if latent.q_rank is None:
         queries = hidden * heads * latent.q_dim
     else:
         queries = latent.q_rank * (hidden + 1 + has_bias + heads * latent.q_dim)
-    of_token = (hidden + has_bias) * latent.kv_dim + latent.kv_rank
-    of_heads = heads * (latent.plain_dim + latent.value_dim) * latent.kv_rank
+    per_token = (hidden + has_bias) * latent.kv_dim + latent.kv_rank
+    per_head = heads * (latent.plain_dim + latent.value_dim) * latent.kv_rank
     out = hidden * (heads * latent.value_dim + model.attention_out_bias)
-    return queries + of_token + of_heads + out
+    return queries + per_token + per_head + out
 
 
 def _mlp_parameters(model: ModelConfig, experts: Experts | None) -> int:
@@ -91,12 +95,12 @@ def _read_config(path: Path) -> ModelConfig:
 
 
 def _from_hub(name: str, revision: str) -> Path:
-    # Slow to import, and needed for hub names only.
+    # Imported here because the import is slow and only hub names need it.
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision or None))
-    except (OSError, ValueError) as error:  # what the library's own errors derive from
+    except (OSError, ValueError) as error:  # These are the base classes of the library's errors.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{name} is no folder here and its config.json cannot be had from the hub ({reason})"

@@ -1,8 +1,8 @@
-"""Resolves a user's name for a model to a Hugging Face folder on this machine.
+"""Resolves the model that a user names to files on this machine.
 
-A folder, a GGUF file, the built-in model, or a name on the hub; whatever it was, what comes out is
-a folder with config.json and tokenizer.json, and the files of the weights: safetensors in that
-folder, or the GGUF file.
+The name is a folder, a GGUF file, the built-in model, or a name on the Hugging Face hub. The result
+is always a folder with config.json and tokenizer.json, and the weight files: safetensors in that
+folder, or GGUF files.
 """
 
 import hashlib
@@ -39,19 +39,23 @@ _ACCEPTED = (
     f"{BUILT_IN} (built in), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
 )
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "*.model"]
-_HUB_FILES_LEFT = ["consolidated*", "original/*"]  # the same weights again, in another form
+_HUB_FILES_IGNORED = [
+    "consolidated*",
+    "original/*",
+]  # Copies of the same weights in another format.
 _INDEX_FILE = "model.safetensors.index.json"
-_EDGE_BYTES = 1 << 20  # of each weight file, at its start and at its end, go into the fingerprint
+_EDGE_BYTES = 1 << 20  # hashed from the start and from the end of each weight file
 
 
 def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) -> ModelFolder:
-    """Finds `model` and reads its config; downloads or converts it when that was not done before.
+    """Finds `model` and reads its config. Downloads or converts the model if the cache does not
+    have it.
 
-    `revision` is a commit, tag or branch of a hub model; empty: the head of its main branch.
-    `cache_dir` is where converted and downloaded models are kept (default: $TANDEM_CACHE_DIR,
-    $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache). Raises ConfigError when
-    nothing is found or what is found has no revisions, UnsupportedModel for a model that cannot be
-    run.
+    `revision` is a commit, tag or branch of a hub model; empty means the head of its main branch.
+    `cache_dir` keeps converted and downloaded models (default: $TANDEM_CACHE_DIR,
+    $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache). Raises ConfigError if the
+    model is not found or `revision` is given for a model that is not on the hub, UnsupportedModel
+    if the model cannot be run.
     """
     path = Path(model).expanduser()
     if revision and (model == BUILT_IN or path.exists() or path.suffix.lower() == ".gguf"):
@@ -76,7 +80,8 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
 
 
 def is_local(model: str) -> bool:
-    """Returns whether `model` can only be on this machine; else it is a name on the hub."""
+    """Returns whether `model` is on this machine (a path or the built-in model) and not a hub
+    name."""
     path = Path(model).expanduser()
     is_path = path.is_absolute() or model.startswith((".", "~")) or path.suffix.lower() == ".gguf"
     return model == BUILT_IN or is_path or path.exists()
@@ -93,15 +98,18 @@ def read_folder(
     gguf_file: Path | None = None,
     cache_dir: Path | None = None,
 ) -> ModelFolder:
-    """Reads a Hugging Face folder as it is. Raises ConfigError naming the file that is missing.
+    """Reads a Hugging Face folder. Raises ConfigError naming the file that is missing.
 
-    `gguf_file` has the weights of a converted folder, or some of them; None: where it was when it
-    was converted. `cache_dir` keeps the tokenizer.json of a folder that has another form of it.
+    `gguf_file` holds the weights of a folder that was converted from GGUF, or is one of several
+    parts; by default the path recorded at the conversion is used. `cache_dir` keeps the
+    tokenizer.json that is made for a folder with another tokenizer format.
     """
     path = weights = path.resolve()
     for file in ("config.json", "tokenizer.json"):
         if not (path / file).is_file():
-            if file == "tokenizer.json" and (converted := _with_tokenizer(path, cache_dir)):
+            if file == "tokenizer.json" and (
+                converted := _with_converted_tokenizer(path, cache_dir)
+            ):
                 path = converted
                 continue
             found = sorted(each.name for each in path.glob("*.gguf"))
@@ -122,7 +130,7 @@ def read_folder(
     if gguf_file is not None:
         num_weights = _num_weights(path, conversion)
     elif config.is_text_part:
-        config, num_weights = _without_other_parts(config, weight_files)
+        config, num_weights = _text_part_of(config, weight_files)
     else:
         num_bytes = sum(file.stat().st_size for file in weight_files)
         num_weights = num_bytes // DTYPE_BYTES[config.torch_dtype]
@@ -144,13 +152,14 @@ def read_folder(
     )
 
 
-def _without_other_parts(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConfig, int]:
-    """Returns the config of a text part, and the number of its weights.
+def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConfig, int]:
+    """Returns the config of a multimodal checkpoint's text part, and its number of parameters.
 
-    Whether a multimodal checkpoint has an output matrix of its own, its files tell: in config.json
-    versions of transformers have written `tie_word_embeddings` of one part or of the other.
+    The files decide whether the text part has its own output matrix. `tie_word_embeddings` of
+    config.json is unreliable: versions of transformers wrote the value of different parts.
     """
-    num_weights, has_output = 0, False
+    num_weights = 0
+    has_output = False
     for file in files:
         tensors = read_header(file).tensors
         for own, name in names_in_model(tensors, is_text_part=True).items():
@@ -160,9 +169,10 @@ def _without_other_parts(config: ModelConfig, files: Sequence[Path]) -> tuple[Mo
     return replace(config, tie_word_embeddings=tie), num_weights
 
 
-def _with_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
-    """Returns a folder with the tokenizer.json that this one lacks; None if it cannot be made."""
-    # Slow to import, and needed for such folders only.
+def _with_converted_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
+    """Returns a cached copy of the folder that adds the missing tokenizer.json; None if the folder
+    has no tokenizer that can be converted."""
+    # Imported here because the import is slow and only such folders need it.
     from tandem.models.tokenizer.ranked_tokens import tokenizer_file, with_tokenizer_json
 
     file = tokenizer_file(path)
@@ -183,7 +193,8 @@ def _num_weights(path: Path, conversion: dict[str, Any]) -> int:
 
 
 def built_in_file(cache_dir: Path | None = None) -> Path | None:
-    """The built-in model's GGUF file: of the installed package, else of an earlier download."""
+    """Returns the built-in model's GGUF file from the installed package or from an earlier
+    download; None if there is neither."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(BUILT_IN_PACKAGE) or []:
             if file.suffix == ".gguf":
@@ -192,12 +203,12 @@ def built_in_file(cache_dir: Path | None = None) -> Path | None:
 
 
 def built_in_folder(cache_dir: Path | None = None) -> Path:
-    """The folder of the cache that a download of the built-in model goes to."""
+    """Returns the cache folder for a download of the built-in model."""
     return (cache_dir or cache_root()) / f"{BUILT_IN_PACKAGE}-{BUILT_IN_VERSION}"
 
 
 def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path:
-    # Slow to import, and needed for hub names only.
+    # Imported here because the import is slow and only hub names need it.
     from huggingface_hub import snapshot_download
 
     try:
@@ -206,11 +217,11 @@ def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path
                 name,
                 revision=revision or None,
                 allow_patterns=_HUB_FILES,
-                ignore_patterns=_HUB_FILES_LEFT,
+                ignore_patterns=_HUB_FILES_IGNORED,
                 cache_dir=None if cache_dir is None else cache_dir / "hub",
             )
         )
-    except (OSError, ValueError) as error:  # what the library's own errors derive from
+    except (OSError, ValueError) as error:  # These are the base classes of the library's errors.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{name} is no folder here and cannot be had from the hub ({reason}); "
@@ -246,10 +257,11 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
-    """Hashes with BLAKE2b config, tokenizer and each weight file's name, size, header and edges.
+    """Returns the BLAKE2b hash of config, tokenizer, and each weight file's name, size, header and
+    edges, in hex.
 
-    Reads a few MiB, not gigabytes: two models that differ only in the middle of a weight file,
-    with equal shapes and edges, would pass for one.
+    It reads a few MiB instead of gigabytes. Two models with equal shapes that differ only in the
+    middle of a weight file have the same fingerprint.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings = [path / "config.json", path / "tokenizer.json"]
@@ -262,7 +274,7 @@ def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
 
 def _edges(file: Path) -> Iterator[bytes]:
     is_gguf = file.suffix.lower() == ".gguf"
-    if not is_gguf:  # copies of which have any name
+    if not is_gguf:  # A copy of a GGUF file may have any name.
         yield file.name.encode()
     with file.open("rb") as stream:
         size = stream.seek(0, 2)

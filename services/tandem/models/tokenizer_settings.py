@@ -1,4 +1,4 @@
-"""Reads the settings of a model folder's tokenizer: its special and its end tokens."""
+"""Reads a model folder's tokenizer settings: special tokens and end tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,12 @@ from tandem.models.files import naming, read_json_if_any
 
 
 def end_token_ids(path: Path) -> tuple[int, ...]:
-    """Returns the ids of all tokens that end an answer of the model in a Hugging Face folder.
+    """Returns the ids of all tokens that end an answer of the model in the folder `path`.
 
-    They are those of generation_config.json and of config.json, and the end token of the tokenizer:
-    a fine-tune may keep the files of its base model and change its template's end of a turn.
-    Raises ConfigError naming a file that cannot be read, and UnsupportedModel.
+    They come from generation_config.json, config.json and the tokenizer's own end token. The latter
+    is needed because a fine-tuned model may keep its base model's configs and end turns with
+    another token. Raises ConfigError naming a file that cannot be read, UnsupportedModel for
+    invalid ids.
     """
     with naming(path / "config.json"):
         ids = read_eos_token_ids(
@@ -25,7 +26,7 @@ def end_token_ids(path: Path) -> tuple[int, ...]:
 
 
 def _end_token_of_tokenizer(path: Path) -> int | None:
-    """Returns the id of the tokenizer's end token; None if it has none."""
+    """Returns the id of the tokenizer's `eos_token`; None if it has none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         settings = read_tokenizer_settings(path / name)
         token = settings.get("eos_token")
@@ -40,22 +41,23 @@ def _end_token_of_tokenizer(path: Path) -> int | None:
 
 
 def _id_of(token: str, file: Path) -> int | None:
-    """Returns the id of a token of a tokenizer.json, special or not; None if it has no such."""
+    """Looks up a token's id in a tokenizer.json, among added and ordinary tokens; None if
+    absent."""
     tokenizer = read_json_if_any(file)
     with naming(file):
         for each in tokenizer.get("added_tokens") or []:
             if each["content"] == token:
                 return int(each["id"])
         vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-        if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of ids
+        if isinstance(vocabulary, list):  # Unigram: pairs of piece and score; the index is the id
             vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
         token_id = vocabulary.get(token)
         return token_id if type(token_id) is int else None
 
 
 def read_tokenizer_settings(file: Path) -> dict[str, Any]:
-    """Returns what a tokenizer_config.json or special_tokens_map.json has, if there is such a file.
-    Raises ConfigError naming a field of another type than it must have."""
+    """Reads a tokenizer_config.json or special_tokens_map.json; {} if the file does not exist.
+    Raises ConfigError naming a field that has the wrong type."""
     settings = read_json_if_any(file)
     for name, is_allowed, allowed in (
         *((f"{role}_token", is_token, _TOKEN_FORMS) for role in _TOKEN_ROLES),
@@ -79,7 +81,8 @@ _TOKEN_FORMS = "a text, or an object that has the text as content"
 
 
 def is_token(value: Any) -> bool:
-    """Returns whether a value of a tokenizer's settings is a token."""
+    """Returns whether a settings value is a token: a string, or an object with a string
+    `content`."""
     return isinstance(value.get("content") if isinstance(value, dict) else value, str)
 
 

@@ -1,15 +1,15 @@
-"""`tandem`: the entry point. Ctrl-C ends each command in silence, also while it is loading."""
+"""The entry point of `tandem`. Ctrl-C ends a command without a traceback, even during imports."""
 
 from tandem.common.process.early_end import quietly
 
 
 def main() -> None:
-    """Runs the command of this process's arguments."""
+    """Runs the command that the process's arguments name."""
     quietly(_run)
 
 
 def _run() -> None:
-    # Imported late: Ctrl-C may come meanwhile.
+    # Imported here, so that Ctrl-C during the import is handled, too.
     from tandem.ops.commands import run
 
     run()

@@ -1,4 +1,4 @@
-"""The commands of `tandem`. Imports are inside the commands, so that each loads what it needs."""
+"""The commands of `tandem`. Each command imports its modules itself, so start-up is fast."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` sho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """The limits of a key that a command line names."""
+    """The limits of an API key that are given on the command line."""
 
     requests_per_minute: int | None = None
     """Requests a minute of the key's tenant, at all routers together. 0: no limit."""
@@ -58,7 +58,7 @@ class KeyLimits:
     """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
 
     def given(self) -> dict[str, int]:
-        """Returns the limits that were named."""
+        """Returns the limits that are set, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -88,7 +88,7 @@ def scale(
     scale_pools(url, (size, *sizes), deadline_s=deadline)
 
 
-@app.command(alias="flip")  # the old name
+@app.command(alias="flip")  # earlier name, kept for compatibility
 def set_role(
     worker: _Worker,
     /,
@@ -316,9 +316,11 @@ def controller(*arguments: str) -> int:
 
 
 def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]:
-    """A command that replaces this process: signals reach the program, and nothing is loaded twice.
+    """Returns a command that replaces this process by `python -m module`. Signals then reach the
+    program directly.
 
-    The command fails if the module's package is not installed. A service handles signals itself.
+    The command exits with an error if the module's package is not installed. `is_service` means
+    that the program handles signals itself.
     """
     start = ["-m", module] if is_service else ["-m", "tandem.common.process.early_end", module]
 
@@ -330,8 +332,8 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
     return become
 
 
-# Programs have options of their own, --help among them: all their arguments are passed on as they
-# are. The app only lists them, because it would drop empty arguments.
+# Programs parse all of their arguments themselves, including --help. The app only lists them; if it
+# passed their arguments on, it would drop empty ones.
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
     ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
@@ -364,7 +366,7 @@ for words, start, text in (
 
 
 def run() -> None:
-    """Runs the command of this process's arguments, and ends the process."""
+    """Runs the command that the process's arguments name, and exits."""
     words = sys.argv[1:]
     try:
         for length in (1, 2):
@@ -381,7 +383,7 @@ def run() -> None:
 
 
 def _named(words: list[str]) -> str:
-    """Returns the command line up to the name of the command."""
+    """Returns the part of the command line that names the command, for error messages."""
     command = app
     names = ["tandem"]
     for word in words[:2]:

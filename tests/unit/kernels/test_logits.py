@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_kernels.edits import Edit, apply_edit, may_come
+from tandem_kernels.edits import Edit, apply_edit, edited_logits
 from tandem_kernels.logprobs import Logprobs, logprobs
 from tandem_kernels.native.library import Library, Model, load
 from tandem_kernels.sampling import Draw, sample
@@ -80,7 +80,7 @@ def test_what_an_edit_leaves_is_the_edited_row(edit: Edit, seed: int, num_left: 
         edit = replace(edit, mask=np.packbits(bits, bitorder="little").view(np.int32))
     edited = row[0].numpy().copy()
     apply_edit(edited, edit)
-    values, ids = may_come(row[0].numpy(), edit)
+    values, ids = edited_logits(row[0].numpy(), edit)
     if ids is None:
         assert values.tobytes() == edited.tobytes()
     else:

@@ -71,7 +71,7 @@ _OF_DEEPSEEK = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-_OF_FAMILIES = {
+_NAMES_BY_FAMILY = {
     "deepseek_v2": _OF_DEEPSEEK,
     "deepseek_v3": _OF_DEEPSEEK,
     "olmo2": _OF_OLMO2,
@@ -102,7 +102,7 @@ def tiny_gguf():
 def gguf_name(hf_name: str, model_type: str = "llama") -> str:
     module, kind = hf_name.rsplit(".", 1)
     if module.startswith("model.layers."):
-        parts = _PARTS | _OF_FAMILIES.get(model_type, {})
+        parts = _PARTS | _NAMES_BY_FAMILY.get(model_type, {})
         _, _, layer, part = module.split(".", 3)
         return f"blk.{layer}.{parts[part]}.{kind}"
     return f"{_PARTS[module]}.{kind}"

@@ -1,1 +1,1 @@
-"""Checkpoints by their headers: names, types and shapes of tensors, without a byte of these."""
+"""Reads and checks checkpoints' headers: names, types and shapes of tensors, without their data."""

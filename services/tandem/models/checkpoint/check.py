@@ -1,6 +1,6 @@
-"""Checks by headers alone that a checkpoint has the tensors that its config implies, and no others.
+"""Checks, from headers alone, that a checkpoint has exactly the tensors that its config implies.
 
-The loaders read nothing that was not checked here. Loads no torch.
+Loaders read only tensors that passed this check. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from tandem.models.config.text_part import names_in_model
 from tandem.models.files import few, naming
 from tandem.models.gguf.names import gguf_names
 
-# Tables that old checkpoints carry along; they follow from the config.
+# Old checkpoints store these tables, which can be computed from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-_IN_GGUF = "its header"  # what config.json is of a folder
+# The source of the config in error messages; for safetensors it is config.json.
+_IN_GGUF = "its header"
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored(TensorHeader):
-    """A tensor, and where it is."""
+    """A stored tensor's header, with its file and its name in the file."""
 
     file: Path
-    name: str  # in the file
+    name: str  # name in the file
 
 
 def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
-    """Returns the shapes of all tensors of a decoder, by name, if the files have them.
+    """Checks the headers of safetensors or GGUF files against a model's config.
 
-    Reads the headers of safetensors, or of GGUF files. Raises ConfigError naming a file that is
-    not whole, and UnsupportedModel naming tensors that are missing, surplus, or of another shape or
-    type than the config implies, and what it implies.
+    Returns the shapes of the model's tensors by their Hugging Face names. Raises ConfigError naming
+    a file that is truncated or invalid, and UnsupportedModel naming tensors that are missing,
+    surplus, or have a shape or type other than the config implies.
     """
     is_gguf = files[0].suffix.lower() == ".gguf"
     with naming(files[0] if len(files) == 1 else files[0].parent):
-        stored = _of_gguf(files, config) if is_gguf else _of_safetensors(files, config)
+        stored = (
+            _stored_in_gguf(files, config) if is_gguf else _stored_in_safetensors(files, config)
+        )
         if config.num_layers > len(stored):
             raise UnsupportedModel(
                 f"{config.num_layers} layers are more than the checkpoint has tensors"
@@ -62,7 +65,7 @@ def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
     return shapes
 
 
-def _of_safetensors(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:
+def _stored_in_safetensors(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
     for file in files:
         tensors = read_header(file).tensors
@@ -71,8 +74,8 @@ def _of_safetensors(files: Sequence[Path], config: ModelConfig) -> dict[str, _St
     return stored
 
 
-def _of_gguf(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:
-    # Slow to import, and needed for such files only.
+def _stored_in_gguf(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:
+    # Imported here because the import is slow and only GGUF files need it.
     from tandem.models.gguf.headers import read_headers
 
     return {
@@ -84,11 +87,12 @@ def _of_gguf(files: Sequence[Path], config: ModelConfig) -> dict[str, _Stored]:
 def _forms(
     shapes: Shapes, stored: Mapping[str, TensorHeader], config: ModelConfig
 ) -> dict[str, Form]:
-    """Returns the forms of the tensors of safetensors that stand for those of these shapes."""
+    """Returns the expected form of each tensor in safetensors files, by its stored name. A
+    quantized matrix is stored as several tensors."""
     forms: dict[str, Form] = {}
     for name, shape in shapes.items():
         forms |= _forms_of(name, shape, stored, config)
-    if config.tie_word_embeddings:  # some checkpoints store the matrix twice
+    if config.tie_word_embeddings:  # Some checkpoints store the tied matrix twice.
         again = _forms_of(OUTPUT, shapes[EMBEDDING], stored, config)
         first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
         if again.keys() & stored.keys() and _parts(again) != _parts(first):
@@ -111,7 +115,7 @@ def _forms_of(
     scheme = config.quantization.of(module) if config.quantization else None
     if scheme and kind == "weight" and is_quantized(module, stored, scheme):
         return forms_of_parts(module, shape, stored, scheme)
-    if config.is_mxfp4 and len(shape) == 3:  # of all experts
+    if config.is_mxfp4 and len(shape) == 3:  # a tensor with the matrices of all experts
         *rows, num_in = shape
         blocks = (*rows, num_in // MXFP4_BLOCK)
         return {

@@ -1,4 +1,4 @@
-"""The names and shapes of experts' tensors in checkpoints.
+"""Names and shapes of the experts' tensors in checkpoints, by naming scheme.
 
 apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
           block_sparse_moe.experts.E.{w1,w3}.weight     [inner, hidden]         gate and up
@@ -13,12 +13,12 @@ GGUF      mlp.gate.weight                               [experts, hidden]
           mlp.experts.{gate,up}_proj.weight             [experts, inner, hidden]
           mlp.experts.down_proj.weight                  [experts, hidden, inner]
 gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [experts]
-          mlp.experts.gate_up_proj, gates and ups in turn   [experts, hidden, 2 inner]
+          mlp.experts.gate_up_proj, gate and up interleaved     [experts, hidden, 2 inner]
           mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
           mlp.experts.down_proj                         [experts, inner, hidden]
           mlp.experts.down_proj_bias                    [experts, hidden]
-          of GGUF files as above, with mlp.experts.{gate,up,down}_proj.bias
-          of MXFP4 (forms.py)                           [experts, out, in]
+          in GGUF files: as in the row GGUF, with mlp.experts.{gate,up,down}_proj.bias
+          in MXFP4 (check.py)                           [experts, out, in]
 """
 
 from collections.abc import Collection
@@ -48,22 +48,22 @@ _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
 
 
 def bias_of(weight: str) -> str:
-    """Names the bias beside a weight of a GGUF file."""
+    """Returns the name of the bias that belongs to a weight in a GGUF file."""
     return f"{weight.removesuffix('weight')}bias"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The names of one layer's tensors, after the layer's own."""
+    """The naming scheme of one layer's expert tensors. Names are relative to the layer."""
 
     form: ExpertForm
     is_stacked: bool
     is_mxfp4: bool = False
-    is_gguf: bool = False  # of stacked ones, gates and ups are apart
+    is_gguf: bool = False  # Gate and up are separate stacked tensors.
 
     @classmethod
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:
-        """Returns the names that a checkpoint with tensors of the `stored` names uses."""
+        """Detects the naming scheme from the names of the stored tensors."""
         is_stacked = config.expert_form == "gpt_oss" or any(
             name.endswith(_STACKED) for name in stored
         )
@@ -78,16 +78,16 @@ class ExpertNames:
 
     @property
     def correction(self) -> str:
-        """Names the numbers that are added to the scores by which experts are chosen."""
+        """Name of the learned bias that is added to the scores when experts are chosen."""
         return f"{self.router}.e_score_correction_bias"
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        """Gates and ups, and downs; of GGUF files gates, ups and downs."""
+        """Names of the stacked tensors: (gate_up, down), or (gate, up, down) in GGUF files."""
         return _OF_GGUF if self.is_gguf else _STACKED
 
     def parts(self, expert: int) -> tuple[str, str, str]:
-        """An expert's gate, up and down."""
+        """Returns the names of an expert's gate, up and down matrices."""
         place = f"{_PLACES[self.form]}.experts.{expert}"
         gate, up, down = _PARTS[self.form]
         return f"{place}.{gate}.weight", f"{place}.{up}.weight", f"{place}.{down}.weight"

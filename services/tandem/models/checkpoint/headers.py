@@ -1,9 +1,9 @@
-"""Reads the header of a safetensors file, and none of its tensors.
+"""Reads the header of a safetensors file without its data.
 
-    8 bytes: the header's length | a JSON object with type, shape and place of each tensor | data
+    8 bytes: the header's length | a JSON object with type, shape and offsets of each tensor | data
 
-Format: https://github.com/huggingface/safetensors. What the safetensors library refuses is refused
-here, too, by the name of the file.
+Format: https://github.com/huggingface/safetensors. Files that the safetensors library refuses raise
+ConfigError, which names the file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.models.files import naming
 
-# Types of numbers with a fraction, which become those of the compute dtype.
+# Floating-point types, which are converted to the compute dtype.
 FLOATS = ("F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
-_HEADER_BYTES_MAX = 100_000_000  # what the safetensors library accepts
+_HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors library
 _BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -34,7 +34,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor as a file's header has it."""
+    """The type and shape of a tensor in a file's header."""
 
     dtype: str  # as safetensors names it, such as BF16
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The shapes and types that a tensor may have; without any, it may have each."""
+    """The allowed shapes and types of a tensor; an empty tuple allows all."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Returns a file's header. Raises ConfigError for a file that is not whole, or none."""
+    """Reads a file's header. Raises ConfigError if the file is missing, truncated or invalid."""
     with naming(file), file.open("rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
@@ -70,12 +70,13 @@ def read_header(file: Path) -> Header:
         described.pop("__metadata__", None)
         tensors = {name: _tensor(name, each) for name, each in described.items()}
         spans = (each["data_offsets"] for each in described.values())
-        _check_whole(file, spans, size - 8 - num_bytes)
+        _check_complete(file, spans, size - 8 - num_bytes)
     return Header(raw, tensors)
 
 
 def _tensor(name: str, described: Mapping[str, Any]) -> TensorHeader:
-    dtype, shape = described["dtype"], tuple(described["shape"])
+    dtype = described["dtype"]
+    shape = tuple(described["shape"])
     begin, end = described["data_offsets"]
     if dtype not in _BITS:
         raise ConfigError(f"{name[:200]} is of the unknown type {dtype!r:.80}")
@@ -89,8 +90,8 @@ def _tensor(name: str, described: Mapping[str, Any]) -> TensorHeader:
     return TensorHeader(dtype, shape)
 
 
-def _check_whole(file: Path, spans: Iterable[tuple[int, int]], data_bytes: int) -> None:
-    """Raises ConfigError unless the tensors fill the file's data, one after the other."""
+def _check_complete(file: Path, spans: Iterable[tuple[int, int]], data_bytes: int) -> None:
+    """Raises ConfigError unless the tensors cover the file's data without gaps or overlaps."""
     last = 0
     for begin, end in sorted(spans):
         if begin != last:

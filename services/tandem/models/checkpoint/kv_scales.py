@@ -1,8 +1,8 @@
-"""A checkpoint's static scales of KV: their names, and what the headers of files tell of them.
+"""Finds a checkpoint's static KV cache scales. Their names are:
 
-model.layers.N.self_attn.k_scale            as compressed-tensors names them
-model.layers.N.self_attn.k_proj.k_scale     as ModelOpt does
-model.layers.N.self_attn.qkv_proj.k_scale   where Q, K and V are one matrix
+model.layers.N.self_attn.k_scale            compressed-tensors
+model.layers.N.self_attn.k_proj.k_scale     ModelOpt
+model.layers.N.self_attn.qkv_proj.k_scale   checkpoints that store Q, K and V as one matrix
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.models.config.text_part import names_in_model
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?([kv])_scale")
 
-Place = tuple[int, str]  # a layer, and k or v
+Place = tuple[int, str]  # layer number, and "k" or "v"
 
 
 class StoredScale(NamedTuple):
@@ -29,7 +29,7 @@ class StoredScale(NamedTuple):
 
 
 def place_of_scale(name: str) -> Place | None:
-    """Returns the layer, and whether the scale is of k or v; None for the name of no scale."""
+    """Parses a tensor's name into the layer and "k" or "v"; None if it does not name a KV scale."""
     found = _NAME.fullmatch(name)
     if found is None or found[2] not in (None, "qkv", found[3]):
         return None
@@ -37,11 +37,11 @@ def place_of_scale(name: str) -> Place | None:
 
 
 def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, StoredScale]:
-    """Returns where the scales of K and V of each layer are; nothing if neither the files nor the
-    config tell of any. Reads the headers of safetensors; a GGUF file has no scales.
+    """Finds the K and V scales of all layers in the headers of safetensors files. Returns {} if
+    neither the files nor the config have any; GGUF files have none.
 
-    Raises UnsupportedModel for a scale that is missing or is not one number, and ConfigError naming
-    a file that is not whole."""
+    Raises UnsupportedModel for a scale that is missing or is not a single number, and ConfigError
+    naming a file that is truncated or invalid."""
     if files[0].suffix.lower() == ".gguf":
         return {}
     found: dict[Place, StoredScale] = {}

@@ -1,16 +1,16 @@
-"""Names and shapes of the tensors that a model's config implies.
+"""Derives the names and shapes of a model's tensors from its config.
 
-Latent attention has these:
+The tensors of latent attention are:
 
-self_attn.q_proj.weight                     [heads * (plain + rope), hidden]    without a q rank
-self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    else
+self_attn.q_proj.weight                     [heads * (plain + rope), hidden]    if q rank is None
+self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    otherwise
 self_attn.q_a_layernorm.weight              [q rank]
 self_attn.q_b_proj.weight                   [heads * (plain + rope), q rank]
 self_attn.kv_a_proj_with_mqa.weight, .bias  [kv rank + rope, hidden]
 self_attn.kv_a_layernorm.weight             [kv rank]
-self_attn.kv_b_proj.weight                  [heads * (plain + value), kv rank]  or, in GGUF files
-self_attn.k_b_proj.weight                   [heads, kv rank, plain]
-self_attn.v_b_proj.weight                   [heads, value, kv rank]
+self_attn.kv_b_proj.weight                  [heads * (plain + value), kv rank]  not in GGUF
+self_attn.k_b_proj.weight                   [heads, kv rank, plain]             GGUF files
+self_attn.v_b_proj.weight                   [heads, value, kv rank]             GGUF files
 self_attn.o_proj.weight, .bias              [hidden, heads * value]
 """
 
@@ -26,7 +26,7 @@ from tandem.models.config.model import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-# A layer's norms by where they stand, as LayerWeights and as checkpoints name them.
+# By the position of the norms: the field of LayerWeights -> the name in checkpoints.
 NORMS = {
     "before": {
         "attention_norm": "input_layernorm",
@@ -47,7 +47,9 @@ _WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "
 
 
 def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
-    """Every tensor that a checkpoint of this model must have, in the form of those it has."""
+    """Returns the shape of every tensor that a checkpoint of this model must have. Where several
+    naming schemes exist, `stored` decides which one applies. Raises UnsupportedModel if the config
+    has more experts than the checkpoint has tensors."""
     hidden = config.hidden_size
     shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
@@ -72,12 +74,15 @@ def _num_experts(config: ModelConfig) -> int:
 
 
 def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) -> Shapes:
-    """Returns the shapes of attention and norms of the layer with this name."""
-    hidden, head_dim = config.hidden_size, config.head_dim
+    """Returns the shapes of a layer's attention and norms. `layer` is its name, as in
+    model.layers.0."""
+    hidden = config.hidden_size
+    head_dim = config.head_dim
     norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
     if config.latent is not None:
         return norms | _latent_shapes(config, config.latent, layer, stored)
-    q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
+    q_size = config.num_attention_heads * head_dim
+    kv_size = config.num_kv_heads * head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
     if config.is_fused:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
@@ -98,9 +103,11 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
 def _latent_shapes(
     config: ModelConfig, latent: Latent, layer: str, stored: Collection[str]
 ) -> Shapes:
-    """Returns the shapes of latent attention of the layer with this name, in the form of the stored
+    """Returns the shapes of a layer's latent attention, in the naming scheme of the stored
     tensors."""
-    hidden, heads, has_bias = config.hidden_size, config.num_attention_heads, config.qkv_bias
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    has_bias = config.qkv_bias
     shapes: Shapes = {
         "self_attn.kv_a_proj_with_mqa.weight": (latent.kv_dim, hidden),
         "self_attn.kv_a_layernorm.weight": (latent.kv_rank,),
@@ -127,7 +134,8 @@ def _latent_shapes(
 
 
 def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:
-    hidden, has_bias = config.hidden_size, config.mlp_bias
+    hidden = config.hidden_size
+    has_bias = config.mlp_bias
     inner = inner or config.intermediate_size
     linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
     if config.is_fused:
@@ -138,7 +146,8 @@ def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shape
 
 
 def _linear_shapes(linears: dict[str, tuple[int, int, bool]]) -> Shapes:
-    """Returns the shapes of matrices (outputs, inputs) and of the biases that some of them have."""
+    """Returns the shapes of linear layers. `linears` maps names to (outputs, inputs, has a
+    bias)."""
     shapes: Shapes = {}
     for name, (num_out, num_in, has_bias) in linears.items():
         shapes[f"{name}.weight"] = (num_out, num_in)

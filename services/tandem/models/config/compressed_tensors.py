@@ -1,11 +1,15 @@
-"""Reads `config_groups` of compressed-tensors: a scheme, and the modules that have it.
+"""Reads `config_groups` of compressed-tensors: schemes, and the modules to which they apply.
 
     "config_groups": {NAME: {"targets": [...], "weights": {...}, "format": ...}, ...}
 
-A target is the name of a module, `re:` and a pattern that a name begins with, or `Linear`: all
-modules that no other target names. Patterns go in the order of their letters, as in
-compressed-tensors. `ignore` is not read: the tensors of a file tell what is quantized. Groups
-without weights are of activations, which are not quantized here.
+A target is one of:
+- the name of a module,
+- `re:` and a regular expression that is matched at the start of a module's name,
+- `Linear`: all modules that no other target matches.
+
+Patterns are tried in alphabetical order, as in compressed-tensors. `ignore` is not read, because
+the tensors of the files show what is quantized. Groups without `weights` describe activations only
+and are skipped: Tandem does not use a checkpoint's activation schemes.
 """
 
 from __future__ import annotations
@@ -21,18 +25,18 @@ BLOCK = [128, 128]
 GROUP_SIZES = (32, 64, 128)
 _ALL = "Linear"
 _PATTERN = "re:"
-# A pattern with more could take for ever to find that a name does not match.
+# More repetitions could make a failing match take exponential time.
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-_MIXED = "mixed-precision"  # each group tells its own format
-# Coding, type, bits.
+_MIXED = "mixed-precision"  # Each group states its own format.
+# Format name -> coding, type of the numbers, allowed bits.
 _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
 }
-_STRATEGIES = {  # what shares a scale
+_STRATEGIES = {  # Format name -> the parts of a matrix that may share a scale.
     "float-quantized": ("tensor", "channel", "block"),
     "int-quantized": ("tensor", "channel"),
     "pack-quantized": ("group", "channel"),
@@ -40,9 +44,10 @@ _STRATEGIES = {  # what shares a scale
 
 
 def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
-    """Returns the schemes; None if weights are not quantized. Raises UnsupportedModel."""
+    """Returns the schemes of the weights; None if no weights are quantized. Raises UnsupportedModel
+    naming a setting that is not supported."""
     if given.get("kv_cache_scheme") and not given.get("config_groups"):
-        return None  # weights are as they were
+        return None  # Only the KV cache is quantized.
     form = demand(given, "format", (*_FORMATS, _MIXED))
     demand(given, "transform_config", (None, {}))
     demand(given.get("sparsity_config") or {}, "format", (None, "dense"), "sparsity_config.format")
@@ -90,12 +95,13 @@ def _scheme(group: Mapping[str, Any], form: str, name: str) -> Scheme:
 
     checked("type", kind)
     bits = checked("num_bits", *widths)
-    # No kernel has blocks of int8 with zeros.
+    # No kernel supports zero points with 8 bits.
     may_have_zeros = coding == "packed" and bits == 4
     is_symmetric = checked("symmetric", True, None, *([False] if may_have_zeros else []))
     checked("actorder", None, "static", "weight", *(["group"] if coding == "packed" else []))
     strategy = checked("strategy", *_STRATEGIES[form])
-    size, block = 0, None
+    size = 0
+    block = None
     if strategy == "group":
         size = checked("group_size", *GROUP_SIZES)
     if strategy == "block":

@@ -1,4 +1,4 @@
-"""Experts in the place of a layer's MLP, as a config.json says them."""
+"""Mixture-of-experts layers: their sizes and routing, read from config.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,44 +11,46 @@ from tandem.models.config.fields import flag, number, size
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Groups of equally many experts: those of a token are of the groups that it ranks first."""
+    """Equally large groups of experts. A token's experts come from its `top` best groups only."""
 
     num: int
-    top: int  # groups of a token
+    top: int  # groups chosen for each token
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """MLPs of which a router chooses a few for each token, and adds what they give, weighted.
+    """The experts of one layer: a router chooses `top_k` of them for each token and sums their
+    outputs, weighted.
 
     The weights are the softmax of the router's logits, over all experts or over the chosen ones.
-    With a correction they are the logits' sigmoids: those of a token may be divided by their sum.
+    With `is_corrected` they are the sigmoids of the logits. Either may be normalized to sum to 1.
     """
 
     num: int
-    top_k: int  # experts of a token
-    inner: int  # the intermediate size of each
-    is_normalized: bool  # a token's weights sum to 1, before `scale`
-    has_biases: bool = False  # the router's and all products' of the experts
-    is_corrected: bool = False  # experts are ranked by sigmoids plus learned numbers
+    top_k: int  # experts chosen for each token
+    inner: int  # intermediate size of each expert
+    is_normalized: bool  # A token's weights sum to 1 before `scale` is applied.
+    has_biases: bool = False  # The router and all products of the experts have biases.
+    is_corrected: bool = False  # Experts are ranked by sigmoid plus a learned bias.
     groups: ExpertGroups | None = None
-    scale: float = 1.0  # of weights
-    shared_inner: int = 0  # the intermediate size of an MLP beside them for all tokens; 0: none
+    scale: float = 1.0  # factor on the weights
+    shared_inner: int = 0  # intermediate size of the shared experts together; 0: no shared experts
 
 
 def read_experts(
     config: Mapping[str, Any], family: Family, num_layers: int
 ) -> list[Experts | None]:
-    """Returns each layer's experts; None for a layer with a dense MLP.
+    """Returns one entry per layer: its experts, or None for a layer with a dense MLP.
 
-    Raises UnsupportedModel naming what cannot be run."""
+    Raises UnsupportedModel naming the field that is not supported."""
     if not family.experts:
         return [None] * num_layers
-    num, top_k = size(config, _name_of_num(config, family)), size(config, "num_experts_per_tok")
+    num = size(config, _num_experts_key(config, family))
+    top_k = size(config, "num_experts_per_tok")
     if top_k > num:
         raise UnsupportedModel(f"num_experts_per_tok is {top_k}; there are {num} experts")
     if family.experts == "deepseek":
-        return _of_deepseek(config, family, num_layers, num, top_k)
+        return _deepseek_experts(config, family, num_layers, num, top_k)
     is_chosen = family.experts == "qwen"
     experts = Experts(
         num=num,
@@ -69,7 +71,7 @@ def read_experts(
     ]
 
 
-def _of_deepseek(
+def _deepseek_experts(
     config: Mapping[str, Any], family: Family, num_layers: int, num: int, top_k: int
 ) -> list[Experts | None]:
     num_dense = config.get("first_k_dense_replace")
@@ -95,7 +97,7 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
     groups = ExpertGroups(size(config, "n_group"), size(config, "topk_group"))
-    # A corrected router ranks a group by two of its experts.
+    # A corrected router ranks a group by the sum of its two best experts.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(
@@ -110,7 +112,7 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     return groups if groups.top < groups.num else None
 
 
-def _name_of_num(config: Mapping[str, Any], family: Family) -> str:
+def _num_experts_key(config: Mapping[str, Any], family: Family) -> str:
     if family.experts == "deepseek":
         return "n_routed_experts"
     return "num_experts" if "num_experts" in config else "num_local_experts"

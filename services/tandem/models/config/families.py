@@ -1,7 +1,8 @@
-"""The architectures that can be run: each is a row of data, named as config.json names it.
+"""The table of supported architectures, keyed by their name in config.json.
 
-A row says what all models of the architecture have and what their config.json may leave out;
-`config.py` and `layers.py` read the rest. docs/adding_a_model.md shows how a row is added.
+A row states what all models of an architecture share, and defaults for the keys that their
+config.json may leave out. model.py and layers.py read everything else. docs/adding_a_model.md shows
+how to add a row.
 """
 
 from collections.abc import Mapping
@@ -18,15 +19,16 @@ ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
 class Family:
     """The properties that models of one architecture share; the defaults are Llama's.
 
-    norms: where attention and the MLP are normalized: before them, after them (before the residual
-        is added), or both ("around").
-    norm_offset: what is added to the stored weights of norms.
-    qk_norm: RMSNorm of q and k before the rotation: none, of each head, or of all heads as one.
-    biases: which products of attention have biases:
+    norms: where the RMSNorms of attention and of the MLP are: before them, after them (before the
+        residual is added), or both ("around").
+    norm_offset: a number added to the stored weights of norms.
+    qk_norm: RMSNorm of q and k before the rotation: none, over each head, or over all heads
+        together.
+    biases: the linear layers of attention that have biases:
         "config": q, k, v and the output, if `attention_bias` is true;
         "qkv": q, k and v always, the output never;
         "none": none.
-    windows: which layers have a window of `sliding_window` tokens:
+    windows: the layers that have a window of `sliding_window` tokens:
         "none": none;
         "all": all;
         "switched": all if `use_sliding_window` is true, else none;
@@ -35,36 +37,37 @@ class Family:
             from number `max_window_layers` on;
         "pattern": those that `layer_types` names; if it is absent, all but the last of each
             `sliding_window_pattern` layers.
-    pattern: what `sliding_window_pattern` is if config.json leaves it out.
-    rope_theta: what `rope_theta` is if config.json leaves it out.
-    has_rope_by_kind: layers with a window have a rope of their own.
-    has_no_rope_layers: some layers have no rope (`no_rope_layers`).
-    is_fused: checkpoints hold q, k and v in one matrix, and gate and up in one.
-    has_partial_rope: some of a head's numbers may have no rope (`partial_rotary_factor`), and the
-        only scaling is longrope.
-    is_length_scaled: `max_position_embeddings` includes the scaling of the rope, of any kind.
-    activation_key: the key of config.json that names the activation of the MLP's gates.
-    multipliers: the constants that a decoder multiplies with: none, those of Granite's keys, or
-        Gemma's (embeddings by the square root of the hidden size, scores by
-        `query_pre_attn_scalar`).
-    experts: which layers have experts, and the keys and tensors that say so:
+    pattern: the default of `sliding_window_pattern`.
+    rope_theta: the default of `rope_theta`.
+    has_rope_by_kind: layers with a window have different RoPE parameters from the others.
+    has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
+    is_fused: checkpoints store q, k and v as one matrix, and gate and up as one.
+    has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`); the only
+        supported scaling is longrope.
+    is_length_scaled: `max_position_embeddings` is the context after RoPE scaling, for every kind
+        of scaling.
+    activation_key: the key of config.json that names the activation of the MLP.
+    multipliers: constant factors in the decoder: none, Granite's keys, or Gemma's (embeddings by
+        the square root of the hidden size, scores by `query_pre_attn_scalar`).
+    experts: the layers that have experts, and the naming of the config keys and tensors:
         "": none;
         "mixtral", "gpt_oss": all layers;
-        "qwen": those that `decoder_sparse_step` and `mlp_only_layers` leave;
-        "deepseek": those from number `first_k_dense_replace` on.
-    is_corrected: experts are chosen by sigmoids with a learned correction (DeepSeek V3).
+        "qwen": every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`;
+        "deepseek": the layers from number `first_k_dense_replace` on.
+    is_corrected: experts are chosen by the sigmoid of their logit plus a learned bias
+        (DeepSeek V3).
     is_latent: attention is latent (latent.py).
-    has_extra_layers: checkpoints may have layers after the last one, which predict further tokens
-        (`num_nextn_predict_layers`) and are not run.
-    has_sinks: each head has a learned score that takes part in its softmax and has no value.
-    has_clamped_gates: gates and ups are clamped to `swiglu_limit`.
-    quantization: the `quant_method` that checkpoints of this family alone may have; other methods
-        are in quantization.py beside it.
-    has_caps: logits and scores may be capped (`final_logit_softcapping` and
+    has_extra_layers: checkpoints may have additional layers for multi-token prediction
+        (`num_nextn_predict_layers`), which are not run.
+    has_sinks: each head has an attention sink: a learned score in its softmax without a value.
+    has_clamped_gates: the gate and up projections are clamped to `swiglu_limit`.
+    quantization: a `quant_method` that only this family's checkpoints may have; quantization.py
+        has the methods for all families.
+    has_caps: logits and attention scores may be soft-capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
-    refuses: keys whose value must be absent, null or false.
-    demands: keys that may have only one of some values, or be absent.
-    defaults: values of keys that config.json may leave out.
+    refuses: keys that must be absent, null or false.
+    demands: keys with the values that they may have; absent is allowed, too.
+    defaults: values of keys that are absent from config.json.
     """
 
     norms: Norms = "before"
@@ -109,7 +112,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
 }
 
-# What transformers assumes for both.
+# The defaults that transformers has for V2 and V3.
 _DEEPSEEK = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -169,7 +172,8 @@ FAMILIES: Mapping[str, Family] = {
         is_latent=True,
         is_length_scaled=True,
         experts="deepseek",
-        # transformers does not normalize; the models' own code does.
+        # Implementations disagree: transformers ignores norm_topk_prob, the models' own code does
+        # not.
         refuses=("norm_topk_prob",),
         demands={
             "scoring_func": ("softmax",),
@@ -250,7 +254,7 @@ FAMILIES: Mapping[str, Family] = {
         activation_key="hidden_activation",
         multipliers="gemma",
         has_caps=True,
-        # transformers ignores the cap of scores, and others do not.
+        # Implementations disagree: transformers ignores attn_logit_softcapping, others do not.
         refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
         defaults=_GEMMA,
     ),

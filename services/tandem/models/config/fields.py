@@ -1,7 +1,7 @@
-"""Fields of a config.json with the types that they must have.
+"""Reads fields of config.json and checks their types.
 
-A field of another type is refused with UnsupportedModel, which names it and its value: what could
-be taken for something else (such as "false", which is true) would change answers in silence.
+A field of the wrong type raises UnsupportedModel, which names the field and its value. Accepting it
+could change answers silently: the string "false", for example, is truthy in Python.
 """
 
 import math
@@ -12,7 +12,7 @@ from tandem.errors import UnsupportedModel
 
 
 def size(config: Mapping[str, Any], name: str) -> int:
-    """Returns a field that must be there."""
+    """Returns a required positive integer. Raises UnsupportedModel."""
     value = config.get(name)
     if type(value) is not int or value < 1:
         raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a positive integer")
@@ -20,12 +20,13 @@ def size(config: Mapping[str, Any], name: str) -> int:
 
 
 def optional_size(config: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns a field; `default` if it is absent or null."""
+    """Returns a positive integer; `default` if it is absent or null. Raises UnsupportedModel."""
     return default if config.get(name) is None else size(config, name)
 
 
 def number(config: Mapping[str, Any], name: str, default: float) -> float:
-    """Returns a field; `default` if it is absent. Null is refused."""
+    """Returns a positive number; `default` if it is absent. Raises UnsupportedModel, also for
+    null."""
     value = config.get(name, default)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a number > 0")
@@ -33,12 +34,12 @@ def number(config: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def optional_number(config: Mapping[str, Any], name: str, default: float) -> float:
-    """Returns a field; `default` if it is absent or null."""
+    """Returns a positive number; `default` if it is absent or null. Raises UnsupportedModel."""
     return default if config.get(name) is None else number(config, name, default)
 
 
 def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Returns a field; `default` if it is absent or null."""
+    """Returns a boolean; `default` if it is absent or null. Raises UnsupportedModel."""
     value = config.get(name)
     if value is None:
         return default

@@ -1,12 +1,13 @@
-"""Latent attention, as a config.json says it (arXiv:2405.04434).
+"""Sizes of multi-head latent attention (MLA), read from config.json (arXiv:2405.04434).
 
-A token keeps one latent vector and one rotated key, which all heads share. A head's own key and
-value are products of the latent, and never made: queries are brought into the latent's space
-instead, and attended latents out of it.
+The KV of a token is one latent vector and one rotated key, which all heads share. The keys and
+values of single heads are linear functions of the latent and are never computed. Instead, queries
+are projected into the latent space, and the attention output is projected out of it.
 
-    latent, key = W_a x        of a token; the latent normalized, the key rotated: its KV
-    score       = (W_k^T q) . latent + rotated q . key        of each head, with its W_k and W_v
-    out         = W_v (sum of weight * latent)
+    latent, key = W_a x                                    per token: x is the hidden state; the
+                                                           latent is normalized, the key rotated
+    score       = (W_k^T q) . latent + rotated q . key     per head, with the head's W_k and W_v
+    out         = W_v (sum of weight * latent)             per head
 """
 
 from collections.abc import Mapping
@@ -22,42 +23,47 @@ from tandem.models.config.rope import rope_parameters, yarn_scale
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The sizes of latent attention, in numbers of a token or of one of its heads."""
+    """The sizes of latent attention, as numbers of elements per token or per head."""
 
-    kv_rank: int  # of the latent
-    rope_dim: int  # of the rotated key, and of the part of a query that meets it
-    plain_dim: int  # of the part of a query that meets the latent
-    value_dim: int  # of a head's value
-    q_rank: int | None  # of a latent that queries are made of; None: they are made of the token
-    has_pairs: bool  # the two numbers that are rotated together are stored side by side
-    scale: float  # of scores
+    kv_rank: int  # size of the latent
+    rope_dim: int  # size of the rotated key, and of the rotated part of a head's query
+    plain_dim: int  # size of the part of a head's query that is not rotated
+    value_dim: int  # size of a head's value
+    # Size of the latent from which queries are computed; None: from the hidden state directly.
+    q_rank: int | None
+    has_pairs: bool  # Two elements that are rotated together are stored side by side.
+    scale: float  # factor on the attention scores
 
     @property
     def kv_dim(self) -> int:
-        """Numbers of a token's KV in a layer."""
+        """Elements of one token's KV in one layer."""
         return self.kv_rank + self.rope_dim
 
     @property
     def q_dim(self) -> int:
-        """Numbers of a head's query before it is brought into the latent's space."""
+        """Elements of a head's query before it is projected into the latent space."""
         return self.plain_dim + self.rope_dim
 
     def rotated_key(self, kv_dtype: str, computed_dtype: str) -> RotatedKey | None:
-        """Returns what a row of KV keeps as it is computed; None if it quantizes nothing."""
+        """Describes the rotated key that a quantized KV row stores unquantized, in the compute
+        dtype. None if `kv_dtype` is not quantized."""
         return RotatedKey(self.rope_dim, computed_dtype) if is_quantized(kv_dtype) else None
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:
-    """Returns the sizes; None for a family without it. Raises UnsupportedModel."""
+    """Returns the sizes; None for a family without latent attention. Raises UnsupportedModel naming
+    the field that is not supported."""
     if not family.is_latent:
         return None
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise UnsupportedModel(
             f"num_key_value_heads is {kv_heads!r:.80}; with latent attention it must be "
             f"num_attention_heads, {heads}, or null"
         )
-    plain, rope = size(config, "qk_nope_head_dim"), size(config, "qk_rope_head_dim")
+    plain = size(config, "qk_nope_head_dim")
+    rope = size(config, "qk_rope_head_dim")
     if rope % 2:
         raise UnsupportedModel(f"qk_rope_head_dim is {rope}; it must be an even number")
     return Latent(
@@ -67,12 +73,12 @@ def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:
         value_dim=size(config, "v_head_dim"),
         q_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
         has_pairs=flag(config, "rope_interleave", "rope_interleave" not in config),
-        scale=(plain + rope) ** -0.5 * _scale_of_rope(config),
+        scale=(plain + rope) ** -0.5 * _yarn_score_factor(config),
     )
 
 
-def _scale_of_rope(config: Mapping[str, Any]) -> float:
-    """Returns what the scaling of positions adds to the scale of scores."""
+def _yarn_score_factor(config: Mapping[str, Any]) -> float:
+    """Returns the factor on attention scores that comes from YaRN's `mscale_all_dim`."""
     parameters = rope_parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default" or not parameters.get("mscale_all_dim"):

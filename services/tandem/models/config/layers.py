@@ -1,6 +1,6 @@
-"""Layers of a decoder: what each has of its own, and how a config.json says it.
+"""The properties in which the layers of a decoder differ, read from config.json.
 
-All else is the same in every layer, and is in `ModelConfig`.
+Properties that all layers share are in `ModelConfig`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,32 +13,35 @@ from tandem.models.config.families import Family
 from tandem.models.config.fields import flag, optional_size
 from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-LAYERS_MAX = 4096  # a file that says more is broken, and each would take memory
-# What transformers assumes when the keys are absent.
-_DEFAULT_WINDOW_LAYERS = 28  # Qwen's layers without a window
-_DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3's
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+LAYERS_MAX = 4096  # A larger value means a broken file, and each layer would take memory.
+# The defaults that transformers has for absent keys.
+_DEFAULT_WINDOW_LAYERS = 28  # Qwen: number of layers without a window
+_DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3: every 4th layer has no RoPE
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The properties that differ from layer to layer."""
+    """The properties of one layer that may differ from other layers."""
 
     rope: Rope
-    window: int | None = None  # tokens that a token sees, itself the last; None: all before it
-    experts: Experts | None = None  # in the place of the MLP
+    # tokens that a token attends to, including itself; None: all previous ones
+    window: int | None = None
+    experts: Experts | None = None  # None: a dense MLP
 
 
 def read_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, max_model_len: int
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers in their order. Raises UnsupportedModel naming what cannot be run."""
+    """Returns the layers in order. Raises UnsupportedModel naming the field that is not
+    supported."""
     if num_layers > LAYERS_MAX:
         raise UnsupportedModel(
             f"num_hidden_layers is {num_layers}; models with at most {LAYERS_MAX} are supported"
         )
     have_rope = _have_rope(config, family, num_layers)
-    slide = _slide(config, family, have_rope)
+    slide = _have_window(config, family, have_rope)
     window = _window(config) if any(slide) else None
     _check_layer_types(config, slide if window else [False] * num_layers)
     if window is not None and window >= max_model_len:
@@ -57,12 +60,12 @@ def read_layers(
 
 
 def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """Returns for each layer whether it rotates its queries and keys."""
+    """Returns, for each layer, whether it applies RoPE."""
     if not family.has_no_rope_layers:
         return [True] * num_layers
-    given = config.get("no_rope_layers")  # 1: the layer has a rope
+    given = config.get("no_rope_layers")  # 1: the layer has RoPE
     if given is not None:
-        have_rope = _of_all_layers(given, "no_rope_layers", num_layers)
+        have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
         if any(each not in (0, 1) for each in have_rope):
             raise UnsupportedModel(f"no_rope_layers is {given!r:.80}; it must have 0 and 1 only")
         return [bool(each) for each in have_rope]
@@ -70,8 +73,8 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     return [(layer + 1) % interval != 0 for layer in range(num_layers)]
 
 
-def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> list[bool]:
-    """Returns for each layer whether it has the window."""
+def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> list[bool]:
+    """Returns, for each layer, whether it has a sliding window."""
     num_layers = len(have_rope)
     if family.windows in ("none", "all"):
         return [family.windows == "all"] * num_layers
@@ -81,7 +84,7 @@ def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> 
         return [True] * num_layers
     kinds = config.get("layer_types")
     if kinds is not None:
-        return [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", num_layers)]
+        return [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", num_layers)]
     if family.windows == "pattern":
         pattern = optional_size(config, "sliding_window_pattern", family.pattern)
         return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
@@ -96,11 +99,12 @@ def _slide(config: Mapping[str, Any], family: Family, have_rope: list[bool]) -> 
 
 
 def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None:
-    """Raises UnsupportedModel if `layer_types` says anything else than the keys that decide."""
+    """Raises UnsupportedModel if `layer_types` contradicts the keys from which `slide` was
+    derived."""
     kinds = config.get("layer_types")
     if kinds is None:
         return
-    if [_slides(kind) for kind in _of_all_layers(kinds, "layer_types", len(slide))] != list(slide):
+    if [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
         raise UnsupportedModel(
             f"layer_types is {kinds!r:.80}; the architecture, sliding_window and "
             f"use_sliding_window give a window to {sum(slide)} of {len(slide)} layers"
@@ -116,7 +120,7 @@ def _slides(kind: object) -> bool:
     return kind == _SLIDING
 
 
-def _of_all_layers(values: object, key: str, num_layers: int) -> Sequence[Any]:
+def _one_per_layer(values: object, key: str, num_layers: int) -> Sequence[Any]:
     if not isinstance(values, list) or len(values) < num_layers:
         raise UnsupportedModel(f"{key} must be a list with a value for each of {num_layers} layers")
     return values[:num_layers]

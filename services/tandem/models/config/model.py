@@ -1,7 +1,7 @@
 """The shape of a model, read from the config.json of its Hugging Face folder.
 
-Knows shapes, not weights, and loads no torch. Everything that the engine could not run exactly is
-refused here with UnsupportedModel, so that it is found before any weight is read.
+This module does not read weights or import torch. A model that the engine cannot compute exactly
+raises UnsupportedModel, before any weight is read.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Constants that a decoder multiplies with."""
+    """Constant factors in a decoder."""
 
     embedding: float = 1.0
-    attention: float | None = None  # of q . k; None: 1 / sqrt(head size)
-    residual: float = 1.0  # of what attention and the MLP add
+    attention: float | None = None  # factor on q . k; None: 1 / sqrt(head_dim)
+    residual: float = 1.0  # factor on the outputs of attention and the MLP
     logits: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class GateClamp:
-    """Gates g are at most `limit`, ups u within it; the MLP has g sigmoid(alpha g) (u + 1)."""
+    """Clamped SwiGLU of gpt-oss: g * sigmoid(alpha * g) * (u + 1), with the gate g clamped to at
+    most `limit` and the up projection u to [-limit, limit]."""
 
     alpha: float
     limit: float
@@ -49,7 +50,8 @@ class GateClamp:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMSNorm, grouped-query attention, gated MLPs or experts, what families add."""
+    """The shape of a decoder with RMSNorm, grouped-query or latent attention, and gated MLPs or
+    experts."""
 
     architecture: str
     vocab_size: int
@@ -57,7 +59,7 @@ class ModelConfig:
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
     num_attention_heads: int
-    num_kv_heads: int  # with latent attention one, of the latent and the rotated key
+    num_kv_heads: int  # latent attention: 1 head, which holds the latent and the rotated key
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -67,23 +69,24 @@ class ModelConfig:
     qk_norm: QkNorm  # RMSNorm of q and k, before the rotation
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]
-    torch_dtype: str  # of the checkpoint; the engine chooses its own
+    torch_dtype: str  # dtype of the checkpoint; the engine chooses its own compute dtype
     norms: Norms = "before"
-    norm_offset: float = 0.0  # what is added to the stored weights of norms
-    activation: Activation = "silu"  # of the MLP's gates
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    activation: Activation = "silu"  # applied to the gate projection of the MLP
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
-    attention_cap: float | None = None  # the same of scores
-    has_sinks: bool = False  # each head has a score without a key in its softmax
-    gate_clamp: GateClamp | None = None  # instead of the activation
-    is_mxfp4: bool = False  # experts are stored as blocks of 32 numbers of 4 bits and a scale
-    expert_form: ExpertForm = ""  # how checkpoints name the tensors of experts
-    quantization: Quantization | None = None  # None: matrices are numbers of torch_dtype
-    has_kv_scales: bool = False  # static ones for KV in fp8_e4m3
-    is_fused: bool = False  # q, k and v are stored as one matrix, and so are gate and up
-    latent: Latent | None = None  # attention by a latent of each token; None: by heads
-    num_extra_layers: int = 0  # a checkpoint may have so many after the last one, which do not run
-    is_text_part: bool = False  # of a multimodal checkpoint (text_part.py)
+    attention_cap: float | None = None  # the same formula for attention scores
+    has_sinks: bool = False  # Each head has an attention sink: a learned score in its softmax.
+    gate_clamp: GateClamp | None = None  # replaces `activation`
+    is_mxfp4: bool = False  # Experts are stored as MXFP4: 32 numbers of 4 bits share a scale.
+    expert_form: ExpertForm = ""  # naming scheme of the experts' tensors
+    quantization: Quantization | None = None  # None: matrices are stored in torch_dtype
+    has_kv_scales: bool = False  # The checkpoint has static scales for a KV cache in fp8_e4m3.
+    is_fused: bool = False  # Checkpoints store q, k and v as one matrix, and gate and up as one.
+    latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    num_extra_layers: int = 0  # multi-token prediction layers in the checkpoint, which are not run
+    # The model is the text part of a multimodal checkpoint (text_part.py).
+    is_text_part: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +94,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """The factor of q . k."""
+        """Factor on q . k."""
         if self.latent is not None:
             return self.latent.scale
         given = self.multipliers.attention
@@ -99,14 +102,15 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Numbers of a head that a rope may rotate."""
+        """Elements of a head that RoPE may rotate."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def for_contexts(self, max_model_len: int) -> ModelConfig:
-        """Returns the model as it computes if contexts have at most `max_model_len` tokens.
+        """Returns the config for serving contexts of at most `max_model_len` tokens.
 
-        transformers chooses longrope's factors by the length of each call. Keys that are kept
-        cannot change, so the longest context that is served decides for all of them."""
+        It matters for longrope only. transformers chooses its short or long factors by the length
+        of each call. Cached keys cannot change, so the maximum context decides for all
+        sequences."""
         layers = tuple(
             replace(layer, rope=layer.rope.for_contexts(max_model_len)) for layer in self.layers
         )
@@ -114,21 +118,21 @@ class ModelConfig:
 
     @property
     def is_fp8(self) -> bool:
-        """True if matrices are stored in fp8, and none as integers."""
+        """True if all quantized matrices are stored in fp8."""
         return self.quantization is not None and self.quantization.is_float
 
     @property
     def is_long(self) -> bool:
-        """True if frequencies are longrope's for contexts beyond the original ones."""
+        """True if a layer uses longrope's long factors (contexts beyond the original length)."""
         return any(layer.rope.is_long for layer in self.layers)
 
     @classmethod
     def from_hf(
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
     ) -> ModelConfig:
-        """Reads the contents of config.json and generation_config.json.
+        """Reads the parsed contents of config.json and generation_config.json.
 
-        Raises UnsupportedModel naming what cannot be run and what can.
+        Raises UnsupportedModel naming the field that is not supported and the values that are.
         """
         eos_token_ids = read_eos_token_ids(config, generation_config)
         text = text_config(config)
@@ -189,9 +193,9 @@ class ModelConfig:
 def read_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """Returns the ids that end a sequence: those of both files together.
+    """Returns the ids of the tokens that end a sequence, from both files.
 
-    Raises UnsupportedModel for ids that are none.
+    Raises UnsupportedModel if a value is not a token id or a list of them.
     """
     text_config = config.get("text_config")
     nested = text_config if isinstance(text_config, dict) else {}
@@ -227,7 +231,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _family_of_part(text: Mapping[str, Any]) -> str:
-    """Returns the architecture of the text part of a multimodal checkpoint."""
+    """Returns the architecture of a multimodal checkpoint's text part. Raises UnsupportedModel."""
     kind = text["model_type"]
     if (family := _family_of(kind)) is None:
         raise UnsupportedModel(
@@ -238,22 +242,22 @@ def _family_of_part(text: Mapping[str, Any]) -> str:
 
 
 def _family_of(model_type: object) -> str | None:
-    """Returns the architecture that goes by such a `model_type`; None if it is none of ours."""
+    """Returns the supported architecture for a `model_type`; None if there is none."""
     plain = str(model_type).replace("_", "").removesuffix("text")
     return next((each for each in FAMILIES if each.lower() == f"{plain}forcausallm"), None)
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the config with what transformers assumes for the keys that it leaves out."""
+    """Returns the config with transformers' defaults for absent keys."""
     filled = {**family.defaults, **config}
-    if config.get("rope_parameters") is None:  # which the other spelling stands for
+    if config.get("rope_parameters") is None:  # `rope_scaling` is the older name of the same field.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
     return filled
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
-    """Returns whether a checkpoint is quantized in the one way that is its family's alone."""
+    """Returns whether a checkpoint has the quantization that only its family supports."""
     quantization = config.get("quantization_config")
     if not family.quantization or not isinstance(quantization, dict):
         return False
@@ -283,7 +287,7 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
-    """Returns the number of KV heads and the numbers of each."""
+    """Returns the number of KV heads and the head size."""
     num_kv_heads = optional_size(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModel(

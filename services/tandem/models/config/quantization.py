@@ -1,7 +1,8 @@
-"""Reads from `quantization_config` of config.json how a checkpoint's matrices are quantized.
+"""Reads how a checkpoint's matrices are quantized from `quantization_config` of config.json.
 
-Methods: fp8, modelopt, compressed-tensors, gptq and awq. Whatever would change a number and is not
-known here is refused by the name of its flag, before any weight is read. Loads no torch.
+Supported methods are fp8, modelopt, compressed-tensors, gptq and awq. A setting that would change
+results and is not supported raises UnsupportedModel, before any weight is read. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tandem.models.config.quantization_flags import NAME, demand, demand_object
 from tandem.models.config.quantization_scheme import Quantization, Scheme
 
 _METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq")
-_KV_FLAGS: Mapping[str, tuple[Any, ...]] = {  # of kv_cache_scheme: fp8_e4m3, a scale a layer
+# Allowed values in kv_cache_scheme: fp8_e4m3 with one scale per layer.
+_KV_FLAGS: Mapping[str, tuple[Any, ...]] = {
     "num_bits": (8,),
     "type": ("float",),
     "strategy": ("tensor", None),
@@ -25,7 +27,8 @@ _KV_FLAGS: Mapping[str, tuple[Any, ...]] = {  # of kv_cache_scheme: fp8_e4m3, a 
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Returns the schemes; None of a checkpoint that is not quantized. Raises UnsupportedModel."""
+    """Returns the quantization schemes; None if the checkpoint is not quantized. Raises
+    UnsupportedModel naming the setting that is not supported."""
     given = config.get(NAME)
     if given is None or given == {}:
         return None
@@ -50,8 +53,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def has_kv_scales(config: Mapping[str, Any]) -> bool:
-    """Returns whether the config says that the checkpoint has static scales for KV in fp8_e4m3.
-    Raises UnsupportedModel for another form of KV."""
+    """Returns whether the checkpoint has static scales for a KV cache in fp8_e4m3. Raises
+    UnsupportedModel if it describes another quantization of the KV cache."""
     given = config.get(NAME)
     scheme = given.get("kv_cache_scheme") if isinstance(given, dict) else None
     if scheme is None or scheme == {}:
@@ -73,7 +76,7 @@ def _fp8(given: Mapping[str, Any]) -> Scheme:
 
 def _gptq(given: Mapping[str, Any]) -> Scheme:
     bits = demand(given, "bits", (4, 8))
-    if bits == 8:  # no kernel has blocks of int8 with zeros
+    if bits == 8:  # No kernel supports zero points with 8 bits.
         demand(given, "sym", (True, None))
     form = demand(given, "checkpoint_format", ("gptq", "gptq_v2", None))
     size = demand(given, "group_size", (*GROUP_SIZES, -1))

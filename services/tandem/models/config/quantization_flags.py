@@ -1,4 +1,4 @@
-"""Flags of `quantization_config` that must have one of some values."""
+"""Checks values in `quantization_config` against the values that are supported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ NAME = "quantization_config"
 
 
 def demand(given: Any, key: str, allowed: tuple[Any, ...], name: str = "") -> Any:
-    """Returns a flag of an object. Raises UnsupportedModel with its `name`, by default the key, and
-    the allowed values if it has another one, or if there is something else than an object."""
+    """Returns `given[key]`. Raises UnsupportedModel listing the allowed values if it has another
+    value or `given` is not an object. `name` is the field's name in the message (default:
+    `key`)."""
     value = given.get(key) if isinstance(given, dict) else given
-    # True equals 1, and a list cannot be looked up in a set.
+    # Types are compared because True == 1. A set would not work: lists are unhashable.
     if not any(value == each and type(value) is type(each) for each in allowed):
         shown = ", ".join("nothing" if each is None else str(each) for each in allowed)
         raise refusal(name or key, value, f"supported are {shown}")
@@ -21,11 +22,12 @@ def demand(given: Any, key: str, allowed: tuple[Any, ...], name: str = "") -> An
 
 
 def demand_object(value: Any, name: str) -> dict[str, Any]:
-    """Returns a JSON object. Raises UnsupportedModel naming anything else."""
+    """Returns `value` if it is a JSON object; raises UnsupportedModel otherwise."""
     if not isinstance(value, dict):
         raise refusal(name, value, "it must be an object")
     return value
 
 
 def refusal(name: str, value: Any, what_may_be: str) -> UnsupportedModel:
+    """Makes the error for a value that is not supported; `what_may_be` says what is."""
     return UnsupportedModel(f"{NAME}: {name} is {value!r:.80}; {what_may_be}")

@@ -1,5 +1,5 @@
-"""The forms that a checkpoint's quantized matrices have, and which matrix has which. Loads no
-torch."""
+"""The storage formats of a checkpoint's quantized matrices, and the format of each module. Does
+not import torch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ Coding = Literal["scaled", "packed", "gptq", "awq"]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The form of a quantized matrix [out, in]; scales and zeros are the checkpoint's.
+    """The storage format of a quantized matrix [out, in]. The tensors of each coding are:
 
     scaled: `weight` in fp8 or int8, and `weight_scale` or `weight_scale_inv`.
-    packed: `weight_packed` and `weight_scale` of compressed-tensors, and `weight_zero_point`.
-    gptq, awq: `qweight`, `qzeros` and `scales`, of [in, out].
+    packed: `weight_packed`, `weight_scale` and `weight_zero_point` (compressed-tensors).
+    gptq, awq: `qweight`, `qzeros` and `scales`, stored as [in, out].
     """
 
     coding: Coding
     bits: int
     is_float: bool = False
-    group_size: int = 0  # inputs that share a scale; 0: all of a row or of the matrix
+    group_size: int = 0  # inputs that share a scale; 0: a whole row or the whole matrix
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
-    zero_offset: int = 0  # what is added to stored zeros
-    has_zeros: bool = False  # of packed: else each is the middle of the range
+    zero_offset: int = 0  # added to the stored zero points
+    has_zeros: bool = False  # for "packed"; False: the zero point is the middle of the range
 
     @property
     def growth_max(self) -> float:
-        """Returns by how much a matrix may grow when it is repacked. Integers become blocks with a
-        scale, and a zero, for each 32 inputs or 64. In fp8 each output gets scales."""
+        """Largest ratio of a matrix's size after repacking to its size in the file. Integers are
+        repacked into blocks of 32 or 64 inputs with a scale and a zero point each; fp8 gets scales
+        per output."""
         if self.is_float:
             return 1.04
         return 4.5 / 4 if self.bits == 4 else 8.5 / 8
@@ -40,21 +41,24 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The scheme of each module, if it is quantized: that, the tensors of the files tell.
+    """The scheme of each module. The tensors in the files decide whether a module is quantized at
+    all.
 
-    A module's own name goes before patterns, and these before the scheme of all others.
+    A match by name has priority over patterns, and patterns over `default`.
     """
 
-    of_others: Scheme | None = None  # None: they are not quantized
+    default: Scheme | None = None  # None: other modules are not quantized
     by_name: Mapping[str, Scheme] = field(default_factory=dict)
-    by_pattern: tuple[tuple[re.Pattern[str], Scheme], ...] = ()  # of a name's begin; the first wins
+    # matched at the start of a name; the first match wins
+    by_pattern: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
 
     def of(self, module: str) -> Scheme | None:
-        """Returns the scheme of a module, such as model.layers.0.mlp.up_proj."""
+        """Returns the scheme of a module, such as model.layers.0.mlp.up_proj; None if it has
+        none."""
         if module in self.by_name:
             return self.by_name[module]
         matches = (scheme for pattern, scheme in self.by_pattern if pattern.match(module))
-        return next(matches, self.of_others)
+        return next(matches, self.default)
 
     @property
     def is_float(self) -> bool:
@@ -63,10 +67,10 @@ class Quantization:
 
     @property
     def growth_max(self) -> float:
-        """Returns by how much the matrices may grow together when they are repacked."""
+        """Largest ratio of the matrices' size after repacking to their size in the files."""
         return max(scheme.growth_max for scheme in self._schemes())
 
     def _schemes(self) -> Iterator[Scheme]:
         patterns = (scheme for _, scheme in self.by_pattern)
-        others = () if self.of_others is None else (self.of_others,)
+        others = () if self.default is None else (self.default,)
         return chain(self.by_name.values(), patterns, others)

@@ -1,8 +1,8 @@
-"""Reads the rotary positions of layers from config.json; the kernels do the arithmetic.
+"""Reads RoPE parameters from config.json; the kernels do the arithmetic.
 
-Both spellings are understood: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5
-one `rope_parameters`. Numbers that files leave out are filled in here as transformers does
-(`modeling_rope_utils.py`), so that nobody downstream needs defaults.
+Both formats are supported: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5
+writes one `rope_parameters`. Absent values get the defaults of transformers
+(`modeling_rope_utils.py`), so other modules need no defaults.
 """
 
 import math
@@ -14,22 +14,25 @@ from tandem.errors import UnsupportedModel
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
 
 _KINDS = ("full_attention", "sliding_attention")
-_LOCAL_THETA = 10000.0  # of layers with a window, where config.json says nothing (Gemma 3)
+_LOCAL_THETA = 10000.0  # default for layers with a window (Gemma 3)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Scaling of the rotary frequencies. Fields past `factor` that a kind does not use are neutral.
+    """Scaling of the RoPE frequencies. Fields after `factor` that a kind does not use are neutral.
 
-    linear: positions divided by `factor`.
-    llama3: wavelengths beyond `original_max_position_embeddings / low_freq_factor` divided by
-        `factor`, those below `/ high_freq_factor` kept, between them interpolated.
-    yarn: frequencies blended between kept and divided by `factor` over the dimensions that turn
-        `beta_fast` to `beta_slow` times in the original context, the borders rounded outwards
-        when `truncate`; cos and sin times `attention_factor` (https://arxiv.org/abs/2309.00071).
-    longrope: each frequency divided by a number of its own: one of `short_factors` if contexts are
-        at most the original one, else one of `long_factors`; cos and sin times `attention_factor`
-        (https://arxiv.org/abs/2402.13753).
+    linear: positions are divided by `factor`.
+    llama3: frequencies with wavelengths above `original_max_position_embeddings / low_freq_factor`
+        are divided by `factor`, those with wavelengths below
+        `original_max_position_embeddings / high_freq_factor` are kept, and those between are
+        interpolated.
+    yarn: frequencies that turn more than `beta_fast` times in the original context are kept, those
+        that turn less than `beta_slow` times are divided by `factor`, and those between are
+        blended. With `truncate` the borders are rounded outwards to whole dimensions. cos and sin
+        are multiplied by `attention_factor` (https://arxiv.org/abs/2309.00071).
+    longrope: each frequency is divided by its own factor, from `short_factors` if the maximum
+        context is at most the original one, else from `long_factors`. cos and sin are multiplied by
+        `attention_factor` (https://arxiv.org/abs/2402.13753).
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -45,10 +48,10 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
 
     def max_model_len(self, max_position_embeddings: int) -> int:
-        """Returns the context in tokens, from what the config says without its scaling.
+        """Returns the model's context in tokens, given `max_position_embeddings` of config.json.
 
-        As in vLLM: llama3 and longrope state the scaled length itself, linear and yarn the unscaled
-        one.
+        As in vLLM, configs with llama3 and longrope state the scaled context, and those with linear
+        and yarn state the unscaled one.
         """
         if self.kind == "linear":
             return int(max_position_embeddings * self.factor)
@@ -59,15 +62,15 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotary positions of a layer."""
+    """The RoPE parameters of a layer."""
 
-    theta: float | None  # None: the layer has no positions (NoPE)
+    theta: float | None  # None: the layer has no RoPE (NoPE)
     scaling: RopeScaling | None = None
-    rotary_share: float = 1.0  # of each head's numbers, the first of them
-    is_long: bool = False  # of longrope's factors the long ones are used
+    rotary_share: float = 1.0  # fraction of each head that is rotated, from its first element
+    is_long: bool = False  # longrope uses `long_factors`
 
     def for_contexts(self, max_model_len: int) -> "Rope":
-        """Returns the rope for contexts of at most so many tokens."""
+        """Returns the parameters for contexts of at most `max_model_len` tokens."""
         scaling = self.scaling
         if scaling is None or scaling.kind != "longrope":
             return self
@@ -75,12 +78,12 @@ class Rope:
         return replace(self, is_long=is_long)
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Returns how many numbers of a head are rotated."""
+        """Returns the number of elements of a head that are rotated."""
         return int(head_dim * self.rotary_share)
 
     @property
     def attention_factor(self) -> float:
-        """The factor on cos and sin."""
+        """Factor on cos and sin."""
         return self.scaling.attention_factor if self.scaling else 1.0
 
 
@@ -90,12 +93,12 @@ NO_ROPE = Rope(None)
 def read_ropes(
     config: Mapping[str, Any], *, default_theta: float, by_kind: bool = False
 ) -> dict[str, Rope]:
-    """Returns the rope of each kind of layers: full_attention and sliding_attention.
+    """Returns the RoPE parameters by layer kind: full_attention and sliding_attention.
 
-    by_kind: layers with a window have a rope of their own (Gemma 3): the one that nested
-        rope_parameters name, or `rope_local_base_freq` without scaling.
+    by_kind: the kinds differ (Gemma 3). Layers with a window use the entry of `rope_parameters` for
+        sliding_attention, or `rope_local_base_freq` without scaling.
 
-    Raises UnsupportedModel naming what cannot be run.
+    Raises UnsupportedModel naming the field that is not supported.
     """
     if not by_kind:
         return dict.fromkeys(_KINDS, read_rope(config, default_theta=default_theta))
@@ -104,7 +107,8 @@ def read_ropes(
     plain = {**config, "rope_scaling": None, "rope_parameters": None}
     local = plain | {"rope_theta": config.get("rope_local_base_freq")}
     if not given:
-        full, sliding = plain | {"rope_scaling": scaling}, local
+        full = plain | {"rope_scaling": scaling}
+        sliding = local
     elif scaling or not given.keys() <= set(_KINDS):
         raise UnsupportedModel(
             "rope_parameters of this architecture must have full_attention and sliding_attention, "
@@ -123,7 +127,8 @@ def read_ropes(
 
 
 def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> Rope:
-    """Returns the rope that all layers of a config.json share. Raises UnsupportedModel."""
+    """Returns the RoPE parameters of a config.json in which all layers have the same. Raises
+    UnsupportedModel."""
     parameters = rope_parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(
@@ -137,7 +142,7 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     )
     if partial > 1:
         raise UnsupportedModel(f"partial_rotary_factor is {partial}; it must be at most 1")
-    # Phi-3 has it outside, where it comes first in transformers, too.
+    # Phi-3 has this key at the top level of config.json. As in transformers, that has priority.
     outside = config.get("original_max_position_embeddings")
     if outside is not None:
         parameters["original_max_position_embeddings"] = outside
@@ -145,9 +150,10 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a config.json says, in either spelling. Raises UnsupportedModel if it has both
-    and they differ: transformers takes one of them, and other programs the other one."""
-    new, old = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    """Returns `rope_parameters` or `rope_scaling` of a config.json. Raises UnsupportedModel if both
+    are present and differ, because implementations disagree about which one is used."""
+    new = _object(config, "rope_parameters")
+    old = _object(config, "rope_scaling")
     if new and old and _with_theta(new, config) != _with_theta(old, config):
         raise UnsupportedModel(
             "rope_parameters and rope_scaling say different things; only one can be right"
@@ -212,7 +218,7 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
 
 
 def _truncate(parameters: Mapping[str, Any]) -> bool:
-    if parameters.get("truncate", True) is None:  # false to transformers
+    if parameters.get("truncate", True) is None:  # transformers treats null as false
         raise UnsupportedModel("truncate is None; it must be true or false")
     return flag(parameters, "truncate", True)
 
@@ -231,7 +237,8 @@ def _number(parameters: Mapping[str, Any], kind: str, name: str) -> float:
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    of_score, of_all = parameters.get("mscale") or None, parameters.get("mscale_all_dim") or None
+    of_score = parameters.get("mscale") or None
+    of_all = parameters.get("mscale_all_dim") or None
     grown = yarn_scale(factor, 1.0)
     if of_score is not None and of_all is not None:
         grown = yarn_scale(factor, number(parameters, "mscale", 1.0)) / yarn_scale(
@@ -241,5 +248,5 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """Returns what contexts that are longer by a factor let scores grow by."""
+    """Returns YaRN's factor on cos and sin for a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,14 +1,14 @@
-"""The text part of a multimodal checkpoint, as a model of its own.
+"""Reads the text part of a multimodal checkpoint as a model.
 
     config.json         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}}
-    language_model.model.layers.0.mlp.up_proj.weight    as transformers 4 wrote it
-    model.language_model.layers.0.mlp.up_proj.weight    as transformers 5 has it
+    language_model.model.layers.0.mlp.up_proj.weight    transformers 4
+    model.language_model.layers.0.mlp.up_proj.weight    transformers 5
     model.text_model.layers.0.mlp.up_proj.weight        Idefics and SmolVLM
     model.layers.0.mlp.up_proj.weight                   Qwen 2 VL
 
-The architectures here compute for a text without images exactly what their text part computes
-alone. Others do not: PaliGemma's prompts see their own later tokens, and BLIP has no answer without
-an image. Images, sounds and the tensors for them are left out.
+An architecture is listed if its results for a prompt without images are exactly those of its text
+part. Others do not qualify: PaliGemma's prompt tokens attend to later tokens, and BLIP needs an
+image. Images, audio and the tensors for them are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 
 _SUFFIX = "ForConditionalGeneration"
-# Architecture, less the suffix -> what its text_config is if that does not say its model_type.
+# Architecture without the suffix -> the model_type if text_config does not state it.
 _DEFAULT_KINDS: Mapping[str, str] = {
     "AudioFlamingo3": "qwen2",
     "DeepseekVL": "llama",
@@ -56,7 +56,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "VipLlava": "llama",
     "Voxtral": "llama",
 }
-# Kinds of text parts that are another architecture once positions are those of a text.
+# Text parts that equal another architecture when a prompt has no images.
 _PLAIN_KINDS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -66,7 +66,7 @@ _VL = dict(zip(_SIZE_KEYS, (152064, 8192, 29568, 80, 64, 8, 32768), strict=True)
     "rms_norm_eps": 1e-5,
     "max_window_layers": 80,
 }
-# A text_config leaves out what transformers assumes for its kind, sizes too.
+# transformers' defaults for keys that a text_config leaves out, by model_type.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     kind: dict(zip(_SIZE_KEYS, sizes, strict=True))
     for kind, sizes in {
@@ -81,8 +81,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     }.items()
 } | {"qwen2_vl_text": _VL, "qwen2_5_vl_text": _VL}
 _DEFAULT_THETAS = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen3_vl_text": 5e5}
-_OF_ALL_PARTS = ("quantization_config", "torch_dtype", "dtype")
-_OF_POSITIONS = ("mrope_section", "mrope_interleaved")
+_SHARED_KEYS = ("quantization_config", "torch_dtype", "dtype")
+_MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _NAME = re.compile(
     r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<inner>.+)"
     r"|(?P<plain>(?:lm_head|model\.(?:layers|embed_tokens|norm))\..+)"
@@ -90,10 +90,11 @@ _NAME = re.compile(
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the config of the text part, as a checkpoint of that part alone would have it; None
-    for a config that has no parts.
+    """Returns the config that a checkpoint of the text part alone would have; None if `config` is
+    not multimodal.
 
-    Its `architectures` is left out: `model_type` names the family. Raises UnsupportedModel."""
+    The result has no `architectures`; `model_type` names the family. Raises UnsupportedModel if the
+    text part is not supported."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if not isinstance(name, str) or not name.endswith(_SUFFIX):
@@ -114,21 +115,21 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     kind = part.get("model_type") or default
     text = {**_DEFAULTS.get(str(kind), {}), **part}
-    text |= {key: config[key] for key in _OF_ALL_PARTS if part.get(key) is None and key in config}
+    text |= {key: config[key] for key in _SHARED_KEYS if part.get(key) is None and key in config}
     if (is_tied := _is_tied(config, part)) is not None:
         text["tie_word_embeddings"] = is_tied
     if (theta := _DEFAULT_THETAS.get(str(kind))) is not None:
-        text = _with_plain_positions(text, theta)
+        text = _with_plain_rope(text, theta)
     if isinstance(quantization := text.get("quantization_config"), dict):
-        text["quantization_config"] = _with_own_names(quantization)
+        text["quantization_config"] = _with_text_part_names(quantization)
     text["model_type"] = _PLAIN_KINDS.get(str(kind), kind)
     text.pop("architectures", None)
     return text
 
 
 def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, str]:
-    """Returns the stored names of a model's tensors by the names that they have in it. Those of
-    other parts are left out. Raises UnsupportedModel for two that are the same tensor."""
+    """Maps each tensor name in the model to its stored name in the checkpoint. Tensors of other
+    parts are left out. Raises UnsupportedModel if two stored names are the same tensor."""
     if not is_text_part:
         return {name: name for name in stored}
     names: dict[str, str] = {}
@@ -142,8 +143,7 @@ def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, st
 
 
 def text_name(name: str) -> str | None:
-    """Returns the name that a tensor or a module has in the text part; None if it is no part of
-    it."""
+    """Returns the name of a tensor or module in the text part; None if it is in another part."""
     if (found := _NAME.fullmatch(name)) is None:
         return None
     if (inner := found["inner"]) is None:
@@ -152,14 +152,15 @@ def text_name(name: str) -> str | None:
 
 
 def _is_tied(config: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
-    """Returns what either of both says; transformers has written it to one or the other."""
+    """Returns `tie_word_embeddings` from either config, because versions of transformers write it
+    to one or the other."""
     said = [each.get("tie_word_embeddings") for each in (part, config)]
     said = [each for each in said if each is not None]
     return True if True in said else next(iter(said), None)
 
 
-def _with_own_names(quantization: dict[str, Any]) -> dict[str, Any]:
-    """Returns it with the names that modules have in the text part."""
+def _with_text_part_names(quantization: dict[str, Any]) -> dict[str, Any]:
+    """Returns `quantization_config` with module names converted to those of the text part."""
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict):
         return quantization
@@ -173,12 +174,12 @@ def _with_own_names(quantization: dict[str, Any]) -> dict[str, Any]:
     return quantization | {"config_groups": own}
 
 
-def _with_plain_positions(text: dict[str, Any], theta: float) -> dict[str, Any]:
-    """Returns the config with positions of one dimension. The three that a token has are equal
-    where there are no images, and are then those of a text."""
+def _with_plain_rope(text: dict[str, Any], theta: float) -> dict[str, Any]:
+    """Returns the config with ordinary RoPE in place of M-RoPE. Without images, the three positions
+    of a token in M-RoPE are equal, so both give the same result."""
     plain = {"rope_theta": theta, **text}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given := plain.get(key), dict):
-            kept = {name: each for name, each in given.items() if name not in _OF_POSITIONS}
+            kept = {name: each for name, each in given.items() if name not in _MROPE_KEYS}
             plain[key] = {name: each for name, each in kept.items() if each != "mrope"} or None
     return plain

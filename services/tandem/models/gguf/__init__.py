@@ -1,1 +1,1 @@
-"""Reads GGUF files: configuration, tokenizer and weights, as Hugging Face folders have them."""
+"""Reads GGUF files: config and tokenizer in the format of Hugging Face folders, and weights."""

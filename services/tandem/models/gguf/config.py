@@ -1,4 +1,4 @@
-"""Turns the metadata of a GGUF file into a config.json and a generation_config.json.
+"""Converts the metadata of a GGUF file to config.json and generation_config.json.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
-# general.architecture -> the Hugging Face class that computes the same. Mistral's GGUF files say
-# llama, and are the same computation.
+# general.architecture -> the equivalent Hugging Face class and model_type. GGUF files of Mistral
+# models have the architecture llama, which computes the same.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -37,11 +37,12 @@ ARCHITECTURES = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 _GEMMAS = ("gemma2", "gemma3")
-# Of these numbers of layers, the largest Gemma 2 and 3, scores are scaled by the hidden size.
+# Numbers of layers of Gemma 2 27B and Gemma 3 27B. These two scale attention scores by the hidden
+# size per head.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # llama: Mixtral
-# Sizes of heads that must all be the one of attention.key_length, but with latent attention.
-_OF_HEADS = (
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # With experts, llama is Mixtral.
+# Head sizes that must equal attention.key_length, except with latent attention.
+_HEAD_SIZE_KEYS = (
     *("attention.value_length", "rope.dimension_count"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
 )
@@ -59,9 +60,10 @@ def hf_config(
     tensor_names: frozenset[str],
     rope_tables: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Returns a config.json's contents. `rope_tables` are the tensors of names.ROPE_TABLES.
+    """Returns the contents of config.json. `rope_tables` has the tensors listed in
+    names.ROPE_TABLES.
 
-    Raises UnsupportedModel naming what a Hugging Face folder could not say or we could not run.
+    Raises UnsupportedModel naming a key that config.json cannot express or that is not supported.
     """
     if metadata.architecture not in ARCHITECTURES:
         raise UnsupportedModel(
@@ -108,13 +110,14 @@ def hf_config(
     if metadata.architecture == "phi3":
         more |= _phi3(metadata, head_dim=head_dim)
     if metadata.architecture == "gpt-oss" and config["rope_scaling"] is None:
-        config["rope_scaling"] = {"rope_type": "default"}  # YaRN where nothing is said
+        # The default for gpt-oss in transformers is YaRN.
+        config["rope_scaling"] = {"rope_type": "default"}
     if metadata.architecture in _GEMMAS:
         more = _gemma(metadata, head_dim=head_dim, wide=hidden_size // num_heads)
     return config | more | metadata.special_ids(**_SPECIAL)
 
 
-# Names in general.sampling -> names in generation_config.json.
+# Key under general.sampling -> key in generation_config.json.
 _SAMPLING = {
     **{name: name for name in ("top_k", "top_p", "min_p")},
     "temp": "temperature",
@@ -123,13 +126,15 @@ _SAMPLING = {
 
 
 def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
-    """Returns every id that ends a sequence, and the sampling defaults of newer files."""
+    """Returns the contents of generation_config.json: the ids of all end tokens, and the sampling
+    defaults that newer files have."""
     ids: dict[str, Any] = metadata.special_ids(**_SPECIAL)
     if eos := end_token_ids(metadata):
         ids["eos_token_id"] = eos if len(eos) > 1 else eos[0]
     for name, ours in _SAMPLING.items():
         if (value := metadata.get(f"general.sampling.{name}")) is not None:
-            ids[ours] = round(value, 6) if isinstance(value, float) else value  # of a float32
+            # The file stores float32: 0.7 would become 0.699999988.
+            ids[ours] = round(value, 6) if isinstance(value, float) else value
     return ids
 
 
@@ -141,7 +146,7 @@ def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
             f"a mixture of {num_experts} experts is not supported for {metadata.architecture}; "
             f"it is for {' and '.join(_WITH_EXPERTS)}"
         )
-    for key in _OF_HEADS if metadata.architecture != "deepseek2" else ():
+    for key in _HEAD_SIZE_KEYS if metadata.architecture != "deepseek2" else ():
         size = metadata.size(key, head_dim)
         is_partial = metadata.architecture == "phi3" and key == "rope.dimension_count"
         if size != head_dim and not is_partial:
@@ -212,14 +217,15 @@ def _gemma(metadata: GgufMetadata, *, head_dim: int, wide: int) -> dict[str, Any
 
 
 def _window(metadata: GgufMetadata) -> dict[str, Any]:
-    """Returns what a config.json says of a sliding window that all layers have.
+    """Returns the keys of config.json for a sliding window.
 
-    Raises UnsupportedModel if only some have it.
+    Raises UnsupportedModel if only some layers have the window, except for gpt-oss.
     """
     window = metadata.count("attention.sliding_window", 0)
     if not window or metadata.architecture in (*_GEMMAS, "phi3"):
         return {}
-    if metadata.architecture == "gpt-oss":  # every second layer has it, the first one too
+    # Every second layer has a window, starting with the first.
+    if metadata.architecture == "gpt-oss":
         return {"sliding_window": window}
     if metadata.of_model("attention.sliding_window_pattern", 1) != 1:
         raise UnsupportedModel(
@@ -230,7 +236,7 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
         raise UnsupportedModel(f"a sliding window is not supported for {metadata.architecture}")
     if metadata.count("expert_count", 0):
         return {"sliding_window": window, "use_sliding_window": True}
-    if metadata.architecture == "llama":  # the same computation but for the window
+    if metadata.architecture == "llama":  # Mistral is Llama with a sliding window.
         return {
             "architectures": ["MistralForCausalLM"],
             "model_type": "mistral",

@@ -1,9 +1,9 @@
-"""Converts a GGUF file to a Hugging Face folder without weights, once, and keeps it in a cache.
+"""Converts a GGUF file to a Hugging Face folder without weights, and caches the folder.
 
-The weights stay in the file, and the folder says where the copy lies that was used last. A
-conversion is written into a folder beside its place and renamed when it is whole, under a lock on a
-file of the same name: a process that comes second waits and finds the result, one that dies leaves
-nothing that a later one would take for whole.
+The weights stay in the GGUF file; the folder records the path of the copy that was used last. A
+conversion is written to a temporary folder and renamed when it is complete, under a file lock. A
+second process waits for the lock and finds the result. A process that dies leaves no folder that
+looks complete.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
-CONVERSION_FILE = "tandem_conversion.json"  # in the converted folder: what it was made from
+CONVERSION_FILE = "tandem_conversion.json"  # file in the converted folder that records its source
 
-# Part of the cache's key: raise it whenever a conversion would write anything else than before.
+# Part of the cache key. Increment it with every change to the output of a conversion.
 _VERSION = 7
 _KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
 
 
 def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
-    """Returns the Hugging Face folder of a GGUF file, or of all parts of the model that it is a
-    part of; converts it (seconds) unless done before.
+    """Returns the Hugging Face folder of a GGUF model. Converts it, which takes seconds, unless it
+    is cached.
 
-    `cache_dir` stands for `cache_root()`. Raises UnsupportedModel for what cannot be converted,
-    ConfigError when the file is no GGUF file.
+    `gguf_file` may be one part of a split model. `cache_dir` defaults to `cache_root()`. Raises
+    UnsupportedModel if the model cannot be converted, ConfigError if the file is not a valid GGUF
+    file.
     """
     files = parts_of(gguf_file)
     return keep_conversion(
@@ -52,14 +53,16 @@ def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
 
 
 def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) -> Path:
-    """Returns a folder of the cache, which `convert` fills unless it was filled before.
+    """Returns the cache folder `place`. If it does not exist, `convert` is called to fill it.
 
-    `source` is what the conversion is made of, or another copy of that."""
+    `source` is the file to convert. If the folder was made from another copy of it, the folder's
+    record is changed to this copy."""
     if place.is_dir() and _source(place) == str(source.resolve()):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(place.name + ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process dies
+        # The operating system releases the lock if the process dies.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if place.is_dir():
             _set_source(place, source)
         else:
@@ -75,21 +78,24 @@ def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) 
 
 
 def cache_root() -> Path:
-    """The folder that keeps converted and downloaded models."""
+    """Returns the folder of converted and downloaded models: $TANDEM_CACHE_DIR,
+    $XDG_CACHE_HOME/tandem or ~/.cache/tandem."""
     if named := os.environ.get(CACHE_DIR_VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def model_name(gguf_file: Path) -> str:
-    """Removes the quantization: SmolLM2-135M-Instruct.Q4_1.gguf becomes SmolLM2-135M-Instruct."""
+    """Returns the file's name without its quantization: SmolLM2-135M-Instruct.Q4_1.gguf becomes
+    SmolLM2-135M-Instruct."""
     return _QUANTIZATION.sub("", whole_name(gguf_file))
 
 
 def gguf_config(gguf_file: Path) -> ModelConfig:
-    """Returns the shape of a GGUF file's model from its metadata; converts nothing.
+    """Reads the shape of a GGUF file's model from its metadata, without a conversion.
 
-    Raises UnsupportedModel, and ConfigError when the file is no GGUF file.
+    Raises UnsupportedModel if the model cannot be run, ConfigError if the file is not a valid GGUF
+    file.
     """
     files = parts_of(gguf_file)
     with naming(files[0]):
@@ -98,8 +104,8 @@ def gguf_config(gguf_file: Path) -> ModelConfig:
 
 
 def _place(files: Sequence[Path], cache_dir: Path | None) -> Path:
-    # By content, so that every copy of a file shares one conversion. Both ends tell files of one
-    # size apart: the first has the metadata, the last the weights.
+    # The key is a hash of the contents, so all copies of a file share one conversion. Files of
+    # equal size differ in their first bytes (metadata) or in their last ones (weights).
     digest = hashlib.blake2b(str(_VERSION).encode(), digest_size=8)
     for file in files:
         size = file.stat().st_size
@@ -116,7 +122,7 @@ def _source(folder: Path) -> str:
 
 
 def _set_source(folder: Path, source: Path) -> None:
-    """The copy that the folder was made from may be gone, with an older environment for example."""
+    """Records the file that holds the weights. The copy recorded before may have been deleted."""
     conversion = json.loads((folder / CONVERSION_FILE).read_text())
     changed = folder / f"{CONVERSION_FILE}.changed"
     write_json(changed, conversion | {"source": str(source.resolve())})
@@ -127,7 +133,7 @@ def _read(
     files: Sequence[Path],
 ) -> tuple[list[StoredTensor], GgufMetadata, dict[str, Any], dict[str, Any]]:
     """Returns the tensors, the metadata, config.json and generation_config.json."""
-    # Slow to import, and needed the first time only.
+    # Imported here because the imports are slow and a cached folder does not need them.
     from tandem.models.gguf.config import generation_config, hf_config
     from tandem.models.gguf.layout import read_parts
     from tandem.models.gguf.metadata import GgufMetadata
@@ -143,7 +149,7 @@ def _read(
 
 
 def _rope_tables(tensors: list[StoredTensor]) -> dict[str, np.ndarray]:
-    """Returns the divisors of the rotary frequencies, each [rotated numbers / 2], by name."""
+    """Returns the tables of RoPE frequency divisors by name, each float32 [rotary dim / 2]."""
     import gguf
     import numpy as np
 
@@ -163,10 +169,10 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
 
     with naming(files[0]):
         stored, metadata, config, generation = _read(files)
-        ModelConfig.from_hf(config, generation)  # what it refuses is not converted
+        ModelConfig.from_hf(config, generation)  # Raises for a model that cannot be run.
         tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
-            hf_name(tensor.name, config["architectures"][0])  # raises for one that has no place
+            hf_name(tensor.name, config["architectures"][0])  # Raises for an unknown tensor.
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", generation)
         write_tokenizer(metadata, folder)
@@ -180,5 +186,5 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a JSON file."""
+    """Writes `value` as an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,6 +1,7 @@
-"""Reads the keys of llama.cpp's `deepseek2`: DeepSeek V2 and V3, and models that compute like them.
+"""Reads the GGUF keys of the architecture `deepseek2`: DeepSeek V2, V3 and compatible models.
 
-Both have one architecture in GGUF files; the function that weighs experts tells them apart.
+V2 and V3 share one architecture in GGUF files. The gating function of the experts distinguishes
+them: softmax is V2, sigmoid is V3.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ from tandem.errors import UnsupportedModel
 if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
-# Values of expert_gating_func; files from before the key have softmax.
-_SOFTMAX, _SIGMOID = (0, 1), 2
-# (layers, experts): (groups, groups of a token). Older converters left out the groups of experts:
-# these are those of the published models of such sizes, DeepSeek V2 and V3.
+# Values of expert_gating_func. Older files lack the key and use softmax.
+_SOFTMAX = (0, 1)
+_SIGMOID = 2
+# (layers, experts) -> (expert groups, groups chosen for each token). Older converters left these
+# keys out; the values are those of the published DeepSeek V2 and V3.
 _GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
 
 
 def deepseek_config(metadata: GgufMetadata) -> dict[str, Any]:
-    """Returns what a config.json has beside the keys of all architectures.
+    """Returns the keys of config.json that are specific to DeepSeek.
 
-    Raises UnsupportedModel naming the key that cannot be computed.
+    Raises UnsupportedModel naming the key that is not supported.
     """
     return _latent(metadata) | _experts(metadata)
 
 
 def latent_rope(metadata: GgufMetadata) -> dict[str, Any]:
-    """Returns what the scaling of positions has beside its own keys.
+    """Returns `mscale` and `mscale_all_dim` for `rope_scaling`; {} if the file does not scale.
 
-    The file has a tenth of mscale_all_dim, and no mscale: in all published models they are equal.
+    The file stores mscale_all_dim / 10. It has no mscale, which equals mscale_all_dim in all
+    published models. Raises UnsupportedModel for a negative value.
     """
     key = "rope.scaling.yarn_log_multiplier"
     mscale = round(10 * metadata.number(key, 0.0), 6)
@@ -62,15 +65,15 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
         "qk_nope_head_dim": query - rope,
         "qk_rope_head_dim": rope,
         "v_head_dim": value,
-        "head_dim": rope,  # what transformers calls so
+        "head_dim": rope,  # In transformers, head_dim of these models is the rotated size.
         "rope_interleave": True,
     }
 
 
 def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int, int]:
-    """Returns the numbers of a head's key, with the rotated ones, and of its value.
+    """Returns the size of a head's key, including the rotated part, and the size of its value.
 
-    Newer files have them in keys of their own, and those of a token's KV in the usual ones.
+    Newer files state them in `*_length_mla`, and use `*_length` for the sizes of a token's KV.
     """
     parts = ("key", "value")
     usual = [metadata.size(f"attention.{part}_length", None) for part in parts]
@@ -121,7 +124,7 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
-    if is_normalized:  # which transformers ignores, and other programs do not
+    if is_normalized:  # Implementations disagree: transformers ignores it, others do not.
         raise _refusal(metadata, "expert_weights_norm", is_normalized, "False, with softmax")
     has_groups = groups[0] > 1
     return config | {
@@ -132,7 +135,7 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
 
 
 def _groups(metadata: GgufMetadata, num_experts: int) -> tuple[int, int]:
-    """Returns the number of groups of experts, and of those of a token."""
+    """Returns the number of expert groups, and how many of them are chosen for each token."""
     given = metadata.count("expert_group_count", 0)
     if given:
         return given, metadata.size("expert_group_used_count", given)

@@ -1,4 +1,4 @@
-"""Writes the model of a GGUF file as a Hugging Face folder, for programs that read no GGUF."""
+"""Writes a GGUF model as a Hugging Face folder, for programs that cannot read GGUF."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,8 @@ from tandem.models.gguf.tensors import read_tensors
 
 
 def export(model: ModelFolder, folder: Path) -> Path:
-    """Fills the folder, unless it is there: the weights in float32, and the model's other files."""
+    """Writes float32 safetensors and the model's JSON files to `folder`, and returns it. Does
+    nothing if the folder exists."""
     if folder.is_dir():
         return folder
     unfinished = folder.with_name(folder.name + ".unfinished")

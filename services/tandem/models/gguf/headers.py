@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by Hugging Face's names, without a byte of them. Loads no torch."""
+"""Reads tensor headers of GGUF files under Hugging Face names. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tandem.models.gguf.names import ROPE_TABLES, hf_name
 
 
 def read_headers(files: Sequence[Path], architecture: str) -> dict[str, StoredTensor]:
-    """Returns all tensors of a model's files but those that became a part of the config.
+    """Returns the headers of a model's tensors by their Hugging Face names, except RoPE tables,
+    which are part of the config.
 
-    Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
-    no place in the architecture, or whose type nobody here can dequantize.
+    Raises ConfigError for a truncated or invalid file, and UnsupportedModel naming a tensor that
+    the architecture does not have or whose type cannot be dequantized.
     """
     headers: dict[str, StoredTensor] = {}
     readable: dict[gguf.GGMLQuantizationType, bool] = {}

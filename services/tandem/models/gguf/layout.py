@@ -1,9 +1,9 @@
-"""Reads the keys of a GGUF file and the places of its tensors, in one pass.
+"""Reads the keys of a GGUF file and the locations of its tensors, in one pass.
 
-The gguf package's reader trusts the counts and lengths in a file: a wrong one makes it loop for
-hours or fill the memory. It also keeps four numpy views of each string, which is a gigabyte for a
-large vocabulary. Here each count is compared with the bytes that the file really has, so that time
-and memory of a conversion are bounded by the size of the file.
+The gguf package's reader trusts the counts and lengths in a file, so a wrong one can make it run
+for hours or exhaust memory. It also keeps four numpy views of each string, which takes a gigabyte
+for a large vocabulary. This reader checks each count against the size of the file, which bounds
+time and memory.
 
     magic, version, num_tensors, num_keys | keys and values | tensor infos | padding | tensor data
 
@@ -25,53 +25,57 @@ from tandem.models.files import naming
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # bytes, unless the file names another
+_ALIGNMENT = 32  # bytes; the default if general.alignment is absent
 _ALIGNMENT_MAX = 1 << 20
 _ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
 _TENSORS_MAX = 1 << 16
 _DIMS_MAX = 4
-_ITEMS_MAX = 1 << 22  # of all arrays; the largest vocabularies need 1.5 million, with their merges
+# Limits all arrays of a file together; the largest vocabularies with merges have 1.5 million items.
+_ITEMS_MAX = 1 << 22
 
-_UINT32, _STRING, _ARRAY = 4, 8, 9
-# The types of numbers, as the struct module names them.
+_UINT32 = 4
+_STRING = 8
+_ARRAY = 9
+# Number types -> their format characters in the struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_SIZE_BYTES = 8  # of the length before a string
+_SIZE_BYTES = 8  # size of the length field before a string
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a GGUF file. Rows of a quantized type are blocks."""
+    """The header and location of a tensor in a GGUF file."""
 
     file: Path
     name: str
     type: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # as torch orders it: the numbers of a row last
-    begin: int  # the byte of the file
-    end: int
+    shape: tuple[int, ...]  # in torch's order: the size of a row is last
+    begin: int  # offset in the file, in bytes
+    end: int  # offset after the last byte
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a GGUF file says about itself."""
+    """The keys and tensor headers of a GGUF file."""
 
     tensors: list[StoredTensor]
-    keys: Mapping[str, Any]  # numbers, texts, and lists of them
+    keys: Mapping[str, Any]  # numbers, strings, booleans, and lists of them
 
 
 def read_layout(path: Path) -> Layout:
-    """Reads a file. Raises ConfigError saying what is wrong with it and where."""
+    """Reads a file's layout. Raises ConfigError with the fault and its location in the file."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Scan(path, data).layout()
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+    except (OSError, ValueError) as error:  # ValueError includes the failure to map an empty file.
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
 
 def read_parts(files: Sequence[Path]) -> Layout:
-    """Returns the keys of a model's first file and the tensors of all.
+    """Reads a model's files: the keys of the first and the tensors of all.
 
-    Raises ConfigError naming a file that is not whole, or is not the part that its name says."""
+    Raises ConfigError naming a file that is truncated or invalid, or whose part number does not
+    match its name."""
     layouts = [read_layout(file) for file in files]
     for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
         with naming(file):
@@ -102,7 +106,7 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
 
 
 class _Scan:
-    """One pass over a file, from its start. Its methods raise ValueError."""
+    """One forward pass over a file. Its methods raise ValueError for an invalid file."""
 
     def __init__(self, file: Path, data: mmap.mmap) -> None:
         self._file = file
@@ -160,7 +164,7 @@ class _Scan:
         self._num_items_left -= num_items
         if kind == _STRING:
             return self._strings(num_items)
-        return self._numbers(kind, num_items)  # arrays of arrays are refused: no model has one
+        return self._numbers(kind, num_items)  # Raises for nested arrays, which no model has.
 
     def _numbers(self, kind: int, num: int) -> list[Any]:
         if kind not in _SCALARS:
@@ -169,13 +173,15 @@ class _Scan:
         return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
     def _tensor_info(self) -> StoredTensor:
-        """Returns a tensor that starts and ends so many bytes after the start of the data."""
+        """Reads a tensor's header. `begin` and `end` are relative to the start of the tensor
+        data."""
         name = self._string()
         num_dims = self._uint32()
         if not 1 <= num_dims <= _DIMS_MAX:
             raise ValueError(f"the tensor {_shown(name)} has {num_dims} dimensions")
         dims = [self._uint64() for _ in range(num_dims)]
-        kind, start = self._uint32(), self._uint64()
+        kind = self._uint32()
+        start = self._uint64()
         try:
             of_type = gguf.GGMLQuantizationType(kind)
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[of_type]
@@ -206,11 +212,14 @@ class _Scan:
         return taken
 
     def _string(self) -> str:
-        return self._take(self._uint64()).decode()  # UnicodeDecodeError is a ValueError
+        # Raises UnicodeDecodeError, which is a ValueError.
+        return self._take(self._uint64()).decode()
 
     def _strings(self, num: int) -> list[str]:
-        """Returns so many strings. This is the loop that a large vocabulary spends its time in."""
-        data, at, found = self._data, self._at, []
+        """Reads `num` strings. For large vocabularies, this loop takes most of the time."""
+        data = self._data
+        at = self._at
+        found = []
         for _ in range(num):
             begin = at + _SIZE_BYTES
             at = begin + int.from_bytes(data[at:begin], "little")

@@ -1,6 +1,6 @@
-"""Typed look-ups in the keys of a GGUF file.
+"""Typed access to the keys of a GGUF file.
 
-Each refusal is one line that names the key, what the file has, and what is allowed.
+Each error is one line with the key, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ _MISSING = object()
 
 
 class GgufMetadata:
-    """The keys of a GGUF file. Its methods raise UnsupportedModel."""
+    """The keys of a GGUF file.
+
+    Methods raise UnsupportedModel for a value of the wrong type, and for a missing key if no
+    default is given."""
 
     def __init__(self, keys: Mapping[str, Any]) -> None:
-        """`keys` are those of layout.Layout."""
+        """`keys` comes from `Layout.keys`."""
         self._keys = keys
         self.architecture = self.text("general.architecture", "(none named)")
 
@@ -32,8 +35,8 @@ class GgufMetadata:
         return self._checked(key, self.get(key, default), _is_flag, "true or false")
 
     def items(self, key: str, kind: type, num: int | None = None) -> list[Any] | None:
-        """Returns a list of `num` items of a type; None if the file has none. Integers are numbers,
-        too."""
+        """Returns a list whose items have the type `kind`; None if the key is absent. If `num` is
+        given, the list must have that length. `float` also accepts integers."""
         value = self.get(key)
         if value is None:
             return None
@@ -48,7 +51,7 @@ class GgufMetadata:
         return value
 
     def tokens(self) -> list[str]:
-        """Returns the texts of all tokens."""
+        """Returns the vocabulary; the index of a token is its id."""
         tokens = self.items("tokenizer.ggml.tokens", str)
         if not tokens:
             raise UnsupportedModel(
@@ -57,7 +60,7 @@ class GgufMetadata:
         return tokens
 
     def token_id(self, key: str) -> int | None:
-        """Returns a token's id within the vocabulary; None if the file names none."""
+        """Reads a token id and checks that it is in the vocabulary; None if the key is absent."""
         if (value := self.get(key)) is None:
             return None
         num_tokens = len(self.tokens())
@@ -68,12 +71,14 @@ class GgufMetadata:
         return value
 
     def special_ids(self, **keys: str) -> dict[str, int]:
-        """Token ids by the names that `keys` give them, as far as the file has them."""
+        """Returns the ids of special tokens. `keys` maps result names to special tokens, such as
+        bos_token_id="bos"; tokens that the file does not name are left out."""
         found = {name: self.token_id(special_key(key)) for name, key in keys.items()}
         return {name: token_id for name, token_id in found.items() if token_id is not None}
 
     def of_model(self, key: str, default: Any = _MISSING) -> Any:
-        """Reads a key of the architecture, which may have one value for all layers."""
+        """Reads a key with the architecture's prefix. A list with one value per layer is accepted
+        if all values are equal."""
         full_key = f"{self.architecture}.{key}"
         value = self.get(full_key, default)
         if value is _MISSING:
@@ -87,11 +92,11 @@ class GgufMetadata:
         return value
 
     def size(self, key: str, default: Any = _MISSING) -> Any:
-        """Reads a number of the architecture that counts something."""
+        """Reads a positive integer with the architecture's prefix."""
         return self._of_model(key, default, _is_size, "a positive integer")
 
     def count(self, key: str, default: Any = _MISSING) -> Any:
-        """Reads a number of the architecture that counts something, of which there may be none."""
+        """Reads an integer from 0 on with the architecture's prefix."""
         return self._of_model(key, default, _is_count, "an integer from 0 on")
 
     def number(self, key: str, default: Any = _MISSING) -> Any:
@@ -109,7 +114,7 @@ class GgufMetadata:
     def _checked(
         self, key: str, value: Any, is_allowed: Callable[[Any], bool], allowed: str
     ) -> Any:
-        if key not in self._keys:  # the default
+        if key not in self._keys:  # The value is the default.
             if value is _MISSING:
                 raise UnsupportedModel(f"the GGUF file has no {key}; it must be {allowed}")
             return value
@@ -119,7 +124,7 @@ class GgufMetadata:
 
 
 def special_key(name: str) -> str:
-    """Returns the key of a special token, such as eos."""
+    """Returns the GGUF key of a special token's id, for a name such as "eos"."""
     return f"tokenizer.ggml.{name}_token_id"
 
 

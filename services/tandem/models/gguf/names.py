@@ -1,13 +1,14 @@
-"""Hugging Face's names of a GGUF file's tensors, and which rows are in another order."""
+"""Maps GGUF tensor names to Hugging Face names, and tells which tensors have permuted rows."""
 
 import re
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.model import ModelConfig
 
-# These become a part of the config.
+# These tensors become part of config.json.
 ROPE_FREQS = "rope_freqs.weight"
-ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_LONG = "rope_factors_long.weight"
+ROPE_SHORT = "rope_factors_short.weight"
 ROPE_TABLES = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 
 _OUTER = {
@@ -35,8 +36,9 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
-# These are no module's weight to transformers.
-_SINKS, _CORRECTION = "self_attn.sinks", "mlp.gate.e_score_correction_bias"
+# Hugging Face names of these tensors have no suffix .weight or .bias.
+_SINKS = "self_attn.sinks"
+_CORRECTION = "mlp.gate.e_score_correction_bias"
 _DEEPSEEK = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -51,8 +53,8 @@ _DEEPSEEK = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": _CORRECTION,
 }
-# What architectures that begin so name otherwise.
-_OF_FAMILIES = {
+# Names that differ, by the start of the Hugging Face class name.
+_NAMES_BY_FAMILY = {
     "Gemma": {"ffn_norm": "pre_feedforward_layernorm"},
     "Phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "GptOss": {"attn_sinks": _SINKS, "ffn_gate_inp": "mlp.router"},
@@ -64,9 +66,10 @@ _PERMUTED = tuple(
 
 
 def hf_name(name: str, architecture: str = "LlamaForCausalLM") -> str:
-    """Renames `blk.0.attn_q.weight` to `model.layers.0.self_attn.q_proj.weight`.
+    """Returns the Hugging Face name of a GGUF tensor: `blk.0.attn_q.weight` becomes
+    `model.layers.0.self_attn.q_proj.weight`.
 
-    Raises UnsupportedModel for a tensor that has no place in the architecture."""
+    Raises UnsupportedModel for a tensor that the architecture does not have."""
     match = _NAME.fullmatch(name)
     parts = _OUTER if match and match["layer"] is None else _inner(architecture)
     if match is None or match["part"] not in parts:
@@ -80,7 +83,7 @@ def hf_name(name: str, architecture: str = "LlamaForCausalLM") -> str:
 
 
 def gguf_names(name: str, architecture: str) -> list[str]:
-    """Returns the names in GGUF files that `hf_name` renames to this one."""
+    """Returns the GGUF names that `hf_name` maps to this Hugging Face name."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     start = f"blk.{layer[1]}." if layer else ""
     stored = [
@@ -92,17 +95,18 @@ def gguf_names(name: str, architecture: str) -> list[str]:
 
 
 def _inner(architecture: str) -> dict[str, str]:
-    """Returns the names of a layer's parts."""
+    """Returns the mapping of GGUF to Hugging Face names for the parts of a layer."""
     return _INNER | {
         part: module
-        for family, parts in _OF_FAMILIES.items()
+        for family, parts in _NAMES_BY_FAMILY.items()
         if architecture.startswith(family)
         for part, module in parts.items()
     }
 
 
 def stored_offset(name: str, architecture: str) -> float:
-    """Returns what the file adds to a tensor: 1 to Gemma's norms, which add it themselves."""
+    """Returns the number that GGUF files add to a tensor: 1 for Gemma's norm weights, else 0.
+    Hugging Face files store these weights without it."""
     return float(_is_gemma(architecture) and name.split(".")[-2].endswith("norm"))
 
 
@@ -111,7 +115,7 @@ def _is_gemma(architecture: str) -> bool:
 
 
 def num_permuted_heads(name: str, config: ModelConfig) -> int:
-    """Returns the number of heads whose rows `unpermute` puts in order; 0 if none are permuted."""
+    """Returns the number of heads of a tensor whose rows need `unpermute`; 0 if it does not."""
     if config.architecture not in _PERMUTED:
         return 0
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_kv_heads}

@@ -1,8 +1,8 @@
-"""Keys of a GGUF file that change what is computed, and the values at which they change nothing.
+"""Checks GGUF keys that are not read but would change results.
 
-`config.py` reads the keys of the architectures that it knows. A file may have others, such as a
-scale of attention that a converter wrote for a model of another kind. Whatever would change an
-answer and is not read is refused here.
+config.py reads the keys that its architectures use. A file may have further keys, such as an
+attention scale for another kind of model. Each must have a neutral value, which changes nothing;
+any other value raises UnsupportedModel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "use_parallel_residual": (False,),
 }
-# Keys that are read elsewhere here, or whose other value is what the architecture does.
+# Exceptions by architecture: None if the key is read by another module, else its allowed values.
 _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
     "deepseek2": dict.fromkeys(
         (
@@ -68,7 +68,7 @@ _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
 
 
 def check_neutral(metadata: GgufMetadata) -> None:
-    """Raises UnsupportedModel naming a key that would change answers and is not read."""
+    """Raises UnsupportedModel naming a key that would change results and is not read."""
     of_all = {**_NEUTRAL, **_READ.get(metadata.architecture, {})}
     for key, allowed in of_all.items():
         if allowed is None or (value := metadata.of_model(key, None)) is None:

@@ -1,4 +1,4 @@
-"""Reads the scaling of rotary positions from a GGUF file's keys and from its tables."""
+"""Reads RoPE scaling from a GGUF file's keys and tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 def rope_scaling(
     metadata: GgufMetadata, *, theta: float, tables: Mapping[str, np.ndarray]
 ) -> dict[str, Any] | None:
-    """Returns `rope_scaling` of a config.json. Raises UnsupportedModel for what it cannot say."""
+    """Returns `rope_scaling` for config.json; None if there is no scaling. Raises UnsupportedModel
+    if config.json cannot express the scaling."""
     if ROPE_LONG in tables or ROPE_SHORT in tables:
         return _longrope(metadata, tables)
     if ROPE_FREQS in tables:
@@ -56,12 +57,16 @@ def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[
 
 
 def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
-    """Returns the parameters behind GGUF's table of divisors, which holds none of its own.
+    """Derives the llama3 scaling parameters from GGUF's table of frequency divisors.
 
-    Llama 3.1, 3.2 and 3.3 share all but the factor, which is the table's largest entry; the table
-    they give is compared, so that another scaling is refused and never guessed.
+    The file stores only the table. Llama 3.1, 3.2 and 3.3 differ only in the factor, which is the
+    table's largest entry. The table computed from these parameters is compared with the stored one;
+    a difference raises UnsupportedModel.
     """
-    factor, low, high, original = float(rope_freqs.max()), 1.0, 4.0, 8192
+    factor = float(rope_freqs.max())
+    low = 1.0
+    high = 4.0
+    original = 8192
     half = rope_freqs.size
     wavelengths = 2 * np.pi * theta ** (np.arange(half, dtype=np.float64) / half)
     smooth = (original / wavelengths - low) / (high - low)

@@ -1,7 +1,7 @@
-"""The files of a model that llama.cpp's gguf-split has cut into parts.
+"""Finds the files of a model that was split by llama.cpp's gguf-split.
 
-The parts are named NAME-00001-of-00003.gguf and so on. The first one has the keys of the model; all
-have some of the tensors, and say which part they are and how many tensors all of them have.
+The parts are named NAME-00001-of-00003.gguf and so on. The first part has the keys of the model.
+Each part has some of the tensors, its part number and the total number of tensors.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 
 def whole_name(file: Path) -> str:
-    """Returns the file's name without its suffix and the number of its part."""
+    """Returns the file's name without its suffix and part number."""
     found = _PART.fullmatch(file.name)
     return found["name"] if found else file.stem
 
 
 def parts_of(file: Path) -> tuple[Path, ...]:
-    """Returns all files of the model that a file belongs to. Raises ConfigError naming those that
-    are missing."""
+    """Returns all parts of the model to which `file` belongs, in order. Raises ConfigError naming
+    the parts that are missing."""
     found = _PART.fullmatch(file.name)
     if found is None:
         return (file,)

@@ -1,4 +1,4 @@
-"""Maps the tensors of a GGUF file, under Hugging Face's names; what is quantized stays so."""
+"""Maps the tensors of GGUF files into memory under Hugging Face names, without dequantization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _DENSE = {
 
 
 class ZeroedType(IntEnum):
-    """A type of blocks with a zero for 32 or 64 inputs. No GGUF file has it."""
+    """Block types with a zero point for 32 or 64 inputs. They do not exist in GGUF files; other
+    checkpoints are converted to them."""
 
     Q4_Z32 = Q4_Z32
     Q4_Z64 = Q4_Z64
@@ -40,46 +41,47 @@ BlocksType: TypeAlias = gguf.GGMLQuantizationType | ZeroedType
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A tensor as a GGUF file has it: rows of quantized blocks, or of plain numbers."""
+    """A tensor in GGUF's format: rows of quantized blocks, or of unquantized numbers."""
 
     data: torch.Tensor  # uint8 [rows, bytes of a row]
     type: BlocksType
-    shape: tuple[int, ...]  # of the numbers
-    offset: float = 0.0  # of plain numbers, to be taken away
-    num_heads: int = 0  # whose rows are in llama.cpp's order; 0: all rows are in order
-    order: torch.Tensor | None = None  # int32: the input at each place of a row; None: in order
+    shape: tuple[int, ...]  # shape in numbers, not in bytes
+    offset: float = 0.0  # subtracted from unquantized numbers
+    num_heads: int = 0  # heads whose rows are in llama.cpp's order; 0: rows are in order
+    order: torch.Tensor | None = None  # int32, the input at each position of a row; None: in order
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of plain numbers; None if they are quantized."""
+        """The dtype of unquantized numbers; None if the tensor is quantized."""
         return _DENSE.get(self.type)
 
     def rows(self) -> torch.Tensor:
-        """Returns `data` in Hugging Face's order of rows."""
+        """Returns `data` with rows in Hugging Face's order."""
         return unpermute(self.data, self.num_heads) if self.num_heads else self.data
 
     def matrices(self) -> list[Blocks]:
-        """Returns the matrices of a tensor of three dimensions, which share its memory."""
+        """Splits a 3-dimensional tensor into its matrices, as views of the same memory."""
         num, *shape = self.shape
         return [replace(self, data=each, shape=tuple(shape)) for each in self.data.chunk(num)]
 
     def in_order(self, rows: torch.Tensor) -> Blocks:
-        """Returns a copy of a matrix whose rows are these of Hugging Face's."""
+        """Returns a copy of the rows with the indices `rows`, counted in Hugging Face's order."""
         shape = len(rows), self.shape[-1]
         return replace(self, data=self.rows()[rows], shape=shape, num_heads=0)
 
     def between(self, first: int, end: int) -> Blocks:
-        """Returns some rows of a matrix, in the order in which they lie. They share its memory."""
+        """Returns the rows from `first` to before `end`, in stored order, as a view of the same
+        memory."""
         return replace(self, data=self.data[first:end], shape=(end - first, self.shape[-1]))
 
     def to(self, device: torch.device) -> Blocks:
-        """Returns the same on a device, with rows in Hugging Face's order."""
+        """Copies the tensor to a device, with rows in Hugging Face's order."""
         return replace(self, data=self.rows().to(device), num_heads=0)
 
     def numbers(self) -> torch.Tensor:
-        """Returns plain numbers as they are, others in float32.
+        """Returns the values: unquantized tensors in their own dtype, quantized ones in float32.
 
-        Raises UnsupportedModel for a type that nobody here can dequantize.
+        Raises UnsupportedModel for a type that cannot be dequantized.
         """
         rows = self.rows()
         if self.dtype is not None:
@@ -108,21 +110,22 @@ class Blocks:
 
 
 def is_packed(block_type: BlocksType) -> bool:
-    """Returns whether the native kernels multiply with blocks of this type."""
+    """Returns whether the native kernels can multiply with blocks of this type."""
     native = library.load()
     return native is not None and native.kind_of_blocks(block_type) is not None
 
 
 def can_widen(block_type: BlocksType) -> bool:
-    """Returns whether torch makes numbers of such blocks on any device."""
+    """Returns whether torch code can dequantize blocks of this type on any device."""
     return block_type in TYPES
 
 
 def read_tensors(files: Sequence[Path], config: ModelConfig) -> dict[str, Blocks]:
-    """Returns all tensors of a model's files. A file stays mapped as long as one of them lives.
+    """Returns a model's tensors by their Hugging Face names. A file stays mapped while one of its
+    tensors exists.
 
-    Raises ConfigError for a file that is not whole, and UnsupportedModel naming a tensor that has
-    no place in the architecture.
+    Raises ConfigError for a truncated or invalid file, and UnsupportedModel naming a tensor that
+    the architecture does not have.
     """
     headers = read_headers(files, config.architecture)
     data = {file: _map(file) for file in files}
@@ -130,10 +133,10 @@ def read_tensors(files: Sequence[Path], config: ModelConfig) -> dict[str, Blocks
 
 
 def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undoes llama.cpp's order of a head's rows: pairs side by side -> first and second half.
+    """Reorders the rows of each head from llama.cpp's order to Hugging Face's.
 
-    GGUF's llama rotates neighbouring rows (2i, 2i+1), Hugging Face's rows (i, i + head_dim / 2).
-    `rows`: [num_heads * head_dim, ...] of a weight or a bias.
+    RoPE rotates rows (2i, 2i + 1) of a head in GGUF files, and rows (i, i + head_dim / 2) in
+    Hugging Face files. `rows` is a weight or a bias, [num_heads * head_dim, ...].
     """
     half = len(rows) // num_heads // 2
     pairs = rows.view(num_heads, half, 2, *rows.shape[1:])
@@ -141,7 +144,8 @@ def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _map(file: Path) -> torch.Tensor:
-    """Returns the file's bytes. They may be written to, as torch demands, which copies a page."""
+    """Maps a file as a uint8 tensor. The mapping is copy-on-write, because torch requires writable
+    memory."""
     with file.open("rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Writes the tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
+"""Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE (tokenizer.ggml.model = gpt2) and SentencePiece (llama). Of byte-level BPE only
-pre-tokenizers whose rules stand here: a guessed one would give wrong tokens without a word. The
-rules are llama.cpp's, by its names
+Supported are byte-level BPE (tokenizer.ggml.model = gpt2) and SentencePiece (llama). Byte-level BPE
+needs one of the pre-tokenizers listed in this module: a guessed one would silently give wrong
+tokens. Their names and rules are llama.cpp's
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
@@ -27,36 +27,40 @@ from tandem.models.gguf.end_tokens import CONTROL, UNUSED, USER_DEFINED, token_t
 from tandem.models.gguf.metadata import GgufMetadata, special_key
 
 _SPACE = "▁"
-_PIECE_MAX = 1024  # characters; the time to find a piece's merges grows with their square
+_PIECE_MAX = 1024  # characters; the time to find a piece's merges grows quadratically
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 
-# Of o200k_base. A word is a run of capitals, then of small letters; one of both may be empty.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# o200k_base (GPT-4o): a word is a run of upper-case letters and then one of lower-case letters;
+# either may be empty.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_AFTER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT_4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_AFTER}|{_BEFORE}{_UPPER}+{_LOWER}*{_AFTER}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Mistral's cuts words as o200k_base does, but no suffix such as 's from them, and single digits.
+# tekken (Mistral): words as in o200k_base, but without suffixes such as 's; digits are single.
 _TEKKEN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Kimi's cuts words as o200k_base does, but runs of Han letters are apart.
+# Kimi K2: words as in o200k_base, except that runs of Han characters are separate.
 _NOT_HAN = r"&&[^\p{Han}]]"
-_UPPER_K2, _LOWER_K2 = _UPPER.removesuffix("]") + _NOT_HAN, _LOWER.removesuffix("]") + _NOT_HAN
+_UPPER_K2 = _UPPER.removesuffix("]") + _NOT_HAN
+_LOWER_K2 = _LOWER.removesuffix("]") + _NOT_HAN
 _KIMI_K2 = (
     rf"[\p{{Han}}]+|{_BEFORE}{_UPPER_K2}*{_LOWER_K2}+{_AFTER}|"
     rf"{_BEFORE}{_UPPER_K2}+{_LOWER_K2}*{_AFTER}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Of DeepSeek. Cased letters but for some scripts, such as small letters of Georgian.
+# DeepSeek: cased letters, except those of some scripts, such as Georgian lower-case letters.
 _CASED = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c8f}\x{2d00}-\x{2d2d}"
     r"\x{a790}-\x{a7ff}\x{ab30}-\x{ab6f}\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{16eff}"
@@ -83,7 +87,7 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 _BEGINNING_WITH_BOS = (*_LLAMA3_NAMES, "tekken")
 _IGNORING_MERGES = (*_LLAMA3_NAMES, "tekken")
-# tokenizer.ggml.pre -> patterns that cut the text, one after the other.
+# tokenizer.ggml.pre -> patterns that split the text, applied one after the other.
 _PATTERNS = {
     **dict.fromkeys(("gpt-2", "olmo"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2)),
@@ -100,7 +104,8 @@ _PATTERNS = {
 
 
 def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
-    """Writes both files to `folder`. Raises UnsupportedModel naming the tokenizer or its rules."""
+    """Writes tokenizer.json and tokenizer_config.json to `folder`. Raises UnsupportedModel naming a
+    tokenizer or pre-tokenizer that is not supported."""
     model = metadata.text("tokenizer.ggml.model", "(none named)")
     pre = metadata.text("tokenizer.ggml.pre", "(none named)")
     if model not in ("gpt2", "llama"):
@@ -164,7 +169,7 @@ def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
 
 
 def pre_tokenizer(pre: str = "", *, pattern: str = "") -> pre_tokenizers.PreTokenizer:
-    """Returns what cuts a text into words, by rules that have a name here, or by one pattern."""
+    """Returns the pre-tokenizer named `pre` in _PATTERNS, or one with a single pattern."""
     patterns = (pattern,) if pattern else _PATTERNS[pre]
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -172,7 +177,7 @@ def pre_tokenizer(pre: str = "", *, pattern: str = "") -> pre_tokenizers.PreToke
 
 
 def _merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Returns the pairs of tokens that are joined, the first ones first."""
+    """Returns the BPE merges in order of priority."""
     merges = metadata.items("tokenizer.ggml.merges", str)
     if merges is None:
         raise UnsupportedModel(
@@ -206,7 +211,7 @@ def _add_special(tokenizer: Tokenizer, metadata: GgufMetadata, tokens: list[str]
 def _add_boundaries(
     tokenizer: Tokenizer, metadata: GgufMetadata, *, pre: str, tokens: list[str]
 ) -> None:
-    """Puts the bos and eos tokens around an encoded text, where the file asks for them."""
+    """Adds a post-processor for the bos and eos tokens that the file's settings request."""
     bos, eos = (metadata.token_id(special_key(name)) for name in ("bos", "eos"))
     is_default = pre in _BEGINNING_WITH_BOS or metadata.get("tokenizer.ggml.model") == "llama"
     add_bos = metadata.flag("tokenizer.ggml.add_bos_token", is_default)
@@ -221,12 +226,12 @@ def _add_boundaries(
 
 
 def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
-    """Makes a tokenizer from the pieces and scores of the file, without its special tokens.
+    """Makes a tokenizer from the file's pieces and scores, without special tokens.
 
-    llama.cpp joins the two neighbours that give the piece of the highest score until none are left
-    (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp). That is byte-pair
-    encoding whose merges are ordered by the score of what they give, the best first. Raises
-    UnsupportedModel without scores.
+    llama.cpp repeatedly merges the two neighbours whose result has the highest score
+    (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp). This is byte-pair
+    encoding with merges ordered by the score of their result. Raises UnsupportedModel if the file
+    has no scores.
     """
     scores = metadata.items("tokenizer.ggml.scores", float, len(tokens))
     if scores is None:
@@ -267,7 +272,8 @@ def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _sentence_piece_merges(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Returns all pairs of pieces that give a piece, the highest score first, then the longest."""
+    """Returns all pairs of pieces whose concatenation is a piece, ordered by the score of the
+    result (highest first), then by its length (longest first)."""
     found = [
         (-scores[token_id], -len(piece), token_id, cut, piece)
         for piece, token_id in vocab.items()

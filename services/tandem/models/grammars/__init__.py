@@ -1,9 +1,9 @@
-"""Structured output: grammars, and the masks that keep a completion within its grammar.
+"""Structured output: grammars, and the token masks that keep a completion within its grammar.
 
-    text.py      what a client asks for, as one grammar text (the router)
-    compiler.py  compiles a grammar text for a model's vocabulary, within limits (both)
-    masks.py     follows completions, and makes the mask of each next token (the engine)
+    text.py      converts a client's response format to one grammar text (router)
+    compiler.py  compiles a grammar text for a model's vocabulary, within limits (router and engine)
+    masks.py     tracks completions and computes the mask of each next token (engine)
 
-A grammar text and the tokens of the completion decide the mask: a sequence that was moved,
-preempted or prefilled elsewhere goes on as it would have.
+A mask depends only on the grammar text and the completion's tokens. A sequence that is migrated,
+preempted or prefilled by another worker therefore continues with the same masks.
 """

@@ -1,7 +1,7 @@
-"""Compiles grammar texts for the vocabulary of a model, within limits.
+"""Compiles grammar texts for a model's vocabulary, within limits.
 
-llguidance bounds its memory and its work by counts, not by time, so that the same grammar fails on
-every machine or on none. A compiled grammar is a matcher at its start; sequences copy it.
+llguidance limits its memory and work by counts instead of time, so a grammar fails on every machine
+or on none. A compiled grammar is a matcher in its initial state, which each sequence copies.
 """
 
 import re
@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from tandem.errors import BadRequest
 from tandem.models.folder import ModelFolder
 
-# All sequences of a grammar share its lexer: about 40 MB at most. The time of a mask grows with the
-# items that it adds, and with the square of those in a row, which an ambiguous grammar adds with
-# each token: 10 ms at most, where the defaults allowed 0.5 s. An object takes four items in a row
-# for each property that may be left out.
+# Memory: all sequences of a grammar share its lexer, which takes at most about 40 MB.
+# Time: a mask takes longer with more parser items, quadratically with the items in a row, which an
+# ambiguous grammar adds for each token. These limits allow 10 ms, llguidance's defaults 0.5 s.
+# An object needs four items in a row for each optional property.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
     step_max_items=5_000,
@@ -32,44 +32,47 @@ _LIMITS = LLParserLimits(
 )
 
 _SPECIAL = b"\xff"
-_SPECIAL_TOKEN = re.compile(rb"\xff\[(\d+)\]")  # as llguidance writes one between bytes
-# llguidance tokenizes the whole of a forced text for each of its tokens, and holds the GIL.
+# llguidance's notation for special tokens in byte strings
+_SPECIAL_TOKEN = re.compile(rb"\xff\[(\d+)\]")
+# llguidance tokenizes the complete forced text for each forced token, and holds the GIL.
 _FORCED_BYTES_MAX = 256
 
 
 @dataclass(slots=True)
 class GrammarCompiler:
-    """Compiles for one model. It reads the tokenizer when the first grammar comes."""
+    """Compiles grammars for one model. It reads the tokenizer at the first use or by `load`. It is
+    safe to share between threads."""
 
     tokenizer_file: Path
-    vocab_size: int  # of the model's logits
+    vocab_size: int  # number of the model's logits
     eos_token_ids: Sequence[int]
     _tokenizer: LLTokenizer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Self:
-        """Returns a compiler for a model."""
+        """Makes a compiler for the model in `folder`."""
         config = folder.config
         return cls(folder.path / "tokenizer.json", config.vocab_size, config.eos_token_ids)
 
     def compile(self, text: str) -> LLMatcher:
-        """Returns a matcher at the grammar's start; the GIL is free meanwhile. Raises BadRequest
-        with the reason if the grammar is invalid, unsupported or too large."""
+        """Returns a matcher in the grammar's initial state. Releases the GIL while it compiles.
+        Raises BadRequest with the reason if the grammar is invalid, unsupported or too large."""
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadRequest(matcher.get_error())
-        matcher.compute_ff_bytes()  # copies know what it forces at its start
+        matcher.compute_ff_bytes()  # Copies inherit this result.
         return matcher
 
     def check(self, text: str) -> str:
-        """Returns why no completion can follow the grammar; empty if one can."""
+        """Returns the reason why no completion can match the grammar; "" if one can."""
         try:
             matcher = self.compile(text)
         except BadRequest as error:
             return error.message
-        # A form begins with what it forces, such as a brace: what may follow has to fit, too. A
-        # special token stands there as a byte that is in no text.
+        # The check continues after the text that the grammar forces at its start, such as a brace.
+        # Forced special tokens, which are marked by a byte that is invalid in UTF-8, are not
+        # followed.
         begins = matcher.compute_ff_bytes()
         if begins and _SPECIAL not in begins:
             text = begins.decode(errors="ignore")
@@ -82,11 +85,11 @@ class GrammarCompiler:
         return ""
 
     def forced_token(self, matcher: LLMatcher) -> int | None:
-        """Returns the next token if the grammar leaves one text only.
+        """Returns the next token if the grammar allows only one text; else None.
 
-        llguidance reads a special token where this text is spelled like one, although the grammar
-        does not allow it. There the text goes on with its longest plain token. Of a long text only
-        the beginning is tokenized.
+        If the forced text is spelled like a special token that the grammar does not allow,
+        llguidance returns the special token; this method returns the longest ordinary token
+        instead. Only the beginning of a long text is tokenized.
         """
         text: bytes = matcher.compute_ff_bytes()
         if not text:
@@ -108,7 +111,7 @@ class GrammarCompiler:
         return forced[0]
 
     def load(self) -> None:
-        """Reads the tokenizer now."""
+        """Reads the tokenizer now, so that the first grammar does not wait for it."""
         self._vocabulary()
 
     def _vocabulary(self) -> LLTokenizer:
@@ -118,7 +121,7 @@ class GrammarCompiler:
                 if not eos:
                     raise BadRequest("the model has no end-of-sequence token")
                 text = self.tokenizer_file.read_text(encoding="utf-8")
-                # It may have added tokens that the model has no logits of.
+                # The tokenizer may have added tokens without logits in the model.
                 num_tokens = max(Tokenizer.from_str(text).get_vocab().values()) + 1
                 size = max(self.vocab_size, num_tokens)
                 self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=eos)

@@ -1,29 +1,29 @@
-"""Follows the completions that have a grammar, and makes the mask of each next token.
+"""Tracks the completions that have a grammar, and computes the mask of each next token.
 
-    compile threads  text -> compiled grammar, cached; a sequence is not admitted before it is there
-    mask threads     while the model computes a step: take the tokens since the last step into
-                     account, then fill the mask, a bit for each token of the vocabulary
+    compile threads  text -> compiled grammar, cached; a sequence is admitted when it is compiled
+    mask threads     while the model computes a step: consume the tokens of the last step, then
+                     compute the mask, one bit for each token of the vocabulary
 
-A step waits `MASK_WAIT_S` at most for its masks. A sequence whose mask is late draws no token in
+A step waits at most `MASK_WAIT_S` for its masks. A sequence whose mask is late samples no token in
 the step:
 
-    the model computes ---> mask is ready --> draws
-                       `--> mask is late ---> its last token is computed again, once it is ready
+    the model computes ---> mask is ready --> a token is sampled
+                       `--> mask is late ---> the sequence computes its last token again in the
+                                              first step for which the mask is ready
 
-A late mask delays its sequence and changes no token. A sequence ends with an error if it skips
-`SKIPS_MAX` steps while one mask is computed. The mask of a sequence whose last one was slow is made
-before the sequence joins a step, so that the others do not wait for it.
+A late mask delays its sequence but does not change its tokens. A sequence ends with an error if it
+skips more than `SKIPS_MAX` steps while one mask is computed. If the last mask of a sequence was
+slow, its next mask is computed before the sequence joins a step, so other sequences do not wait.
 
-Sequences whose last mask was fast, new sequences and slow ones have a thread each, and so have
-short and long grammars: no number of slow ones holds up the others. A thread that one mask holds up
-is replaced. Matchers of one grammar share its lexer, and use it in turn.
+Sequences with fast masks, new sequences and sequences with slow masks have one thread each, and so
+have short and long grammars. Slow ones therefore do not delay the others. A thread that one mask
+occupies for too long is replaced. Matchers of one grammar share its lexer, which is locked.
 
-Where the grammar leaves only one text, its usual tokens are forced: no other spelling of it may
-come. So the engine may append them without asking the model, and does not have to.
+If the grammar allows only one text, its usual tokens are forced, and no other tokenization of the
+text is allowed. The engine may append forced tokens without a model step.
 
-All threads run without the GIL for most of their time. A matcher that fails, because its work
-exceeds llguidance's limits or because a token is not allowed, stays failed: the engine ends its
-sequence.
+All threads run without the GIL most of the time. A matcher fails if its work exceeds llguidance's
+limits or a token is not allowed. It stays failed, and the engine ends its sequence.
 """
 
 from __future__ import annotations
@@ -48,27 +48,29 @@ from tandem.models.grammars.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
-GRAMMARS_MAX = 32  # compiled ones that are kept: 40 MB each at most, far less as a rule
-GRAMMAR_BYTES_MAX = 1 << 20  # of their texts together
-LONG_TEXT_BYTES = 16 << 10  # of a grammar that may take seconds to compile
-MASK_WAIT_S = 0.02  # from the start of a step; the model computes meanwhile
-SLOW_MASK_S = 0.002  # of CPU time; an ordinary mask takes 0.1 ms, or 10 ms if it is the first
-FORCED_SEARCH_S = 0.005  # in a step, by the engine's thread
+GRAMMARS_MAX = 32  # Compiled grammars in the cache; each takes at most 40 MB, usually far less.
+GRAMMAR_BYTES_MAX = 1 << 20  # Limits the cached grammars' texts together.
+LONG_TEXT_BYTES = 16 << 10  # Longer grammars may take seconds to compile.
+MASK_WAIT_S = 0.02  # counted from the start of a step; the model computes at the same time
+SLOW_MASK_S = 0.002  # CPU time; ordinary masks take 0.1 ms, the first of a grammar 10 ms
+FORCED_SEARCH_S = 0.005  # per step, on the engine's thread
 SKIPS_MAX = 10
-SKIP_S = 0.05  # shorter steps count together: a first mask may take longer than ten of them
+# Skipped steps within this time count as one: the first mask may take longer than ten short steps.
+SKIP_S = 0.05
 
 Mask = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
 class _Compiled:
-    matcher: Future[LLMatcher]  # at the grammar's start
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the lexer of its matchers
-    is_broken: bool = False  # a matcher failed, and with it maybe the lexer
+    matcher: Future[LLMatcher]  # resolves to a matcher in the grammar's initial state
+    # guards the lexer that its matchers share
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_broken: bool = False  # A matcher failed, so the shared lexer may be invalid.
 
 
 class GrammarMatcher:
-    """The position of one completion in its grammar. `mask` is good until `append`."""
+    """The position of one completion in its grammar. `mask` is valid until the next `append`."""
 
     def __init__(
         self,
@@ -77,51 +79,55 @@ class GrammarMatcher:
         compiled: _Compiled,
         token_ids: list[int],
     ) -> None:
-        """`token_ids`: of the completion so far."""
+        """`token_ids` are the completion's tokens so far."""
         self._masks = masks
         self._compiler = compiler
         self._compiled = compiled
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
         self._token_ids = list(token_ids)
-        # llguidance fills whole words, of its own vocabulary.
+        # llguidance's masks cover its own vocabulary, in whole 32-bit words.
         self._vocab_size = masks.vocab_size
         self.mask: Mask = np.zeros(-(-self._vocab_size // 32), np.int32)
-        self.forced: int | None = None  # the token that `mask` allows in the first place
+        # the only token that `mask` allows, if the grammar forces it
+        self.forced: int | None = None
         self.error = ""
-        self.update_job: Future[None] | None = None  # of the next mask; it may be done
-        self.is_started = False  # the job has the lexer, or is done
-        self.num_skipped = 0  # steps since then
-        self._counted_until = 0.0  # when a step counts again
+        self.update_job: Future[None] | None = None  # computes the next mask; may be done
+        self.is_started = False  # The job has locked the lexer, or is done.
+        self.num_skipped = 0  # steps skipped since the job started
+        self._counted_until = 0.0  # Steps before this time are not counted.
         self.cost_s: float | None = None  # CPU time of the last mask
 
     @property
     def is_compiled(self) -> bool:
-        """True once the grammar is compiled, or has failed to."""
+        """True when the compilation has succeeded or failed."""
         return self._compiled.matcher.done()
 
     @property
     def is_slow(self) -> bool:
-        """True if its last mask was slow: the next one is made before its sequence joins a step."""
+        """True if the last mask was slow. The next one is then computed before the sequence joins a
+        step."""
         return self.cost_s is not None and self.cost_s > SLOW_MASK_S
 
     @property
     def is_late(self) -> bool:
-        """True while the mask of the next token is being made."""
+        """True while the mask of the next token is computed."""
         return self.update_job is not None and not self.update_job.done()
 
     def append(self, token_id: int) -> None:
-        """Takes a token of the completion into account, with the next `update`."""
+        """Adds a token of the completion, which the next `update` consumes."""
         self._token_ids.append(token_id)
-        self.update_job, self.is_started, self.num_skipped = None, False, 0
+        self.update_job = None
+        self.is_started = False
+        self.num_skipped = 0
 
     def cancel(self) -> None:
-        """Makes no further mask: its sequence is gone."""
+        """Cancels the pending mask, because the sequence has ended."""
         if self.update_job is not None:
             self.update_job.cancel()
 
     def skip(self) -> str:
-        """Counts a step that its sequence skips. Returns why it ends, after too many."""
+        """Counts a skipped step. Returns the reason to end the sequence after too many, else ""."""
         now = time.perf_counter()
         if self.is_started and now >= self._counted_until:
             self.num_skipped += 1
@@ -131,9 +137,9 @@ class GrammarMatcher:
         return f"the form of its next token took more than {SKIPS_MAX} steps to compute"
 
     def find_forced(self) -> int | None:
-        """Returns the next token if the grammar forces it; it follows from the tokens so far.
-        Returns None, too, if it would take long to know."""
-        # A mask of the same grammar may be late: waiting for the lexer would hold the GIL.
+        """Returns the next token if the grammar forces it; None if it does not, or if the search
+        might delay the engine."""
+        # It does not wait for the lexer, which a late mask of the same grammar may hold.
         if self.is_slow or not self._masks.may_search or not self._compiled.lock.acquire(False):
             return None
         started = time.perf_counter()
@@ -144,13 +150,13 @@ class GrammarMatcher:
             self._masks.search_s += time.perf_counter() - started
 
     def update(self) -> None:
-        """Makes the mask of the next token, or sets `error`."""
+        """Computes the mask of the next token, or sets `error`. Runs on a mask thread."""
         with self._compiled.lock:
             self.is_started = True
             started = time.thread_time()
             try:
                 self._update()
-            except BaseException as error:  # a panic of llguidance is no Exception
+            except BaseException as error:  # llguidance's panics do not derive from Exception.
                 log.exception("a mask failed")
                 self.error = self.error or repr(error)
             self.cost_s = time.thread_time() - started
@@ -181,7 +187,7 @@ class GrammarMatcher:
         return forced if forced is not None and forced < self._vocab_size else None
 
     def _catch_up(self) -> LLMatcher | None:
-        """Returns the matcher after all tokens; None, with `error`, without one."""
+        """Returns the matcher after it has consumed all tokens; None if `error` is set."""
         if self.error:
             return None
         try:
@@ -196,15 +202,15 @@ class GrammarMatcher:
 
 
 class _MaskThread:
-    """A thread that makes masks in order. A mask that takes too long keeps its thread, and another
-    one goes on with the rest."""
+    """A thread that computes masks in order. If one mask takes too long, a new thread takes over
+    the remaining jobs, and the old one ends after its mask."""
 
     def __init__(self, name: str, patience_s: float) -> None:
         self._name = name
         self._patience_s = patience_s
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._since = inf  # when its job began
+        self._since = inf  # start of the current job
 
     def submit(self, function: Callable[[], None]) -> Future[None]:
         if self._thread is None:
@@ -235,14 +241,16 @@ class _MaskThread:
                 job.set_result(None)
             if self._thread is thread:
                 self._since = inf
-            del next_job, job, function  # a job of an engine that is gone would keep its grammars
+            # References would keep the grammars of a closed engine alive.
+            del next_job, job, function
 
 
 class GrammarMasks:
-    """The grammars of an engine. Its methods are for the engine's thread."""
+    """The compiled grammars and mask threads of an engine. Only the engine's thread may call its
+    methods."""
 
     def __init__(self, compiler: GrammarCompiler | None, vocab_size: int) -> None:
-        """Without a compiler there are no grammars."""
+        """`compiler` is None if the engine has no tokenizer; grammars are then refused."""
         self._compiler = compiler
         self.vocab_size = vocab_size
         self._compile_short = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -256,11 +264,11 @@ class GrammarMasks:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_bytes = 0
         self._awaited: list[GrammarMatcher] = []
-        self.search_s = 0.0  # of looking for forced tokens, since the last step began
+        self.search_s = 0.0  # time spent on forced tokens since the last step began
 
     def matcher(self, text: str, token_ids: list[int]) -> GrammarMatcher | None:
-        """Returns a matcher after the completion's tokens so far, None for no text. It may not be
-        compiled yet. Raises BadRequest without a compiler."""
+        """Returns a matcher for a completion with these tokens so far; None if `text` is empty. Its
+        grammar may not be compiled yet. Raises BadRequest if the engine has no compiler."""
         if not text:
             return None
         if self._compiler is None:
@@ -280,24 +288,24 @@ class GrammarMasks:
 
     @property
     def may_search(self) -> bool:
-        """True while the engine's thread may look for forced tokens in this step."""
+        """True while the time for forced tokens in this step is not used up."""
         return self.search_s < FORCED_SEARCH_S
 
     def begin(self, matcher: GrammarMatcher) -> None:
-        """Begins to make the next mask, unless it is begun already."""
+        """Starts to compute the matcher's next mask, unless it was started before."""
         if matcher.update_job is None:
             thread = self._new if matcher.cost_s is None else self._fast
             matcher.update_job = (self._slow if matcher.is_slow else thread).submit(matcher.update)
 
     def start(self, matchers: Iterable[GrammarMatcher]) -> None:
-        """Begins to make the next masks of these, which a step needs."""
+        """Starts to compute the masks that a step needs. `wait` waits for them."""
         self._awaited = list(matchers)
         for matcher in self._awaited:
             self.begin(matcher)
         self.search_s = 0.0
 
     def wait(self, until: float = inf) -> None:
-        """Returns once the masks of `start` are there, or at a time of `perf_counter`."""
+        """Waits for the masks of `start`, at most until `until` (a time of `perf_counter`)."""
         for matcher in self._awaited:
             job = matcher.update_job
             if job is not None and not job.done():
@@ -307,7 +315,7 @@ class GrammarMasks:
         self._replace_threads()
 
     def wait_for_any(self, matchers: Iterable[GrammarMatcher]) -> None:
-        """Returns once one of the late masks is there, or after the time of a step."""
+        """Waits until one of the late masks is ready, at most `MASK_WAIT_S`."""
         jobs = [matcher.update_job for matcher in matchers if matcher.update_job is not None]
         wait(jobs, MASK_WAIT_S, FIRST_COMPLETED)
         self._replace_threads()

@@ -1,8 +1,8 @@
-"""Turns what a client asks for into one grammar text, which llguidance reads.
+"""Converts a client's response format into one grammar text for llguidance.
 
-llguidance compiles by recursion, and bounds neither its depth nor the work for `multipleOf`. The
-checks here refuse both with a clear reason. What they do not foresee meets the limits of the
-process that compiles the text first (check.py).
+llguidance compiles recursively and limits neither the depth nor the work for `multipleOf`. The
+checks in this module refuse both with a clear reason. Other excessive work hits the limits of the
+process that compiles the text first (grammar_checker.py).
 """
 
 import json
@@ -19,31 +19,32 @@ import llguidance
 
 from tandem.errors import BadRequest
 
-# "lark" is Tandem's own grammar: no client writes one.
+# "lark" marks grammars that Tandem writes itself; clients cannot send them.
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
 
 SOURCE_BYTES_MAX = 128 << 10
-DEPTH_MAX = 100  # of nested brackets in a schema
-# Levels of brackets with those of what is referred to: `$ref` in a schema, rules in a grammar. The
-# compiler's stack (check.py) holds at least four times as many.
+DEPTH_MAX = 100  # nesting depth of a schema
+# Nesting depth after references are expanded: `$ref` in a schema, rules in a grammar. The
+# compiler's stack (grammar_checker.py) is large enough for at least four times this depth.
 EXPANDED_DEPTH_MAX = 250
-VISITS_MAX = 200_000  # of lists and objects in a schema, again for each reference to them
-# The compiler visits each remainder of each division, and of the divisions that `allOf` combines:
-# 0.2 s in all. A factor of 10 costs nothing.
+VISITS_MAX = 200_000  # lists and objects in a schema; those behind references count again
+# Limits the sum and the least common multiple of the divisors in a schema, because the compiler
+# creates a state for each remainder. This limit allows 0.2 s. Factors of 10 cost nothing.
 DIVISORS_MAX = 100_000
-# White space between the tokens of JSON. A small model would write it without end.
+# White space between JSON tokens. It is limited because a small model might never stop writing it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The form that a completion must have. `field` is the request's field that asked for it."""
+    """The format that a completion must have. `field` is the request's field that specifies it, for
+    error messages."""
 
     field: str
     kind: Kind
     source: str = ""  # a schema or a list of choices as JSON, a regular expression, or a grammar
-    is_lenient: bool = False  # keywords of a schema that are not supported are ignored
-    head: str = ""  # a Lark grammar of the whole completion, which names the form `@form`
+    is_lenient: bool = False  # Unsupported keywords of a schema are ignored.
+    head: str = ""  # Lark grammar of the whole completion, which refers to the format as `@form`
 
     def __post_init__(self) -> None:
         size = len(self.source.encode(errors="replace"))
@@ -55,12 +56,13 @@ class StructuredOutput:
 
 
 def grammar_text(wanted: StructuredOutput) -> str:
-    """Returns the grammar. Raises BadRequest for a source that no grammar can be made of; what the
-    compiler refuses is found by check.py."""
+    """Returns the grammar text. Raises BadRequest for an invalid source. Errors that only the
+    compiler finds are reported by grammar_checker.py."""
     form = _form_text(wanted)
     if not wanted.head:
         return form
-    # llguidance writes schemas and regular expressions as a list of one grammar, others in Lark.
+    # llguidance returns schemas and regular expressions as a JSON list of one grammar, others as
+    # Lark.
     is_list = wanted.kind in ("json_object", "json_schema", "regex")
     [grammar] = json.loads(form)["grammars"] if is_list else [{"lark_grammar": form}]
     return json.dumps({"grammars": [{"lark_grammar": wanted.head}, {**grammar, "name": "form"}]})
@@ -88,14 +90,14 @@ def _form_text(wanted: StructuredOutput) -> str:
 
 
 def refused(field: str, why: str) -> BadRequest:
-    """Returns the error for a field that no completion can follow."""
+    """Makes the error for a response format that cannot be used; `why` is shortened to one line."""
     reason = next((line for line in why.splitlines() if line.strip()), "it is too deeply nested")
     return BadRequest(f"{field} cannot be followed: {reason[:300]}", param=field)
 
 
 def embedded_schema(schema: object, *, is_lenient: bool) -> str:
-    """Returns a schema with the compiler's options in it, as JSON to embed in a grammar. Raises
-    ValueError for what is no schema."""
+    """Returns a schema as JSON to embed in a grammar, with the compiler's options added. Raises
+    ValueError if `schema` is not a supported schema."""
     options = {"whitespace_pattern": _WHITESPACE, "lenient": is_lenient}
     return json.dumps({**_checked_schema(schema), "x-guidance": options})
 
@@ -113,13 +115,14 @@ def _checked_schema(schema: object) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError("a schema is a JSON object")
     _check_schema(schema)
-    # Ours, not the schema's: it must not set the compiler's options.
+    # A client's schema must not set the compiler's options.
     return {name: value for name, value in schema.items() if name != "x-guidance"}
 
 
 def _check_schema(schema: dict[str, Any]) -> list[int]:
-    """Returns what it divides by. Raises ValueError for a schema that is too deep, or divides by
-    too large numbers."""
+    """Returns the divisors of all `multipleOf`, without trailing zeros. Raises ValueError for a
+    schema that is nested too deeply, is too large with its references, or has too large
+    divisors."""
     if _depth(schema) > DEPTH_MAX:
         raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
     seen: set[int] = set()
@@ -151,7 +154,8 @@ def _check_schema(schema: dict[str, Any]) -> list[int]:
 
 
 def _find(schema: dict[str, Any], reference: object) -> object:
-    """Returns what a local reference points at, None if it is no such reference."""
+    """Resolves a local JSON pointer (`#/...`); returns None if it is not one or points to
+    nothing."""
     if not (isinstance(reference, str) and reference.startswith("#")):
         return None
     found: object = schema
@@ -167,11 +171,12 @@ def _find(schema: dict[str, Any], reference: object) -> object:
 
 
 def _divisor(value: object) -> int:
-    """Returns the digits of a `multipleOf` without zeros at their end; 1 if it is no number."""
+    """Returns the digits of a `multipleOf` as an integer without trailing zeros; 1 if the value is
+    not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
     try:
-        # The compiler reads it as such, too; a larger integer is none.
+        # The compiler also reads it as a float; larger integers overflow.
         number = float(value)
     except OverflowError:
         return 1
@@ -191,12 +196,14 @@ def _check_divisors(divisors: list[int]) -> None:
 
 
 def _lcm(one: int, other: int) -> int:
-    return min(lcm(one, other), DIVISORS_MAX + 1)  # else it might have a million digits
+    # The limit keeps the number short: it might have a million digits.
+    return min(lcm(one, other), DIVISORS_MAX + 1)
 
 
 def _depth(value: object) -> int:
-    """Returns how deep lists and objects are nested; stops counting beyond DEPTH_MAX."""
-    level, depth = [value], 0
+    """Returns the nesting depth of lists and objects, counted up to DEPTH_MAX + 1."""
+    level = [value]
+    depth = 0
     while level and depth <= DEPTH_MAX:
         depth += 1
         level = [inner for outer in level for inner in _inside(outer)]
@@ -220,18 +227,21 @@ _LARK_PART = re.compile(
 
 
 def _checked_lark(text: str) -> str:
-    """Returns the grammar. Raises ValueError if its rules lead too deep into each other, or if a
-    schema in it is refused."""
+    """Returns `text` unchanged. Raises ValueError if its rules are nested too deeply, or if an
+    embedded schema is refused."""
     divisors: list[int] = []
     for found in re.finditer(r"%json\s*(?={)", text):
-        with suppress(json.JSONDecodeError):  # the compiler says what is wrong
+        with suppress(json.JSONDecodeError):  # The compiler reports the error.
             divisors += _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
     _check_divisors(divisors)
-    rules: dict[str, tuple[int, list[str]]] = {}  # brackets in each, and what it uses
-    name, depth = "", 0
+    # name -> (nesting depth of its brackets, names of rules that it uses)
+    rules: dict[str, tuple[int, list[str]]] = {}
+    name = ""
+    depth = 0
     for part in _LARK_PART.finditer(text):
         if part["defined"]:
-            name, depth = part["defined"], 0
+            name = part["defined"]
+            depth = 0
         brackets, used = rules.setdefault(name, (1, []))
         if part["used"]:
             used.append(part["used"])

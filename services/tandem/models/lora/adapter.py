@@ -1,12 +1,12 @@
-"""LoRA adapters from PEFT's folders: adapter_config.json and adapter_model.safetensors.
+"""Reads LoRA adapters that PEFT saved: adapter_config.json and adapter_model.safetensors.
 
     y = x W^T + scale * (x A^T) B^T     A [rank, in], B [out, rank]
     scale = alpha / rank, or alpha / sqrt(rank) with use_rslora
 
-Knows names and shapes, loads no torch. Everything that the engine could not compute exactly is
-refused with ConfigError or UnsupportedModel, which name the field or the tensor, before a byte of
-the weights is read. Which modules have an adapter follows PEFT's rules (tuners_utils.py,
-get_pattern_key), so that a folder means here what it means there.
+This module reads names and shapes and does not import torch. An adapter that the engine cannot
+compute exactly raises ConfigError or UnsupportedModel, which name the field or the tensor, before
+any weight is read. The choice of adapted modules follows PEFT's rules (tuners_utils.py,
+get_pattern_key), so an adapter has the same effect as in PEFT.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _CONFIG_BYTES_MAX = 1 << 20
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 20
 _DTYPES = ("F32", "F16", "BF16")
-# Fields that say nothing about what is computed, whatever they hold.
+# Fields that do not affect results, whatever their value.
 _NEUTRAL = {
     "auto_mapping",
     "base_model_name_or_path",
-    "corda_config",  # how weights were initialized; `init_lora_weights` says whether they were
+    "corda_config",  # Details of an initialization; `init_lora_weights` names the method.
     "eva_config",
     "inference_mode",
     "lora_dropout",
@@ -62,9 +62,9 @@ _READ = {
     "target_modules",
     "use_rslora",
 }
-# Other ways to initialize change the base model's weights, too.
+# Other initialization methods also change the base model's weights.
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
-_PREFIX = "base_model.model."  # of the names of tensors
+_PREFIX = "base_model.model."  # prefix of tensor names in the file
 _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "rank_pattern": (dict, "an object of names and ranks"),
     "alpha_pattern": (dict, "an object of names and numbers"),
@@ -74,7 +74,7 @@ _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """The rank and the scale of an adapter in one matrix of the model."""
+    """The rank and scale of an adapter for one matrix of the model."""
 
     rank: int
     scale: float
@@ -82,20 +82,21 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class LoraFolder:
-    """An adapter's folder, checked against a model; its weights are not read yet."""
+    """An adapter's folder after the checks against a model. Its weights are not read yet."""
 
     path: Path
-    modules: Mapping[str, LoraModule]  # by the matrix's name, such as model.layers.0.mlp.up_proj
-    tensors: Mapping[str, tuple[str, str]]  # names of A and B in the file, by module
-    config: bytes  # as it was read
+    modules: Mapping[str, LoraModule]  # by module name, such as model.layers.0.mlp.up_proj
+    tensors: Mapping[str, tuple[str, str]]  # module name -> names of A and B in the file
+    config: bytes  # contents of adapter_config.json
 
     @property
     def rank(self) -> int:
-        """The largest rank of a module."""
+        """The largest rank of the adapter's modules."""
         return max(module.rank for module in self.modules.values())
 
     def digest(self) -> str:
-        """Hashes both files. The config was read before: its ranks and scales are those here."""
+        """Returns a hex digest of the config that was read by `open_lora` and of the weights file
+        as it is now."""
         digest = _begin_digest(self.config)
         with naming(self.path / WEIGHTS_FILE), (self.path / WEIGHTS_FILE).open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
@@ -103,7 +104,7 @@ class LoraFolder:
         return digest.hexdigest()
 
     def read_weights(self) -> tuple[bytes, str]:
-        """Returns the bytes of the weights' file, and the digest of exactly these."""
+        """Returns the contents of the weights file, and `digest` for exactly these contents."""
         with naming(self.path / WEIGHTS_FILE):
             weights = (self.path / WEIGHTS_FILE).read_bytes()
         digest = _begin_digest(self.config)
@@ -112,10 +113,10 @@ class LoraFolder:
 
 
 def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
-    """Checks an adapter's config and the header of its weights against a model.
+    """Checks an adapter's config and the header of its weights file against a model.
 
     Raises ConfigError naming a file that is missing or cannot be read, and UnsupportedModel naming
-    what cannot be computed and what can.
+    the field or tensor that is not supported and the allowed values.
     """
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
@@ -141,9 +142,11 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
 
 
 def read_modules(config: Mapping[str, Any], model: ModelConfig) -> dict[str, LoraModule]:
-    """Returns the modules that an adapter_config.json changes. Raises UnsupportedModel."""
+    """Returns the modules that an adapter_config.json adapts, by name. Raises UnsupportedModel
+    naming the field that is not supported."""
     _check_supported(config)
-    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    rank = config.get("r", 8)
+    alpha = config.get("lora_alpha", 8)
     names = find_modules(config, model)
     ranks = _by_pattern(config, "rank_pattern", names, rank)
     alphas = _by_pattern(config, "alpha_pattern", names, alpha)
@@ -179,14 +182,15 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         if config.get(name) and not isinstance(config[name], kinds):
             raise UnsupportedModel(f"{name} is {config[name]!r:.80}; it must be {allowed}")
     for name in sorted(set(config) - _NEUTRAL - _READ - {"bias"}):
-        if config[name]:  # PEFT writes every field; those that are off are null, false or empty
+        if config[name]:  # PEFT writes all fields; unused ones are null, false or empty.
             raise UnsupportedModel(f"{name} is {config[name]!r:.80}, which is not supported")
 
 
 def _by_pattern(
     config: Mapping[str, Any], field: str, names: Sequence[str], default: Any
 ) -> list[Any]:
-    """Returns the value of the first pattern that matches each name."""
+    """Returns, for each name, the value of the first pattern in the config's `field` that
+    matches."""
     given = dict(config.get(field) or {})
     matches = match_all([Pattern.of_end(field, pattern) for pattern in given], names)
     found = [default] * len(names)
@@ -198,8 +202,10 @@ def _by_pattern(
 
 
 def _plain_names(stored: Mapping[str, TensorHeader], *, is_text_part: bool) -> dict[str, str]:
-    """Returns the names in the file by those that PEFT gives to the tensors of a model that has no
-    other parts. It writes no adapter's name into the file; older versions and programs do."""
+    """Maps PEFT's standard tensor names to the names in the file.
+
+    They differ in the adapter name `default`, which old versions of PEFT and other programs write,
+    and in the names of a multimodal model's text part."""
     plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in stored}
     if not is_text_part:
         return plain
@@ -213,7 +219,8 @@ def _check_header(
     modules: Mapping[str, LoraModule],
     linears: Mapping[str, tuple[int, int]],
 ) -> dict[str, tuple[str, str]]:
-    """Returns the names of each module's A and B. Raises UnsupportedModel."""
+    """Returns the names of each module's A and B in the file. Raises UnsupportedModel naming
+    tensors that are missing, surplus, or have a wrong shape or type."""
     tensors = {}
     expected: dict[str, tuple[int, int]] = {}
     for name, module in modules.items():

@@ -1,13 +1,13 @@
-"""Matches the regular expressions of an adapter's config against the names of a model's matrices.
+"""Matches the regular expressions of an adapter's config against a model's module names.
 
-They come with the folder, and Python's matcher may take for ever, with its interpreter held. So a
-child process matches them, with a bound on its time and its memory; this file is its program, which
-loads nothing but the standard library.
+The expressions are untrusted, and Python's matcher can take exponential time while it holds the
+GIL. A child process with limited time and memory therefore matches them. This file is the child's
+program and imports only the standard library. For each expression the child prints one JSON line:
 
-    child, for each expression --> a line: [of each name: null, or what its first group has]
-                               `-> a line: why it is no expression
+    [per name: null, or the text of the first group]     the expression is valid
+    {"why": reason}                                      the expression is invalid
 
-PEFT's expressions are those of Python's `re`; a matcher in linear time knows fewer of them.
+PEFT uses Python's `re`. Linear-time matchers do not support all of its syntax.
 """
 
 import json
@@ -16,39 +16,41 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-CPU_S = 1  # a usual config takes milliseconds
-DEADLINE_S = 60.0  # on a machine that is busy
+CPU_S = 1  # Usual configs take milliseconds.
+DEADLINE_S = 60.0  # wall-clock time; long because the machine may be busy
 _MEMORY_BYTES = 1 << 30
 _PLAIN_MAX = 2000
-_PLAIN = re.compile(r"[\w.-]*", re.ASCII)  # matches without a choice, so at once
+# Matching these expressions cannot backtrack, so it needs no child process.
+_PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
 
 class Pattern(NamedTuple):
-    """An expression as the config's field has it, and the one that is matched."""
+    """A pattern in a config: the field, the text given there, and the expression to match."""
 
     field: str
     given: str
     expression: str
-    is_whole: bool = False  # it has to match a whole name, and else a name's beginning
+    is_whole: bool = False  # match whole names instead of their beginning
 
     @classmethod
     def of_end(cls, field: str, given: str) -> "Pattern":
-        """Returns the pattern of the end of a name, as PEFT's `get_pattern_key` matches it."""
+        """Makes a pattern that matches the end of a name, as PEFT's `get_pattern_key` does."""
         return cls(field, given, rf"(.*\.)?({given})$")
 
 
 def match_all(patterns: Sequence[Pattern], names: Sequence[str]) -> list[list[str | None]]:
-    """Returns for each pattern and each name None, or the text of the first group of the match (""
-    without a group). Raises UnsupportedModel naming a pattern that cannot be matched."""
+    """Matches each pattern against each name, result[pattern][name]: None if it does not match,
+    else the text of the first group ("" if there is none). Raises UnsupportedModel naming a pattern
+    that is invalid or takes too long."""
     is_few = len(patterns) <= _PLAIN_MAX
     if is_few and all(_PLAIN.fullmatch(pattern.given) for pattern in patterns):
         return [_match(pattern, names) for pattern in patterns]
     from tandem.common.process.bounded_child import run_bounded
 
-    told = json.dumps([[tuple(pattern) for pattern in patterns], list(names)])
+    request = json.dumps([[tuple(pattern) for pattern in patterns], list(names)])
     output, _ = run_bounded(
         [sys.executable, "-I", "-S", __file__],
-        told.encode(),
+        request.encode(),
         cpu_s=CPU_S,
         memory_bytes=_MEMORY_BYTES,
         deadline_s=DEADLINE_S,

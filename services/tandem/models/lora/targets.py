@@ -1,7 +1,7 @@
 """Finds the matrices of a model that an adapter changes, by PEFT's rules for `target_modules`.
 
-A list has the ends of modules' names, a string is a regular expression of whole names, and
-all-linear stands for every linear layer but the output.
+A list contains ends of module names. A string is a regular expression for whole names. `all-linear`
+means every linear layer except the output.
 """
 
 import re
@@ -15,26 +15,29 @@ from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
 ALL_LINEAR = "all-linear"
-SHARED_MLP = "mlp.shared_experts."  # in the place of "mlp." in a layer with experts
-# Of these PEFT could train adapters, too.
+SHARED_MLP = "mlp.shared_experts."  # prefix in a layer with experts, instead of "mlp."
+# PEFT can also adapt these modules, but Tandem does not support it.
 _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns outputs and inputs of every matrix that an adapter may change, by its name."""
-    attention = _of_attention(model)
+    """Returns the shape (outputs, inputs) of each matrix that an adapter may change, by name."""
+    attention = _attention_shapes(model)
     return {
         f"model.layers.{layer}.{name}": shape
         for layer, spec in enumerate(model.layers)
-        for name, shape in (attention | _of_mlp(model, spec)).items()
+        for name, shape in (attention | _mlp_shapes(model, spec)).items()
     }
 
 
-def _of_mlp(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Returns those of a layer's MLP; beside experts it is the one that all tokens have."""
-    hidden, inner, place = model.hidden_size, model.intermediate_size, "mlp."
+def _mlp_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
+    """Returns the shapes of a layer's MLP, or of its shared experts in a layer with experts."""
+    hidden = model.hidden_size
+    inner = model.intermediate_size
+    place = "mlp."
     if spec.experts is not None:
-        inner, place = spec.experts.shared_inner, SHARED_MLP
+        inner = spec.experts.shared_inner
+        place = SHARED_MLP
         if not inner:
             return {}
     shapes = {f"{place}down_proj": (hidden, inner)}
@@ -43,8 +46,9 @@ def _of_mlp(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
     return shapes | dict.fromkeys((f"{place}gate_proj", f"{place}up_proj"), (inner, hidden))
 
 
-def _of_attention(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    hidden, num_heads = model.hidden_size, model.num_attention_heads
+def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    hidden = model.hidden_size
+    num_heads = model.num_attention_heads
     if (latent := model.latent) is not None:
         queries = {"self_attn.q_proj": (num_heads * latent.q_dim, hidden)}
         if latent.q_rank is not None:
@@ -52,25 +56,27 @@ def _of_attention(model: ModelConfig) -> dict[str, tuple[int, int]]:
                 "self_attn.q_a_proj": (latent.q_rank, hidden),
                 "self_attn.q_b_proj": (num_heads * latent.q_dim, latent.q_rank),
             }
-        of_heads = num_heads * (latent.plain_dim + latent.value_dim)
+        per_head = num_heads * (latent.plain_dim + latent.value_dim)
         return queries | {
             "self_attn.kv_a_proj_with_mqa": (latent.kv_dim, hidden),
-            "self_attn.kv_b_proj": (of_heads, latent.kv_rank),
+            "self_attn.kv_b_proj": (per_head, latent.kv_rank),
             "self_attn.o_proj": (hidden, num_heads * latent.value_dim),
         }
-    q_size, kv_size = num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    q_size = num_heads * model.head_dim
+    kv_size = model.num_kv_heads * model.head_dim
     out = {"self_attn.o_proj": (hidden, q_size)}
     if model.is_fused:
         return out | {"self_attn.qkv_proj": (q_size + 2 * kv_size, hidden)}
-    of_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
-    return out | of_token | {"self_attn.q_proj": (q_size, hidden)}
+    per_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
+    return out | per_token | {"self_attn.q_proj": (q_size, hidden)}
 
 
 def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Returns the matrices that an adapter_config.json names. Raises UnsupportedModel naming a
-    target that is none."""
+    """Returns the names of the matrices that an adapter_config.json targets. Raises
+    UnsupportedModel naming a target that the model does not have or that is not supported."""
     linears = linear_shapes(model)
-    targets, layers = config.get("target_modules"), _layers(config)
+    targets = config.get("target_modules")
+    layers = _layers(config)
     if not targets or not isinstance(targets, str | list):
         raise UnsupportedModel(
             f"target_modules is {targets!r:.80}; it must name modules: {_allowed(linears)}"
@@ -117,8 +123,10 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | None:
-    """Returns the layers that are changed, and the names of the lists that they are in."""
-    given, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or []
+    """Returns the layer numbers in `layers_to_transform`, and the names in `layers_pattern` of the
+    module lists to which they refer. None if the config does not limit the layers."""
+    given = config.get("layers_to_transform")
+    patterns = config.get("layers_pattern") or []
     if given is None:
         return None
     layers = given if isinstance(given, list) else [given]
@@ -128,7 +136,9 @@ def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | No
 
 
 def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> list[str]:
-    """Returns the names whose number in the first list that they have is one of `layers`."""
+    """Keeps the names whose layer number is in `layers`. The number follows the name of one of
+    `lists`; without lists it is the first number in the name. Raises UnsupportedModel if none is
+    left."""
     patterns = [
         Pattern("layers_pattern", given, rf".*\.{given}\.(\d+)\.") for given in map(str, lists)
     ]
@@ -158,7 +168,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
 
 
 def _matching(field: str, expression: str, names: Sequence[str]) -> list[str]:
-    """Returns the names that an expression matches. Raises UnsupportedModel."""
+    """Returns the names that an expression matches completely. Raises UnsupportedModel naming an
+    invalid expression."""
     pattern = Pattern(field, expression, expression, is_whole=True)
     (found,) = match_all([pattern], names)
     return [name for name, match in zip(names, found, strict=True) if match is not None]

@@ -1,11 +1,11 @@
-"""Checks the rules of a tokenizer.json: that each ends soon, and makes no flood of tokens or text.
+"""Checks that the rules of a tokenizer.json run in bounded time and produce bounded output.
 
-A rule may be a regular expression that never ends on some texts, replace a letter by a megabyte, or
-put a hundred thousand tokens around each text. The file is the operator's choice, so a few texts
-are tried when it is loaded, in a process with bounds:
+A rule may be a regular expression that takes exponential time on some texts, replace a character by
+a megabyte, or add a hundred thousand tokens to each text. A few texts are therefore tried when the
+file is loaded, in a process with limits:
 
-    `tandem up`   a child process, before anything else starts
-    a router      its tokenizer process, beside its start
+    `tandem up`   in a child process, before anything else starts
+    router        in its tokenizer process, while the router starts
 """
 
 import json
@@ -21,21 +21,21 @@ import tokenizers
 
 from tandem.errors import ConfigError
 
-LOAD_CPU_S = 60  # of a large vocabulary, on a slow machine; the texts take a small part of a second
+LOAD_CPU_S = 60  # Loading a large vocabulary on a slow machine; the texts take far less.
 MEMORY_BYTES = 8 << 30
 TEXTS_S = 5.0
 _DEADLINE_S = 300.0
-_AROUND_MAX = 64  # tokens around a text
+_AROUND_MAX = 64  # tokens that are added to a text
 _TOKENS_PER_BYTE_MAX = 16
-_CHARACTERS_PER_TOKEN_MAX = 4096  # of decoded text
-_GROWTH_MAX = 64  # of a text by all rules that replace parts of it
-_REPEATS = 40  # an expression of exponential time takes a day for so many letters
-_RUN = 2000  # one of cubic time takes minutes
+_CHARACTERS_PER_TOKEN_MAX = 4096  # in decoded text
+_GROWTH_MAX = 64  # growth factor of a text by all replacement rules together
+_REPEATS = 40  # Enough letters to keep an expression with exponential time busy for a day.
+_RUN = 2000  # Enough letters to keep one with cubic time busy for minutes.
 
 
 def check_file(file: Path) -> None:
-    """Checks a tokenizer.json in a child process. Raises ConfigError naming the file and what is
-    wrong with it."""
+    """Checks a tokenizer.json in a child process. Raises ConfigError naming the file and its
+    fault."""
     from tandem.common.process.bounded_child import run_bounded
 
     output, status = run_bounded(
@@ -52,8 +52,11 @@ def check_file(file: Path) -> None:
 
 
 def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
-    """Yields what it is about to try, and raises ConfigError for what takes too long or makes too
-    much. The caller has the bounds."""
+    """Tries the tokenizer's rules on test texts. Raises ConfigError for a rule that takes too long
+    or produces too much.
+
+    Before each test it yields the error message for the case that the test does not return. The
+    caller must limit the process's time and memory."""
     began = time.monotonic()
     _check_growth(tokenizer)
     around = len(tokenizer.encode("").ids)
@@ -77,11 +80,13 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises ConfigError if rules make the worst text too long: no other text may show it."""
+    """Raises ConfigError if the rules could make a text too long. The limit is computed from the
+    rules, because the test texts may not reach it."""
     for part in ("normalizer", "decoder"):
         if (component := getattr(tokenizer, part)) is None:
             continue
-        growth, rules = 1.0, [json.loads(component.__getstate__())]
+        growth = 1.0
+        rules = [json.loads(component.__getstate__())]
         while rules:
             rule = rules.pop()
             rules += rule.get(f"{part}s") or []
@@ -98,7 +103,7 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
 def _texts() -> Iterator[str]:
     letters = [*string.printable, "é", "ß", "Ж", "中", "あ", "🙂", "\u0301", "\u00a0"]
     yield from letters
-    # An expression whose literal ending is nowhere in the text does not begin to match.
+    # Some matchers skip an expression if its literal suffix does not occur in the text.
     endings = "\0" + "".join(3 * mark for mark in string.punctuation) + string.printable
     for ending in ("!", "a", "1", " ", "\n", "\0", endings):
         for letter in letters:

@@ -1,23 +1,25 @@
-"""Keeps special tokens that clients write into a chat's messages plain text.
+"""Encodes special tokens that clients write into a chat's messages as ordinary text.
 
-A message may hold `<|im_end|>`. Read as the special token it would end the message, and what
-follows could speak as the system. So a chat whose messages hold such strings is encoded in steps:
+A message may contain `<|im_end|>`. If this were read as the special token, it would end the
+message, and the following text could impersonate the system. A chat that contains such strings is
+therefore encoded in steps:
 
-    mark      each such string in a message becomes a mark that no client can guess
+    mark      each such string in a message is replaced by an unguessable mark
     render    the model's template adds its own special tokens
-    rename    the template's special tokens get names that no client can guess
-    unmark    marks become the client's strings again
-    encode    by a twin of the tokenizer, whose special tokens have those names
+    rename    the template's special tokens are replaced by unguessable names
+    unmark    the marks are replaced by the client's strings
+    encode    by a copy of the tokenizer in which the special tokens have those names
 
-Tokenizers of one model with one nonce share marks and names: the text that one of them renders,
-another may encode.
+Marks and names contain a nonce. Tokenizers of one model with the same nonce can encode each other's
+rendered texts.
 
-The twin differs by nothing else, so that normalizers and pre-tokenizers see the text that they
-would see, and a vocabulary that holds a special token as a piece cannot match it either.
+The copy (the "twin") differs in nothing else. Normalizers and pre-tokenizers see the client's text
+unchanged, and a special token that is also an ordinary vocabulary entry cannot match it either.
 
-The same holds for every string of a chat: tools, arguments of calls, options of the template. In a
-tool's result, added tokens that look like marks (`</tool_response>`) are text, too, although the
-tokenizer does not call them special: in other messages a template may look for them.
+All strings of a chat are treated this way: tools, arguments of calls, and options of the template.
+In tool results this includes added tokens that look like tags (`</tool_response>`), although the
+tokenizer does not call them special. In other messages these stay, because a template may search
+for them.
 """
 
 import json
@@ -32,15 +34,15 @@ _MARK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 
 
 class ControlStrings:
-    """The special tokens of one tokenizer, as strings. Threads may share it."""
+    """The special tokens of one tokenizer as strings. It is safe to share between threads."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, nonce: str) -> None:
-        """`nonce` is what no client can guess."""
+        """`nonce` is a random string that clients cannot guess."""
         added = tokenizer.get_added_tokens_decoder().values()
         self._tokenizer = tokenizer
         special = {t.content for t in added if t.special}
         marks = {t.content for t in added if not t.single_word and _MARK.fullmatch(t.content)}
-        # The longest first, as the tokenizer matches them. The order is the same in each process.
+        # Longest first, as the tokenizer matches them. The order must be equal in all processes.
         self._strings = sorted(special | marks, key=lambda string: (-len(string), string))
         self._any = _alternatives(self._strings)
         self._special = _alternatives([s for s in self._strings if s in special])
@@ -48,12 +50,13 @@ class ControlStrings:
         self._mark_pattern = re.compile(f"{nonce}mark([0-9]+)end")
 
     def are_in(self, value: Any) -> bool:
-        """Returns whether a string anywhere in these messages, tools or options has one."""
+        """Returns whether any string in these messages, tools or options contains a control
+        string."""
         return any(self._pattern(is_tool).search(text) for text, is_tool in _texts(value))
 
     def mark(self, value: Any, *, is_tool: bool = False) -> Any:
-        """Returns the value with a mark in place of each control string. `is_tool`: it is part of
-        a tool's message."""
+        """Returns a copy of `value` with a mark in place of each control string. `is_tool` means
+        that it is part of a tool's message."""
         if isinstance(value, str):
             return self._pattern(is_tool).sub(self._mark, value)
         if isinstance(value, Mapping):
@@ -65,12 +68,12 @@ class ControlStrings:
         return value
 
     def rename(self, rendered: str) -> str:
-        """Returns the twin's text of a chat rendered from marked messages."""
+        """Converts a chat rendered from marked messages to the text that the twin encodes."""
         renamed = self._any.sub(lambda found: self._name(found[0]), rendered)
         return self._mark_pattern.sub(lambda found: self._strings[int(found[1])], renamed)
 
     def encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Returns the tokens of a text that `rename` returned, with their places in it."""
+        """Encodes a text returned by `rename`, and also gives the tokens' offsets in the text."""
         return self._twin.encode(text, add_special_tokens=add_special_tokens)
 
     def _pattern(self, is_tool: bool) -> re.Pattern[str]:
@@ -84,7 +87,8 @@ class ControlStrings:
 
     @cached_property
     def _twin(self) -> tokenizers.Tokenizer:
-        """Made for the first chat that needs it: the file of a large vocabulary takes a second."""
+        """The renamed copy of the tokenizer. It is made at first use, because a large vocabulary
+        takes a second."""
         names = {string: self._name(string) for string in self._strings}
         twin = json.loads(self._tokenizer.to_str())
         for token in twin["added_tokens"]:
@@ -92,7 +96,7 @@ class ControlStrings:
         model = twin["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
-        else:  # Unigram: pieces with their scores, in the order of ids
+        else:  # Unigram: pairs of piece and score; the index is the id
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
@@ -104,7 +108,8 @@ def _alternatives(strings: Sequence[str]) -> re.Pattern[str]:
 
 
 def _texts(value: Any, *, is_tool: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yields every string in a value, keys too, and whether it is part of a tool's message."""
+    """Yields every string in a value, including keys, and whether it is part of a tool's
+    message."""
     if isinstance(value, str):
         yield value, is_tool
     elif isinstance(value, Mapping):

@@ -1,9 +1,8 @@
-"""Turns token ids into text as they come: whole characters only, nothing ever taken back.
+"""Converts a stream of token ids to text incrementally, in complete characters.
 
-A character may span tokens and a token may end inside one, so the bytes of an unfinished character
-are held until it is whole, until it cannot become whole (then it is U+FFFD), or until `flush`. All
-pieces in a row are what `Tokenizer.decode` makes of all ids at once. The cost of a token does not
-depend on how many came before.
+A character may span several tokens. The bytes of an incomplete character are held until it is
+complete, until it turns out to be invalid (it becomes U+FFFD), or until `flush`. The concatenated
+output equals `Tokenizer.decode` of all ids. The cost per token is constant.
 """
 
 import codecs
@@ -12,11 +11,11 @@ from collections.abc import Sequence
 from tandem.models.tokenizer.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_PENDING_TOKENS_MAX = 4  # a character has at most 4 bytes, so no more tokens can be unfinished
+_PENDING_TOKENS_MAX = 4  # A character has at most 4 bytes, so it spans at most 4 tokens.
 
 
 class IncrementalDetokenizer:
-    """Detokenizes one stream of tokens; start another for the next one."""
+    """Detokenizes one stream of tokens."""
 
     def __init__(
         self,
@@ -25,7 +24,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """`shown` are special tokens that are text all the same."""
+        """`shown` are ids of special tokens that `skip_special_tokens` does not remove."""
         self._is_special = tokenizer.is_special
         self._skip_special_tokens = skip_special_tokens
         self._shown = shown
@@ -34,18 +33,18 @@ class IncrementalDetokenizer:
         )
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that these tokens complete; may be empty."""
+        """Adds tokens, and returns the text that they complete, which may be ""."""
         if self._skip_special_tokens:
             token_ids = [i for i in token_ids if i in self._shown or not self._is_special(i)]
         return self._text.push(token_ids)
 
     def flush(self) -> str:
-        """Returns what is held at the stream's end: U+FFFD for a cut character, or nothing."""
+        """Ends the stream, and returns the rest: U+FFFD for an incomplete character, else ""."""
         return self._text.flush()
 
 
 class _PieceText:
-    """Text of byte-level tokenizers: their tokens' bytes in a row, so UTF-8 is all there is."""
+    """Text of byte-level tokenizers: the concatenated bytes of the tokens, decoded as UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._piece = tokenizer.piece
@@ -59,18 +58,17 @@ class _PieceText:
 
 
 class _WindowText:
-    """Text of other tokenizers (SentencePiece's): tokens mean something only beside one another.
+    """Text of other tokenizers (SentencePiece), in which a token's text depends on its neighbours.
 
-    Decodes a window of a few ids: those that made the text emitted last, as the context that
-    decides about spaces, then the pending ones. New text is what the window says beyond its
-    context:
+    It decodes a window of a few ids: the ids of the last emitted text as context, which decides
+    about spaces, and the pending ids. The new text is the window's text after the context's text:
 
         ... emitted before | context | pending
                            '-------- window --'
 
-    Such a decoder makes U+FFFD of every byte in a row of byte tokens when one of them is invalid.
-    Bytes before that one that made whole characters were emitted as such; there, and only there,
-    the stream says more than `decode` of all ids.
+    SentencePiece's decoder replaces each byte in a run of byte tokens by U+FFFD if one of them is
+    invalid. If the bytes before the invalid one were complete characters, they have been emitted.
+    Only in this case does the stream differ from `decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -89,7 +87,7 @@ class _WindowText:
         self._window.append(token_id)
         text = self._window_text()
         if len(self._window) == 1 and not text:
-            self._num_context = 1  # the space at the start of a stream, which has no text
+            self._num_context = 1  # A space at the start of a stream produces no text.
             return ""
         num_pending = len(self._window) - self._num_context
         unfinished = text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text)
@@ -103,7 +101,7 @@ class _WindowText:
             self._window = self._window[self._num_context :]
             self._context_text = self._window_text()
         else:
-            # Tokens without a text of their own (unknown ids): no context either.
+            # Tokens without text, such as unknown ids, do not become context.
             self._window = self._window[: self._num_context]
         self._num_context = len(self._window)
         return new_text

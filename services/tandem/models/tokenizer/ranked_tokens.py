@@ -1,12 +1,13 @@
-"""Makes a tokenizer.json for a folder that has its tokenizer in another form only.
+"""Makes a tokenizer.json for a folder that has its tokenizer only in another format.
 
-    tokenizer.model, tiktoken.model, NAME.tiktoken   lines of a token in base64 and its rank
-    tekken.json                                      Mistral's: the same as JSON, and a pattern
+    tokenizer.model, tiktoken.model, NAME.tiktoken   lines with a token in base64 and its rank
+    tekken.json                                      Mistral's format: the same in JSON, with the
+                                                     pre-tokenizer's pattern
 
-Both are byte-level BPE: of all neighbours, those are joined first that make the token of the lowest
-rank. In tokenizer.json each pair of tokens that makes a token is a merge, in the order of what they
-make. What a tiktoken file does not have, its pattern and its special tokens, is that of the model
-family that it belongs to.
+Both are byte-level BPE in which the neighbours whose concatenation has the lowest rank are merged
+first. In tokenizer.json, each pair of tokens whose concatenation is a token becomes a merge, in the
+order of the results' ranks. A tiktoken file has no pattern and no special tokens; they are known
+for each model family.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tandem.models.gguf.tokenizer import pre_tokenizer
 from tandem.models.tokenizer.tokenizer import BYTE_OF_LETTER
 from tandem.models.tokenizer_settings import read_tokenizer_settings
 
-# Part of the cache's key: raise it whenever a conversion would write anything else than before.
+# Part of the cache key. Increment it with every change to the output of a conversion.
 _VERSION = 1
-_TOKEN_BYTES_MAX = 1024  # the longest ones of published models have 128
+_TOKEN_BYTES_MAX = 1024  # The longest tokens of published models have 128 bytes.
 _SPECIAL_MAX = 1 << 16
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 _COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
@@ -43,16 +44,16 @@ _LETTER_OF_BYTE = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a tiktoken file of a model family does not say."""
+    """The tokenizer settings of a model family that are not in its tiktoken file."""
 
-    pre: str  # the rules that cut a text, by their name in GGUF files
-    special: Sequence[str]  # the tokens after the last rank
-    reserved: str  # the form of the names of further ones, by their id or by their number
+    pre: str  # name of the pre-tokenizer in GGUF files
+    special: Sequence[str]  # tokens whose ids follow the last rank
+    reserved: str  # format of the names of further special tokens, with their id or number
     num_special: int
     reserved_from: int = 0
     bos: str = ""
     ends: Sequence[str] = ()
-    composes: bool = False  # characters, by NFC
+    composes: bool = False  # normalize with NFC
     begins_with_bos: bool = False
 
 
@@ -88,7 +89,7 @@ _KIMI = _Family(
     ends=("[EOS]",),
 )
 _BY_NUM_RANKS = {128_000: _LLAMA3, 151_643: _QWEN, 163_584: _KIMI}
-# Parts of the names of tokenizers' code, which tokenizer_config.json names.
+# Part of the tokenizer's class or code file named in tokenizer_config.json -> family.
 _BY_CODE = {"kimi": _KIMI, "moonshot": _KIMI, "qwen": _QWEN}
 _TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -99,20 +100,20 @@ _TEKKEN_SPECIAL = (
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A tokenizer, before it becomes a tokenizer.json."""
+    """A tokenizer's contents, before they are written as a tokenizer.json."""
 
-    ranked: Mapping[bytes, int]  # in the order of their ranks; the ids
+    ranked: Mapping[bytes, int]  # token -> id, in the order of the ranks
     special: Mapping[str, int]
     pre: Any
     composes: bool
     bos: str
     ends: Sequence[str]
     begins_with_bos: bool
-    shown: Container[str] = ()  # added tokens that `skip_special_tokens` leaves in a text
+    shown: Container[str] = ()  # added tokens that `skip_special_tokens` does not remove
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """Returns the file that the tokenizer of a folder without tokenizer.json can be made of."""
+    """Returns a folder's tokenizer file in one of these formats; None if it has none."""
     names = [
         "tekken.json",
         "tiktoken.model",
@@ -121,7 +122,7 @@ def tokenizer_file(folder: Path) -> Path | None:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    file = folder / "tokenizer.model"  # which may be SentencePiece's, too
+    file = folder / "tokenizer.model"  # This name is used for tiktoken and for SentencePiece files.
     if file.is_file():
         with file.open("rb") as stream:
             return file if _LINE.fullmatch(stream.readline(1000)) else None
@@ -129,8 +130,9 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def with_tokenizer_json(folder: Path, file: Path, *, cache_dir: Path | None = None) -> Path:
-    """Returns a folder in the cache that has the small files of a model's folder, and a
-    tokenizer.json that is made of `file`. Raises ConfigError and UnsupportedModel."""
+    """Returns a cached folder with a tokenizer.json made from `file` and copies of the model
+    folder's small files. Raises ConfigError if a file is invalid, UnsupportedModel if the model
+    family is unknown."""
     digest = hashlib.blake2b(str(_VERSION).encode(), digest_size=8)
     for each in (file, *_copied(folder, file)):
         content = each.read_bytes()
@@ -159,10 +161,11 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
                 f"line {number} is {line[:80]!r}; it must be a token in base64, a space and a rank"
             )
         token, rank = line.split()
-        ranked[_decoded(token, f"line {number}")] = int(rank)
+        ranked[_decode_token(token, f"line {number}")] = int(rank)
     _check_ranks(ranked)
     family = _family(settings, file, len(ranked))
-    first, num_named = len(ranked), len(family.special)
+    first = len(ranked)
+    num_named = len(family.special)
     special = {name: first + index for index, name in enumerate(family.special)}
     for index in range(num_named, family.num_special):
         number = index - num_named + family.reserved_from
@@ -185,7 +188,7 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
 
 
 def _family(settings: Mapping[str, Any], file: Path, num_ranks: int) -> _Family:
-    """Returns the model family of a tiktoken file. Raises UnsupportedModel if it is not known."""
+    """Returns the model family of a tiktoken file. Raises UnsupportedModel if it is unknown."""
     code = str(settings.get("auto_map") or settings.get("tokenizer_class") or "").lower()
     by_code = next((family for name, family in _BY_CODE.items() if name in code), None)
     if by_code is None and settings.get("auto_map"):
@@ -200,7 +203,8 @@ def _family(settings: Mapping[str, Any], file: Path, num_ranks: int) -> _Family:
 
 def _tekken(file: Path) -> _Tokens:
     content = read_json(file)
-    config, vocab = content.get("config"), content.get("vocab")
+    config = content.get("config")
+    vocab = content.get("vocab")
     if not isinstance(config, dict) or not isinstance(vocab, list):
         raise ConfigError("it must have config, an object, and vocab, a list")
     num_special = size(config, "default_num_special_tokens")
@@ -221,11 +225,11 @@ def _tekken(file: Path) -> _Tokens:
                 f"vocab has {each!r:.80} as number {number}; it must have the rank "
                 f"{number} and token_bytes in base64"
             )
-        ranked[_decoded(token.encode(), f"vocab {number}")] = number
+        ranked[_decode_token(token.encode(), f"vocab {number}")] = number
     _check_ranks(ranked)
     return _Tokens(
         {token: rank + num_special for token, rank in ranked.items()},
-        _special_of_tekken(content.get("special_tokens"), num_special),
+        _tekken_special_tokens(content.get("special_tokens"), num_special),
         pre_tokenizer(pattern=pattern),
         composes=False,
         bos="<s>",
@@ -234,7 +238,7 @@ def _tekken(file: Path) -> _Tokens:
     )
 
 
-def _special_of_tekken(given: Any, num: int) -> dict[str, int]:
+def _tekken_special_tokens(given: Any, num: int) -> dict[str, int]:
     names = dict(enumerate(_TEKKEN_SPECIAL))
     if isinstance(given, list):
         names = {}
@@ -252,12 +256,12 @@ def _special_of_tekken(given: Any, num: int) -> dict[str, int]:
 
 
 def _added(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the tokens that a tokenizer_config.json adds, by their ids."""
+    """Returns the added tokens of a tokenizer_config.json, by id."""
     added: Mapping[str, Any] = settings.get("added_tokens_decoder") or {}
     return added
 
 
-def _decoded(token: bytes, place: str) -> bytes:
+def _decode_token(token: bytes, place: str) -> bytes:
     try:
         decoded = base64.b64decode(token, validate=True)
     except binascii.Error as error:
@@ -283,7 +287,7 @@ def _build(tokens: _Tokens) -> Tokenizer:
             f"the special token {clash[0]!r:.80} is number {tokens.special[clash[0]]}, which "
             "another token has"
         )
-    spelled = {_spelled(token): token_id for token, token_id in tokens.ranked.items()}
+    spelled = {_as_letters(token): token_id for token, token_id in tokens.ranked.items()}
     model = models.BPE(
         vocab={**spelled, **tokens.special},
         merges=_merges(tokens.ranked, tokens.special),
@@ -306,15 +310,15 @@ def _build(tokens: _Tokens) -> Tokenizer:
 
 
 def _merges(ranked: Mapping[bytes, int], special: Container[str]) -> list[tuple[str, str]]:
-    """Returns all pairs of tokens that make a token, in the order of what they make. A token that
-    is spelled like a special one is made of none."""
+    """Returns all pairs of tokens whose concatenation is a token, in the order of the results' ids.
+    Pairs in which a special token's text occurs are left out."""
     found = [
         (token_id, ranked[token[:cut]], ranked[token[cut:]], token[:cut], token[cut:])
         for token, token_id in ranked.items()
         for cut in range(1, len(token))
         if token[:cut] in ranked and token[cut:] in ranked
     ]
-    pairs = ((_spelled(left), _spelled(right)) for *_, left, right in sorted(found))
+    pairs = ((_as_letters(left), _as_letters(right)) for *_, left, right in sorted(found))
     return [
         (left, right)
         for left, right in pairs
@@ -322,12 +326,12 @@ def _merges(ranked: Mapping[bytes, int], special: Container[str]) -> list[tuple[
     ]
 
 
-def _spelled(token: bytes) -> str:
+def _as_letters(token: bytes) -> str:
     return "".join(map(_LETTER_OF_BYTE.__getitem__, token))
 
 
 def _copied(folder: Path, file: Path) -> list[Path]:
-    """Returns the small files of a folder beside that of its tokenizer."""
+    """Returns the folder's small files that are copied; `file`, its tokenizer, is not."""
     found = (each for pattern in _COPIED for each in sorted(folder.glob(pattern)))
     return [each for each in found if each != file and not each.name.endswith(".index.json")]
 

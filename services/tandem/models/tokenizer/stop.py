@@ -1,8 +1,8 @@
-"""Stop strings: they say where a stream of text ends, and what may be shown before that is known.
+"""Applies stop strings to a stream of text.
 
-The end of the text so far may be the beginning of a stop string; that much is held back until the
-next text decides. How the text is cut into pieces changes nothing: the stop string that is complete
-first ends the text, and of several complete at the same character the longest.
+If the text so far ends with the beginning of a stop string, that part is held back until more text
+arrives. The result does not depend on how the text is split into pieces: the stop string that is
+complete first ends the text, and the longest one if several are complete at the same character.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from tandem.errors import BadRequest
 
 
 class StopStrings:
-    """The stop strings of one stream of text. Without any, all text passes at once."""
+    """The stop strings of one stream of text. Without stop strings, text passes without delay."""
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
-        """`is_shown`: the stop string that ends the text is part of it. Raises BadRequest
-        for an empty stop string, which every text would begin with."""
+        """`is_shown` includes the stop string in the output. Raises BadRequest for an empty stop
+        string."""
         if not all(stops):
             raise BadRequest("stop strings must not be empty", param="stop")
         self._stops = tuple(stops)
@@ -25,10 +25,10 @@ class StopStrings:
         self.matched = ""  # the stop string that was hit
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Returns (text that may be shown now, whether a stop string was hit).
+        """Adds text; returns the text to output now, and whether a stop string was found.
 
-        Once hit, only what stands before the stop string comes out (and itself, if it is shown),
-        and nothing after it.
+        The output ends before the stop string, or after it if `is_shown`. Later calls return ("",
+        True).
         """
         if self._hit:
             return "", True
@@ -37,7 +37,8 @@ class StopStrings:
             (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
         ]
         if found:
-            self._hit, self._held = True, ""
+            self._hit = True
+            self._held = ""
             end, start = min(found)
             self.matched = text[start:end]
             return text[: end if self._is_shown else start], True
@@ -46,12 +47,14 @@ class StopStrings:
         return text[:num_shown], False
 
     def flush(self) -> str:
-        """Returns what is still held when the stream ends without a stop string."""
-        held, self._held = self._held, ""
+        """Returns the text that is held back, when the stream ends without a stop string."""
+        held = self._held
+        self._held = ""
         return held
 
     def _num_held(self, text: str) -> int:
-        """Returns how many characters at the end of `text` could begin a stop string."""
+        """Returns the length of the longest end of `text` that is the beginning of a stop
+        string."""
         longest = max(map(len, self._stops), default=1) - 1
         for num in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-num:]) for stop in self._stops):

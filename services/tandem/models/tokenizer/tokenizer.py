@@ -1,7 +1,7 @@
 """A model's tokenizer, read from its folder without transformers.
 
-Text to token ids and back, and chats to text by the model's own template. Knows nothing of
-requests: who may say what (roles, sizes) is the router's business.
+It converts text to token ids and back, and chats to text with the model's chat template. It does
+not validate requests; the router checks roles and sizes.
 """
 
 import re
@@ -26,19 +26,21 @@ from tandem.models.tokenizer_settings import end_token_ids, read_tokenizer_setti
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """Text to be encoded, or a piece of it. A chat has all its special tokens already."""
+    """Text to encode, or a piece of it. A rendered chat already contains its special tokens."""
 
     text: str
-    is_renamed: bool = False  # its special tokens have the names of `ControlStrings`
-    add_special_tokens: bool = False  # also put around it what the model wants around a text
+    is_renamed: bool = False  # Special tokens have the names of `ControlStrings`.
+    add_special_tokens: bool = False  # Encoding adds tokens such as bos.
 
 
 class Tokenizer:
-    """The tokenizer of a model. Threads may share it; encoding runs without the GIL."""
+    """The tokenizer of a model. It is safe to share between threads; encoding releases the GIL."""
 
     def __init__(self, folder: Path, *, nonce: str | None = None) -> None:
-        """`folder` is a Hugging Face folder. `nonce` is that of another tokenizer of the folder,
-        to share rendered chats with it. Raises ConfigError when the files cannot be read."""
+        """Reads the tokenizer of a Hugging Face folder. Raises ConfigError if its files cannot be
+        read.
+
+        Tokenizers of one folder that exchange rendered chats need the same `nonce`."""
         file = folder / "tokenizer.json"
         with naming(file):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -59,11 +61,10 @@ class Tokenizer:
 
     @classmethod
     def of(cls, model: ModelFolder) -> Self:
-        """Reads the tokenizer of a model. Raises ConfigError when the files cannot be read, or when
-        the model has no embedding for some of its tokens.
+        """Reads the tokenizer of a model. Raises ConfigError if its files cannot be read, or if its
+        vocabulary is larger than the model's embedding.
 
-        Tokens that were added beside the vocabulary may lack one, as in Gemma 3: prompts that have
-        them are refused.
+        Added tokens may lack an embedding, as in Gemma 3; prompts that contain them are refused.
         """
         tokenizer = cls(model.path)
         vocabulary = tokenizer._tokenizer.get_vocab(with_added_tokens=False)
@@ -76,14 +77,14 @@ class Tokenizer:
         return tokenizer
 
     def check_rules(self) -> Iterator[str]:
-        """Tries the rules, as `tokenizer_check.check_rules` does."""
+        """Tries the tokenizer's rules, as `check.check_rules` does."""
         return check_rules(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of `text`. Raises BadRequest for text that no UTF-8 can hold.
+        """Returns the token ids of `text`. Raises BadRequest for a text with lone surrogates.
 
-        `add_special_tokens` puts around it what the model wants around a text, such as bos; a
-        rendered chat has that already.
+        `add_special_tokens` adds the tokens that the model expects around a text, such as bos. A
+        rendered chat already contains them.
         """
         ids: list[int] = self._encode(text, add_special_tokens).ids
         return ids
@@ -96,7 +97,7 @@ class Tokenizer:
             raise
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `ids`; unknown ids are left out, invalid UTF-8 becomes U+FFFD."""
+        """Returns the text of `ids`. Unknown ids are left out; invalid UTF-8 becomes U+FFFD."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -108,9 +109,9 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Returns the prompt of a chat, to be encoded with `add_special_tokens=False`.
+        """Returns the prompt text of a chat, to be encoded with `add_special_tokens=False`.
 
-        Raises BadRequest when the model has no chat template, or its template refuses the chat.
+        Raises BadRequest if the model has no chat template, or its template refuses the chat.
         """
         if self.chat_template is None:
             raise BadRequest(
@@ -130,10 +131,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> RenderedText:
-        """Returns the text of a chat's prompt, which `encode_rendered` encodes. Special tokens come
-        from the template only: those that the chat spells out are plain text.
+        """Returns the text of a chat's prompt, which `encode_rendered` encodes. Only the template
+        produces special tokens; their text in a message is encoded as ordinary text.
 
-        Raises BadRequest when the model has no chat template, or its template refuses the chat.
+        `continue_final_message` ends the prompt at the end of the last message's content. Raises
+        BadRequest if the model has no chat template, its template refuses the chat, or the final
+        message cannot be continued.
         """
         chat = (messages, tools, options)
         is_renamed = self._control_strings.are_in(chat)
@@ -154,10 +157,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> str:
-        """Returns the prompt of a chat, cut at the end of the final message's content.
+        """Returns the prompt text of a chat up to the end of the final message's content.
 
-        It is cut at a tag that no client can guess. Where the template strips the content, the
-        space behind the tag is gone, and then the text before the tag is stripped as well.
+        The end is found by an unguessable tag and a space that are appended to the content. If the
+        space is missing from the rendered text, the template strips content; the text before the
+        tag is then stripped as well.
         """
         *earlier, final = messages
         content: Any = final.get("content")
@@ -180,7 +184,7 @@ class Tokenizer:
         return text if rest.startswith(" ") else text.rstrip()
 
     def encode_rendered(self, rendered: RenderedText) -> list[int]:
-        """Returns the token ids of a text as `render_prompt` returns it."""
+        """Returns the token ids of a text that `render_prompt` returned."""
         ids: list[int] = self._encode_rendered(rendered).ids
         return ids
 
@@ -191,16 +195,17 @@ class Tokenizer:
         return self._encode(rendered.text, adds)
 
     def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
-        """Returns the ids of the tokens of `window.text[start:stop]`, as they are in the whole
-        window; None if a token lies across `start` or `stop`. What the model wants around a text
-        belongs to its first and its last part."""
+        """Encodes `window` and returns the ids of the tokens in `window.text[start:stop]`; None if
+        a token crosses `start` or `stop`. Tokens that are added around the text belong to its first
+        and last part."""
         encoding = self._encode_rendered(window)
         ids: list[int] = encoding.ids
-        first, last = 0, len(ids) if stop == len(window.text) else 0
-        # Some offsets leave out spaces: a part ends with the last token that begins before its end.
+        first = 0
+        last = len(ids) if stop == len(window.text) else 0
+        # Some offsets exclude spaces, so a part ends with the last token that begins before `stop`.
         places = zip(encoding.offsets, encoding.sequence_ids, strict=True)
         for index, ((begin, end), sequence) in enumerate(places):
-            if sequence is None:  # it stands for no text
+            if sequence is None:  # an added token such as bos, which has no text
                 continue
             if begin < start < end or begin < stop < end:
                 return None
@@ -212,44 +217,47 @@ class Tokenizer:
 
     @cached_property
     def joined(self) -> frozenset[bytes]:
-        """The pairs of a byte and the space or line break after it that some token has inside."""
+        """All pairs of a non-space byte and a following space or line break that occur inside a
+        token."""
         found: set[bytes] = set()
         for token_id in range(self.vocab_size):
             found.update(_BEFORE_SPACE.findall(self.token_bytes(token_id)))
         return frozenset(found)
 
     def count_tokens(self, piece: RenderedText) -> int:
-        """Returns the number of tokens of a piece of a text. It has no spaces at its ends if a
-        special token beyond them might swallow them, however many they are."""
+        """Returns the number of tokens of a piece of text. If special tokens may absorb
+        neighbouring spaces, spaces at the ends of the piece are not counted."""
         if self._strips_spaces:
             piece = RenderedText(piece.text.strip(), piece.is_renamed)
         return len(self.encode_rendered(piece))
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Returns each token as the vocabulary spells it; an unknown id is an empty string."""
+        """Returns the vocabulary entry of each id; "" for an unknown id."""
         return [self._tokenizer.id_to_token(id_) or "" for id_ in ids]
 
     @property
     def nonce(self) -> str:
-        """The nonce for further tokenizers of this folder. No client may learn it."""
+        """The nonce to pass to further tokenizers of this folder. Clients must not learn it."""
         return self._control_strings.nonce
 
     def added_token_id(self, string: str) -> int | None:
-        """Returns the id of a token that is never made of others, special or not."""
+        """Returns the id of an added token, special or not; None if there is no such added
+        token."""
         token_id: int | None = self._tokenizer.token_to_id(string)
         return token_id if token_id in self._added_ids else None
 
     def special_ids(self, strings: Iterable[str]) -> frozenset[int]:
-        """Returns the ids of those strings that are special tokens."""
+        """Returns the ids of the strings that are special tokens; other strings are ignored."""
         ids = {self._tokenizer.token_to_id(string) for string in strings}
         return self._special_ids & ids
 
     def is_special(self, token_id: int) -> bool:
-        """Returns whether `skip_special_tokens` leaves this token out of the text."""
+        """Returns whether `skip_special_tokens` removes this token from the text."""
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, special or not, wherever it stands in a text."""
+        """Returns the bytes of a token, special or not, inside a text. Unlike `piece`, it works for
+        all tokenizers."""
         if self.is_byte_level:
             return self.piece(token_id)
         token = self._tokenizer.id_to_token(token_id) or ""
@@ -258,8 +266,8 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()  # SentencePiece's space
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to a text; only where `is_byte_level`, whose texts
-        are nothing but their tokens' bytes in a row."""
+        """Returns the bytes that a token adds to a text. Only valid if `is_byte_level`: the text is
+        then the concatenation of its tokens' bytes."""
         piece = self._pieces.get(token_id)
         if piece is None:
             token = self._tokenizer.id_to_token(token_id)
@@ -268,20 +276,20 @@ class Tokenizer:
 
 
 _BEFORE_SPACE = re.compile(rb"[^\s][ \n]")
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of a SentencePiece model that falls back to bytes
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # byte tokens of SentencePiece models
 
 
 def _bytes_of(token: str) -> bytes:
-    """Decodes as tokenizers' ByteLevel does: through the byte alphabet, or, for a token with a
-    letter outside it (an added token), its UTF-8."""
+    """Converts a token to bytes as the ByteLevel decoder does: through the byte alphabet, or as
+    UTF-8 if a letter is not in the alphabet (added tokens)."""
     try:
         return bytes(BYTE_OF_LETTER[letter] for letter in token)
     except KeyError:
         return token.encode()
 
 
-# GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others, in order, for
-# the letters from U+0100 on.
+# GPT-2's alphabet for bytes: printable characters represent themselves, and the characters from
+# U+0100 on represent the other bytes in order.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
 BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -290,7 +298,7 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
 
 
 def check_unicode(text: str) -> None:
-    """Raises BadRequest for text that no UTF-8 can hold."""
+    """Raises BadRequest if `text` contains a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,1 +1,1 @@
-"""`tandem doctor`: what this host lacks, what each lack costs, and what to do about it."""
+"""`tandem doctor`: reports what this host lacks, the cost of each lack, and a remedy."""

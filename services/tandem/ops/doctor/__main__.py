@@ -1,4 +1,4 @@
-"""`python -m tandem.ops.doctor`, which is `tandem doctor`."""
+"""Runs `tandem doctor` as `python -m tandem.ops.doctor`."""
 
 from tandem.ops.doctor.command import main
 

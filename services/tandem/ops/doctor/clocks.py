@@ -1,4 +1,4 @@
-"""Checks of the clock: how fast it is read, and whether something keeps it right."""
+"""Checks the clock: the cost of reading it, and its synchronization."""
 
 import ctypes
 
@@ -6,11 +6,12 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import CLOCK_OFF_S
 
 _FAST_SOURCES = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
-_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of linux/timex.h
+_UNSYNCHRONIZED = 0x40  # STA_UNSYNC in linux/timex.h
 
 
 class _Timex(ctypes.Structure):
-    """The first fields of `struct timex`, and room for the others. `modes` 0 changes nothing."""
+    """The first fields of `struct timex`, padded to its size. With `modes` 0, adjtimex(2) changes
+    nothing."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -24,6 +25,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock(host: HostFiles) -> Finding:
+    """Checks that the clock source can be read without a system call."""
     source = host.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
     cost = "each reading of the clock is a system call, several in each step"
     remedy = "`clocksource=tsc` on the kernel's command line, if the machine's TSC is stable"
@@ -33,7 +35,8 @@ def clock(host: HostFiles) -> Finding:
 
 
 def kernel_clock_status() -> int | None:
-    """Returns the status flags of the kernel's clock (adjtimex(2)); None if it does not tell."""
+    """Returns the status flags of the kernel's clock (adjtimex(2)); None if they are not
+    available."""
     try:
         adjtimex = ctypes.CDLL(None).adjtimex
     except AttributeError:
@@ -43,8 +46,11 @@ def kernel_clock_status() -> int | None:
 
 
 def time_sync(host: HostFiles) -> Finding:
-    """The kernel's flag counts first. It stays up where chrony runs without `rtcsync`, and in a
-    container nothing shows the daemon that sets the host's clock."""
+    """Checks that the clock is synchronized.
+
+    The kernel's flag has priority. If it says "not synchronized", that may be wrong: chrony without
+    `rtcsync` does not clear it, and a container does not show the daemon that sets the host's
+    clock."""
     name = "time sync"
     status = kernel_clock_status()
     if status is not None and not status & _UNSYNCHRONIZED:

@@ -1,7 +1,7 @@
-"""`tandem doctor`: a line for each check of this host. It changes nothing.
+"""`tandem doctor`: prints one line for each check of this host, without changing it.
 
-Each check reads files below a root, so that tests give it other hosts. A lack never stops Tandem:
-exit status 0 in any case.
+Checks read files below a root folder, so tests can simulate other hosts. Tandem runs in spite of
+any lack, so the exit status is always 0.
 """
 
 import time
@@ -28,7 +28,7 @@ _REDIS_DEADLINE_S = 2.0
 
 
 def redis(host: HostFiles) -> Finding:
-    """Asks Redis for an answer. The finding never shows the password."""
+    """Checks that Redis answers. The finding does not contain the password."""
     from tandem.net.store.client import wait_until_answers
 
     url = host.environment.get(REDIS_URL_VARIABLE)
@@ -52,7 +52,7 @@ CHECKS: tuple[Callable[[HostFiles], Finding], ...] = (
 
 
 def main() -> None:
-    """Prints a line for each check, with what a lack costs and what to do about it."""
+    """Prints one line for each check, and for each lack its cost and a remedy."""
     findings = []
     with Waiting() as waiting:
         for number, check in enumerate(CHECKS):

@@ -1,4 +1,4 @@
-"""Checks of devices, and of what moves blocks between workers."""
+"""Checks GPUs and the transports for KV blocks: NIXL, shared memory and RDMA."""
 
 import re
 from importlib import metadata
@@ -8,15 +8,15 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
 
-_NIXL_MIN = (1, 5)  # as the extra `nixl` of the package
+_NIXL_MIN = (1, 5)  # as required by the extra `nixl`
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
-# Oldest driver of a CUDA release: https://docs.nvidia.com/deploy/cuda-compatibility/
+# CUDA major version -> oldest driver: https://docs.nvidia.com/deploy/cuda-compatibility/
 _DRIVER_MIN = {"12": 525, "13": 580}
 
 
 def gpus(host: HostFiles) -> Finding:
-    """Finds the GPUs of this process, the driver, and whether PyTorch can use them."""
+    """Checks the GPUs visible to this process, their driver, and whether PyTorch can use them."""
     number = len(list((host.root / "dev").glob("nvidia[0-9]*")))
     driver = _DRIVER.search(host.text("proc/driver/nvidia/version"))
     if not number and driver:
@@ -39,12 +39,13 @@ def _cards(host: HostFiles) -> list[str]:
 
 
 def _model(card: str) -> str:
-    told = re.search(r"^Model:\s*(.+)$", card, re.MULTILINE)
-    return told[1].strip() if told else ""
+    match = re.search(r"^Model:\s*(.+)$", card, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def _unusable(driver: int | None) -> tuple[str, str]:
-    """Returns why the installed PyTorch cannot use a GPU with a driver, and what to do."""
+    """Returns the reason why the installed PyTorch cannot use a GPU with this driver, and a remedy;
+    empty strings if it can."""
     if (cuda := _cuda_of_torch()) == "cpu":
         return "PyTorch is built for CPUs: workers compute there", "install PyTorch's CUDA build"
     oldest = _DRIVER_MIN.get(cuda, 0)
@@ -55,9 +56,9 @@ def _unusable(driver: int | None) -> tuple[str, str]:
 
 
 def _cuda_of_torch() -> str:
-    """Returns the major version of CUDA that PyTorch is built for, or "cpu"; empty if unknown."""
+    """Returns the major version of CUDA that PyTorch is built for, or "cpu"; "" if unknown."""
     build = installed_version("torch").partition("+")[2]
-    if not build:  # PyPI's: it needs one of these
+    if not build:  # PyPI's build has no suffix, but depends on one of these packages.
         for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
             if version := installed_version(package):
                 return version.partition(".")[0]
@@ -65,7 +66,7 @@ def _cuda_of_torch() -> str:
 
 
 def installed_version(package: str) -> str:
-    """Returns the version of an installed package; empty if it is not installed."""
+    """Returns the version of a package; "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -73,6 +74,7 @@ def installed_version(package: str) -> str:
 
 
 def nixl(host: HostFiles) -> Finding:
+    """Checks that NIXL is installed in a supported version."""
     packages = (name.partition(".")[0] for name in PACKAGES)
     package = next((name for name in packages if find_spec(name) is not None), None)
     if package is None:
@@ -92,6 +94,7 @@ def nixl(host: HostFiles) -> Finding:
 
 
 def memory_reads(host: HostFiles) -> Finding:
+    """Checks that workers on this host may read each other's memory (cross-memory attach)."""
     identity = host_identity(root=host.root, environment=host.environment)
     scope = host.text("proc/sys/kernel/yama/ptrace_scope") or "none"
     if identity.cma:
@@ -102,6 +105,7 @@ def memory_reads(host: HostFiles) -> Finding:
 
 
 def rdma(host: HostFiles) -> Finding:
+    """Checks for an active RDMA port."""
     if host_identity(root=host.root, environment=host.environment).rdma:
         return Finding("RDMA", "a port is active")
     cost = "between hosts, blocks travel by gRPC"

@@ -1,4 +1,4 @@
-"""A host as its files show it, and what a check of it finds."""
+"""The host that checks read, and the result of a check."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`cost` says what is lost, and `remedy` what to do; both are empty if nothing is lost."""
+    """The result of a check. `cost` and `remedy` describe a lack; both are "" if there is none."""
 
     name: str
     found: str
@@ -19,13 +19,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class HostFiles:
-    """The host as its files and this process's environment show it."""
+    """The host's files below `root`, and the environment of this process."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def text(self, path: str) -> str:
-        """Returns a file's text without its last newline; empty if there is none."""
+        """Returns a file's text, stripped; "" if it cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except OSError:
@@ -33,12 +33,13 @@ class HostFiles:
 
     @property
     def in_container(self) -> bool:
-        """True if this process sees other files than the host's programs do."""
+        """True if this process runs in a container, with its own file system."""
         marks = (self.root / ".dockerenv", self.root / "run/.containerenv")
         named = "KUBERNETES_SERVICE_HOST" in self.environment or "container" in self.environment
         return named or any(mark.exists() for mark in marks)
 
     def has_capability(self, number: int) -> bool:
-        """Returns whether this process has a capability of Linux, by its number in capability.h."""
+        """Returns whether this process has a Linux capability, given by its number in
+        capability.h."""
         effective = re.search(r"^CapEff:\s*(\w+)", self.text("proc/self/status"), re.MULTILINE)
         return effective is not None and bool(int(effective[1], 16) >> number & 1)

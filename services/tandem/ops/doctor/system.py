@@ -1,4 +1,4 @@
-"""Checks of the kernel, of memory, of limits and of disks."""
+"""Checks the kernel, memory, resource limits and disks."""
 
 import os
 import resource
@@ -12,14 +12,15 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity
 
-_CONNECTIONS = 4096  # of --connections-max, over HTTP and as many over gRPC
+_CONNECTIONS = 4096  # default of --connections-max, which applies to HTTP and to gRPC
 _OTHER_FILES = 256
 _SHARED_MIN = 64 << 20
-_KERNEL_MIN = (5, 6)  # pidfd_open and pidfd_getfd
+_KERNEL_MIN = (5, 6)  # for pidfd_open and pidfd_getfd
 _CAP_IPC_LOCK = 14
 
 
 def kernel(host: HostFiles) -> Finding:
+    """Checks the version of Linux."""
     release = host.text("proc/sys/kernel/osrelease")
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if not numbers or numbers >= _KERNEL_MIN:
@@ -29,6 +30,7 @@ def kernel(host: HostFiles) -> Finding:
 
 
 def memory(host: HostFiles) -> Finding:
+    """Checks that at least 5% of the memory is free."""
     now = read_memory()
     found = f"{now.free_bytes / 1e9:.1f} of {now.total_bytes / 1e9:.1f} GB free"
     if now.free_bytes >= now.total_bytes // 20:
@@ -38,8 +40,9 @@ def memory(host: HostFiles) -> Finding:
 
 
 def huge_pages(host: HostFiles) -> Finding:
-    told = host.text("sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = told.partition("[")[2].partition("]")[0] or "unknown"
+    """Checks that transparent huge pages are enabled."""
+    setting = host.text("sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = setting.partition("[")[2].partition("]")[0] or "unknown"
     if chosen not in ("never", "unknown"):
         return Finding("huge pages", chosen)
     cost = "weights and KV lie in small pages: CPU workers compute more slowly"
@@ -48,6 +51,7 @@ def huge_pages(host: HostFiles) -> Finding:
 
 
 def shared_memory(host: HostFiles) -> Finding:
+    """Checks the free space in /dev/shm, which Ray needs."""
     place = host.root / "dev/shm"
     free = shutil.disk_usage(place).free if place.is_dir() else 0
     found = f"{free / 1e6:.0f} MB free"
@@ -58,7 +62,8 @@ def shared_memory(host: HostFiles) -> Finding:
 
 
 def open_files(host: HostFiles) -> Finding:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a router raises its soft limit itself
+    """Checks the hard limit on open files. A router raises its soft limit itself."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return Finding("open files", "unlimited")
     needed = 2 * _CONNECTIONS + _OTHER_FILES
@@ -71,8 +76,10 @@ def open_files(host: HostFiles) -> Finding:
 
 
 def memlock(host: HostFiles) -> Finding:
-    """The limit counts for RDMA only: the kernel pins the memory that a device reads."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # nothing raises it
+    """Checks the limit on locked memory. It matters for RDMA only: the kernel pins the memory that
+    a device reads."""
+    # No part of Tandem raises the soft limit.
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", "unlimited")
     if host.has_capability(_CAP_IPC_LOCK):
@@ -90,7 +97,7 @@ def memlock(host: HostFiles) -> Finding:
 
 
 def model_disk(host: HostFiles) -> Finding:
-    """Looks at the folders of downloaded and converted models."""
+    """Checks the free space for downloaded and converted models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     cost = "a model cannot be downloaded or converted: workers do not start"
@@ -99,16 +106,16 @@ def model_disk(host: HostFiles) -> Finding:
 
 
 def run_disk(host: HostFiles) -> Finding:
-    """Looks at the folders of a run: its own and that of the logs."""
+    """Checks the free space for a run's temporary files and logs."""
     cost = "logs are cut short, and routers name workers of this host as in trouble"
     remedy = "free space, or name another disk (TMPDIR, XDG_STATE_HOME)"
-    # tempfile would try to write into each candidate, and fail where all are full.
+    # tempfile.gettempdir() is not used: it writes to each candidate and fails if all are full.
     temporary = Path(host.environment.get("TMPDIR", "/tmp"))
     return _disk("run disk", (temporary, runs_folder()), cost, remedy)
 
 
 def _disk(name: str, folders: tuple[Path, ...], cost: str, remedy: str) -> Finding:
-    """Looks at the fullest disk of some folders, which need not be there yet."""
+    """Checks the fullest disk among those of `folders`, which need not exist yet."""
     usages = {folder: shutil.disk_usage(_present(folder)) for folder in folders}
     folder, usage = min(usages.items(), key=lambda pair: pair[1].free / max(1, pair[1].total))
     found = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free in {folder}"

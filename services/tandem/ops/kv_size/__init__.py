@@ -1,1 +1,1 @@
-"""`tandem kv-size`: computes the memory of KV, and the workers of a load, before anything runs."""
+"""`tandem kv-size`: computes the size of a model's KV and the workers that a load needs."""

@@ -1,4 +1,4 @@
-"""`python -m tandem.ops.kv_size MODEL`, which is `tandem kv-size MODEL`."""
+"""Runs `tandem kv-size MODEL` as `python -m tandem.ops.kv_size MODEL`."""
 
 from tandem.ops.kv_size.command import main
 

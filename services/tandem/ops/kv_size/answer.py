@@ -1,4 +1,4 @@
-"""Computes everything that `tandem kv-size` tells."""
+"""Computes the results of `tandem kv-size`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from tandem.common.perf_model.rates import WorkerRates
 from tandem.errors import BadRequest
 from tandem.models.shape import num_parameters, read_shape
 from tandem.ops.kv_size.options import WEIGHT_BYTES, KvSizeOptions
-from tandem.ops.kv_size.sizes import DeviceFit, KvSize, device_fit, kv_dtypes, kv_size, side_by_side
+from tandem.ops.kv_size.sizes import (
+    DeviceFit,
+    KvSize,
+    device_fit,
+    kv_dtypes,
+    kv_head_variants,
+    kv_size,
+)
 from tandem.ops.kv_size.workers import SteadyLoad, Workers, workers_needed
 from tandem.ops.simulator.options import read_rates
 
@@ -18,7 +25,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizeAnswer:
-    """All that the command tells."""
+    """The results of `tandem kv-size`. Each `KvSize` is the size on one rank."""
 
     model: str
     parameters: int
@@ -29,16 +36,17 @@ class KvSizeAnswer:
     block_size: int
     context: int
     batch: int
-    dtypes: list[KvSize]  # on one rank
-    attention: list[KvSize]  # the model as it is, and with other numbers of KV heads
-    ranks: list[KvSize]  # each a rank of so many
-    device: list[DeviceFit]  # by dtype and number of ranks; empty without --memory
+    dtypes: list[KvSize]  # one entry per KV dtype, for 1 rank
+    attention: list[KvSize]  # the model, and variants with other numbers of KV heads
+    ranks: list[KvSize]  # one entry per number of ranks
+    device: list[DeviceFit]  # one entry per dtype and number of ranks; empty without --memory
     workers: Workers | None
-    rates: WorkerRates | None  # that the workers were computed from
+    rates: WorkerRates | None  # rates used to compute `workers`
 
 
 def compute(options: KvSizeOptions) -> KvSizeAnswer:
-    """Raises TandemError, OSError and MsgspecError."""
+    """Computes all results. Raises TandemError for invalid options, and OSError or MsgspecError if
+    the file of rates cannot be read."""
     model = read_shape(options.model, revision=options.model_revision)
     context = options.context or model.max_model_len
     size = partial(
@@ -75,7 +83,7 @@ def compute(options: KvSizeOptions) -> KvSizeAnswer:
         context=context,
         batch=options.batch,
         dtypes=[one_rank(model, dtype) for dtype in kv_dtypes(model)],
-        attention=[one_rank(shape, options.kv_dtype) for shape in side_by_side(model)],
+        attention=[one_rank(shape, options.kv_dtype) for shape in kv_head_variants(model)],
         ranks=[size(model, options.kv_dtype, tensor_parallel=count) for count in rank_counts],
         device=fits,
         workers=workers,

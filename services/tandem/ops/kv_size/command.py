@@ -1,4 +1,4 @@
-"""The command: prints all sizes as tables or as JSON."""
+"""The command `tandem kv-size`: prints the results as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main() -> None:
         print(f"tandem kv-size: {getattr(error, 'message', error)}", file=sys.stderr)
         raise SystemExit(1) from None
     if options.json:
-        told = asdict(answer) | {"rates": msgspec.to_builtins(answer.rates)}
-        print(json.dumps(told, indent=1))
+        result = asdict(answer) | {"rates": msgspec.to_builtins(answer.rates)}
+        print(json.dumps(result, indent=1))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for part in tables(answer, options):

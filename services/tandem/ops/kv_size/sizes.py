@@ -1,6 +1,6 @@
-"""Sizes of a model's KV, and what of it fits on a device. Pure.
+"""Computes the size of a model's KV, and how much of it fits on a device, with pure functions.
 
-All bytes come from `BlockLayout`, which an engine also allocates its pool by.
+All sizes come from `BlockLayout`, with which an engine allocates its pool.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from tandem.transfer.tensor_parallel import ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSize:
-    """The KV of one rank, in bytes. A sequence takes whole blocks."""
+    """The size of the KV on one rank. A sequence uses whole blocks."""
 
     attention: str  # MHA, GQA, MQA or MLA
-    kv_heads: int  # of the model
+    kv_heads: int  # in the whole model
     dtype: str
-    computed_dtype: str  # of rotated keys beside quantized latents
+    computed_dtype: str  # dtype of rotated keys, which quantized latent KV does not quantize
     tensor_parallel: int
     heads_per_rank: int
-    token_bytes: int | float  # a fraction where a block is padded
+    token_bytes: int | float  # not an integer if blocks are padded
     block_bytes: int
-    sequence_blocks: int  # in the group that sees furthest
-    group_blocks: tuple[int, ...]  # of a sequence, in each KV group
+    sequence_blocks: int  # blocks of a sequence in the KV group that needs the most
+    group_blocks: tuple[int, ...]  # blocks of a sequence in each KV group
     sequence_bytes: int
     batch_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFit:
-    """A device's memory beside its rank's weights, in KV. `free_bytes` is at least 0."""
+    """The KV that fits on a device beside the weights of its rank. `free_bytes` is at least 0."""
 
     dtype: str
     tensor_parallel: int
     weights_bytes: int
     free_bytes: int
-    num_blocks: int  # in the group that sees furthest
-    group_blocks: tuple[int, ...]  # in each KV group
+    num_blocks: int  # blocks in the largest KV group
+    group_blocks: tuple[int, ...]  # blocks in each KV group
     num_tokens: int
     num_sequences: int
 
 
 def attention_name(model: ModelConfig) -> str:
-    """Names the kind of attention by its heads (https://arxiv.org/abs/2305.13245)."""
+    """Returns the kind of attention: MLA, MHA, MQA or GQA (https://arxiv.org/abs/2305.13245)."""
     num_heads = model.num_attention_heads
     num_kv_heads = model.num_kv_heads
     if model.latent is not None:
@@ -66,9 +66,9 @@ def attention_name(model: ModelConfig) -> str:
     return "MQA" if num_kv_heads == 1 else "GQA"
 
 
-def side_by_side(model: ModelConfig) -> list[ModelConfig]:
-    """Returns the model with a KV head for each head, as it is, and with one KV head; one with
-    latent attention as it is."""
+def kv_head_variants(model: ModelConfig) -> list[ModelConfig]:
+    """Returns variants of the model for comparison: with one KV head per head, unchanged, and with
+    a single KV head. A model with latent attention has no variants."""
     if model.latent is not None:
         return [model]
     heads = sorted({model.num_attention_heads, model.num_kv_heads, 1}, reverse=True)
@@ -76,7 +76,7 @@ def side_by_side(model: ModelConfig) -> list[ModelConfig]:
 
 
 def kv_dtypes(model: ModelConfig) -> list[str]:
-    """Returns the dtypes that the model's KV may have."""
+    """Returns the KV dtypes that the model supports."""
     return [dtype for dtype in KV_BITS if not why_not_kv_dtype(model, dtype)]
 
 
@@ -88,8 +88,8 @@ def rank_layout(
     tensor_parallel: int,
     computed_dtype: str = "bfloat16",
 ) -> KvLayout:
-    """Returns the layout of one rank's pools, with so many blocks for each group. Raises
-    Incompatible for a degree that divides no heads."""
+    """Returns the layout of one rank's pools, with `num_blocks` for each KV group. Raises
+    Incompatible if the heads cannot be divided among the ranks."""
     whole = model_layout(
         model, num_blocks, block_size=block_size, dtype=dtype, computed_dtype=computed_dtype
     )
@@ -111,7 +111,8 @@ def kv_size(
     batch: int,
     computed_dtype: str = "bfloat16",
 ) -> KvSize:
-    """Computes the KV of `batch` sequences of `context` tokens each. Raises Incompatible."""
+    """Computes the KV size of `batch` sequences of `context` tokens each. Raises Incompatible if
+    the heads cannot be divided among the ranks."""
     layout = partial(
         rank_layout,
         model,
@@ -148,10 +149,11 @@ def device_fit(
     weight_bytes: int,
     reserve_bytes: int,
 ) -> DeviceFit:
-    """Computes the KV that fits beside a rank's share of the weights, `weight_bytes` each.
+    """Computes the KV that fits on a device beside a rank's share of the weights. `weight_bytes` is
+    the size of one weight.
 
-    The engine's own rule makes blocks of the free memory, with an engine's default number of
-    sequences, and of tokens in a step on a CPU.
+    The free memory is divided into blocks with the engine's own function and its defaults: the
+    number of sequences, and the tokens of a step on a CPU.
     """
     weights_bytes = -(-num_parameters(model) * weight_bytes // size.tensor_parallel)
     free_bytes = max(0, memory_bytes - weights_bytes - reserve_bytes)
@@ -166,7 +168,7 @@ def device_fit(
             computed_dtype=size.computed_dtype,
         )
         blocks = tuple(divide_pool(layout, config, step_tokens=STEP_TOKENS).sizes)
-    except ConfigError:  # not even one block
+    except ConfigError:  # The free memory is smaller than one block.
         blocks = (0,) * len(size.group_blocks)
     return DeviceFit(
         dtype=size.dtype,

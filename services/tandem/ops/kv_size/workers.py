@@ -1,7 +1,7 @@
-"""The workers that a steady load needs: what the autoscaler would want for it. Pure.
+"""Computes the workers that a steady load needs, with the autoscaler's policy. Pure.
 
-The load is told to the autoscaler as one long interval without bursts: it has no queue and misses
-no limit, so that its signals are the load itself and the memory of the decode workers.
+The autoscaler observes the load as one long interval without bursts. There is no queue and no
+missed limit, so the only signals are the load itself and the KV use of the decode workers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tandem.router.autoscaler.demand import Demand, Observation, PoolSeen
 from tandem.router.autoscaler.policy import Autoscaler, decode_tokens_per_s
 
 _WORKERS_MAX = 1_000_000
-_REQUESTS = 1_000  # of the interval
+_REQUESTS = 1_000  # requests in the interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyLoad:
-    """Requests a second, each with a prompt that no cache holds and a completion, in tokens."""
+    """A constant load of equal requests whose prompts are not cached."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -29,29 +29,31 @@ class SteadyLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """The sizes of the pools, the signals that set them, and what they follow from."""
+    """The needed pool sizes, the signals that determine them, and intermediate results."""
 
     prefill: int
     decode: int
     prefill_why: str
     decode_why: str
-    prompt_s: float  # that one worker needs for a prompt
-    decode_tokens_per_s: float  # of one worker
-    sequences: float  # that decode at once, in all workers
-    sequence_blocks: int  # of prompt and completion
-    worker_blocks: int  # 0: not known, and memory counts for nothing
+    prompt_s: float  # prefill time of one prompt
+    decode_tokens_per_s: float  # throughput of one decode worker
+    sequences: float  # mean number of decoding sequences in all workers
+    sequence_blocks: int  # blocks of a prompt and its completion
+    worker_blocks: int  # size of a worker's KV pool; 0: unknown, and KV use is ignored
 
 
 def workers_needed(
     load: SteadyLoad, rates: WorkerRates, *, itl_s: float, block_size: int, worker_blocks: int
 ) -> Workers:
-    """Asks the autoscaler for the pools of a load, `worker_blocks` in each worker's KV pool."""
+    """Returns the pool sizes that the autoscaler chooses for a load.
+
+    `worker_blocks` is the number of blocks in each worker's KV pool; 0 ignores KV memory."""
     config = AutoscaleConfig(
         mode="on", itl_s=itl_s, prefill_max=_WORKERS_MAX, decode_max=_WORKERS_MAX
     )
     prompt_s = prefill_seconds(rates, load.prompt_tokens, 0)
     tokens_per_s = decode_tokens_per_s(rates.decode, itl_s)
-    # Little's law: each sequence decodes for as long as its tokens take in a full batch.
+    # Little's law. A sequence's decode time is that of its tokens in a full batch.
     in_batch = max(1.0, (itl_s - rates.decode.step_s) / max(rates.decode.sequence_s, 1e-9))
     sequences = load.requests_per_s * load.completion_tokens * in_batch / tokens_per_s
     sequence_blocks = -(-(load.prompt_tokens + load.completion_tokens) // block_size)

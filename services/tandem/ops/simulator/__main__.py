@@ -1,4 +1,4 @@
-"""`python -m tandem.ops.simulator TRACE`, which is `tandem simulate TRACE`."""
+"""Runs `tandem simulate TRACE` as `python -m tandem.ops.simulator TRACE`."""
 
 from tandem.ops.simulator.command import main
 

@@ -1,7 +1,8 @@
-"""Runs the autoscaler in the simulator: it sees what a router reports, and resizes the pools.
+"""Runs the autoscaler in the simulator.
 
-Every `interval_s` the policy gets one observation, of the same counters and of load as old as a
-router sees it, and the pools are made what it decides; a worker comes a cold start later.
+Every `interval_s` the policy gets one observation with the counters of a router and with loads that
+are as old as in a router. The pools are then resized as it decides; an added worker is ready after
+a cold start.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,14 @@ from tandem.router.scaling.pool_observation import likely_decode, see_pool
 
 
 class Autoscaled:
-    """The autoscaler of one simulation, whose pools have as many workers as they ever may.
+    """The autoscaler of one simulation. The simulation must have the largest number of workers that
+    the pools may reach.
 
-    Make it before the simulation runs.
+    It must be created before the simulation runs.
     """
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
-        self.decisions: list[tuple[float, ScalingDecision]] = []  # those that changed a pool
+        self.decisions: list[tuple[float, ScalingDecision]] = []  # (time, decision) of each change
         self._simulation = simulation
         self._config = config
         self._policy = Autoscaler(config, simulation.clock.now_s)
@@ -43,7 +45,7 @@ class Autoscaled:
         }
 
     def open(self, *, prefill: int, decode: int) -> None:
-        """Sets the sizes to begin with."""
+        """Sets the initial sizes and starts the autoscaler."""
         self.pools["prefill"].open(prefill)
         self.pools["decode"].open(decode)
         self._simulation.clock.after(self._config.interval_s, self._turn)
@@ -76,7 +78,7 @@ class Autoscaled:
 def run_autoscaled(
     scenario: Scenario, arrivals: Sequence[Arrival], config: AutoscaleConfig
 ) -> tuple[Simulation, Autoscaled]:
-    """Runs a simulation from the smallest pools on, under this router's placement."""
+    """Runs a simulation with the router's placement, starting with the smallest pools."""
     most = replace(scenario, num_prefill=config.prefill_max, num_decode=config.decode_max)
     simulation = Simulation(most, arrivals, choose)
     autoscaled = Autoscaled(simulation, config)
@@ -86,7 +88,8 @@ def run_autoscaled(
 
 
 def reversals(sizes: list[tuple[float, int]]) -> list[float]:
-    """Returns when a pool's `Fleet.sizes` turned from growing to shrinking or back."""
+    """Returns the times at which a pool changed from growing to shrinking or back. `sizes` is
+    `Fleet.sizes`."""
     turns = []
     direction = 0
     for (_, before), (at_s, after) in pairwise(sizes):

@@ -1,4 +1,4 @@
-"""Simulated time: what happens next, in order of time and then of planning."""
+"""Simulated time: an event queue, ordered by time and then by the order of planning."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -7,6 +7,8 @@ from typing import Any
 
 
 class Clock:
+    """The simulated time `now_s`, and the actions that are planned."""
+
     def __init__(self) -> None:
         self.now_s = 0.0
         self._planned: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -19,7 +21,7 @@ class Clock:
         self.at(self.now_s + delay_s, action, *arguments)
 
     def run(self) -> None:
-        """Runs until nothing is planned any more."""
+        """Runs actions until none is planned."""
         while self._planned:
             self.now_s, _, action, arguments = heappop(self._planned)
             action(*arguments)

@@ -1,4 +1,5 @@
-"""The command: replays the trace under each policy and load, and writes what came of it."""
+"""The command `tandem simulate`: replays a trace under each policy and load, and reports
+results."""
 
 import json
 import sys
@@ -26,7 +27,8 @@ from tandem.ops.simulator.traces import Arrival, TraceError, repeat, scale_load,
 
 
 def simulate(options: SimulateOptions) -> None:
-    """Replays a trace under this router's placement and under others."""
+    """Runs the simulations that the options describe, and prints or writes the results. Exits with
+    status 1 if an input cannot be read."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         with Waiting(ProgressRow(options.trace.name, "is read")):
@@ -43,7 +45,7 @@ def simulate(options: SimulateOptions) -> None:
     if options.autoscale:
         for share in shares:
             factor = full_load_factor(scenario, arrivals) * share
-            tell_autoscaled(scenario, scale_load(arrivals, factor or 1.0), config, console)
+            report_autoscaled(scenario, scale_load(arrivals, factor or 1.0), config, console)
         return
     reports = run_all(scenario, arrivals, names, shares, options.seeds, options.requests, console)
     workers = f"{options.prefill} prefill + {options.decode} decode workers"
@@ -65,7 +67,8 @@ def run_all(
     num_requests: int,
     console: Console,
 ) -> list[RunReport]:
-    """Runs every policy on the same arrivals and errors of a seed. Share 0: as recorded."""
+    """Runs every policy at every load share. All policies get the same arrivals and the same rate
+    errors for a seed. Share 0 keeps the recorded load."""
     reports: list[RunReport] = []
     num_runs = seeds * len(shares) * len(names)
     with Waiting() as waiting:
@@ -79,25 +82,28 @@ def run_all(
                 timed = scale_load(spread, factor * share) if share else spread
                 for name in names:
                     simulation = Simulation(seeded, timed, make_policy(name))
-                    told = f"seed {seed}, load {share or 1 / factor:.0%}, {name}"
-                    with waiting.polling(partial(_step, simulation, told, len(reports), num_runs)):
+                    label = f"seed {seed}, load {share or 1 / factor:.0%}, {name}"
+                    with waiting.polling(partial(_step, simulation, label, len(reports), num_runs)):
                         simulation.run()
                     reports.append(summarize(simulation, name, share or 1 / factor))
                     with waiting.hidden():
-                        console.print(f"{told}: goodput {reports[-1].goodput:.2%}", highlight=False)
+                        console.print(
+                            f"{label}: goodput {reports[-1].goodput:.2%}", highlight=False
+                        )
     return reports
 
 
-def _step(simulation: Simulation, told: str, num_done: int, num_runs: int) -> ProgressRow:
-    """Returns how far all runs are, if this one is under way."""
+def _step(simulation: Simulation, label: str, num_done: int, num_runs: int) -> ProgressRow:
+    """Returns the progress of all runs while this one is in progress."""
     done = num_done + simulation.share_begun
-    return ProgressRow("simulation", f"run {num_done + 1} of {num_runs}: {told}", done, num_runs)
+    return ProgressRow("simulation", f"run {num_done + 1} of {num_runs}: {label}", done, num_runs)
 
 
-def tell_autoscaled(
+def report_autoscaled(
     scenario: Scenario, arrivals: list[Arrival], config: AutoscaleConfig, console: Console
 ) -> None:
-    """Prints each change of a pool with its reason, and what the day cost."""
+    """Runs the autoscaler, and prints each change of a pool with its reason, goodput and
+    worker-hours."""
     with Waiting(ProgressRow("simulation", f"{len(arrivals):,} requests")):
         simulation, autoscaled = run_autoscaled(scenario, arrivals, config)
     for at_s, decision in autoscaled.decisions:

@@ -1,4 +1,4 @@
-"""The options of `tandem simulate`, and what is read for them: scenario, arrivals, loads."""
+"""The options of `tandem simulate`, and the inputs made from them: scenario, arrivals, loads."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from tandem.router.admission.predict import TtftLimit
 
 
 class UsageError(ValueError):
-    """An option that cannot be taken."""
+    """An option has an invalid value."""
 
 
 @Parameter(name="*")
@@ -101,18 +101,20 @@ class SimulateOptions(Options):
     """Folder for JSON, PNG and HTML."""
 
     def names(self) -> tuple[str, ...]:
-        """The policies. Raises UsageError."""
+        """Returns the names of the policies. Raises UsageError for an unknown one."""
         names = POLICIES if self.policies == "all" else tuple(self.policies.split(","))
         if unknown := set(names) - set(POLICIES):
             raise UsageError(f"no policy {', '.join(sorted(unknown))}; there are {POLICIES}")
         return names
 
     def shares(self) -> list[float]:
-        """The loads, 1.0 what the workers can carry; 0: as recorded. Raises UsageError."""
+        """Returns the loads as fractions of the workers' capacity; 0 means as recorded. Raises
+        UsageError."""
         return [_read_load(text) for text in ("trace" if self.day else self.loads).split(",")]
 
     def scenario(self) -> Scenario:
-        """Raises UsageError, OSError, MsgspecError."""
+        """Makes the scenario. Raises UsageError for contradictory options, and OSError or
+        MsgspecError if the file of rates cannot be read."""
         rates = read_rates(self.rates, self.block_size)
         sizes = self._tier_blocks(rates.block_bytes)
         if sizes and rates.windows:
@@ -144,7 +146,7 @@ class SimulateOptions(Options):
         return scenario
 
     def _tier_blocks(self, block_bytes: int) -> dict[str, int]:
-        """Returns how many blocks each tier of a worker has, the fastest one first."""
+        """Returns the number of blocks in each tier of a worker, fastest tier first."""
         sizes = {HOST: self.kv_host_memory, DISK: self.kv_disk_size}
         if not block_bytes and (self.kv_store or any(sizes.values())):
             raise UsageError("--rates: tiers need block_bytes")
@@ -155,15 +157,17 @@ class SimulateOptions(Options):
         return blocks | ({STORE: KNOWN_IN_STORE} if self.kv_store else {})
 
     def _tier_rates(self, rates: WorkerRates, names: Iterable[str]) -> tuple[TierRate, ...]:
-        told = {tier.name: tier.block_s for tier in rates.tiers}
-        asked = {HOST: self.kv_host_rate, DISK: self.kv_disk_rate, STORE: self.kv_store_rate}
+        measured = {tier.name: tier.block_s for tier in rates.tiers}
+        given = {HOST: self.kv_host_rate, DISK: self.kv_disk_rate, STORE: self.kv_store_rate}
         return tuple(
-            TierRate(name, rates.block_bytes / asked[name] if asked[name] else told.get(name, 0.0))
+            TierRate(
+                name, rates.block_bytes / given[name] if given[name] else measured.get(name, 0.0)
+            )
             for name in names
         )
 
     def arrivals(self) -> list[Arrival]:
-        """Raises TraceError, OSError."""
+        """Reads the trace and applies the options for it. Raises TraceError or OSError."""
         arrivals = read_trace(self.trace)
         if self.shift_s:
             arrivals = shift_time(arrivals, self.shift_s)
@@ -172,7 +176,7 @@ class SimulateOptions(Options):
         return lay_on_day(arrivals, self.day) if self.day else arrivals
 
     def autoscaler(self) -> AutoscaleConfig:
-        """Raises ConfigError."""
+        """Makes the autoscaler's config. Raises ConfigError."""
         return AutoscaleConfig(
             mode="on",
             prefill_min=min(1, self.prefill),
@@ -186,7 +190,8 @@ class SimulateOptions(Options):
 
 
 def read_rates(path: str, block_size: int = BLOCK_SIZE) -> WorkerRates:
-    """Reads a JSON file of rates; the guess if there is none. Raises OSError, MsgspecError."""
+    """Reads a JSON file of rates; returns the default guess if `path` is "". Raises OSError or
+    MsgspecError."""
     if not path:
         block_bytes = DEFAULT_RATES.block_bytes * block_size // BLOCK_SIZE
         return msgspec.structs.replace(DEFAULT_RATES, block_bytes=block_bytes)

@@ -1,14 +1,14 @@
-"""Policies to compare placement with. Each takes what `choose` takes and gives what it gives.
+"""Placement policies to compare. They have the signature of `choose`.
 
-tandem         services/tandem/router/placement/choose.py, the router's own
-random         any worker
-round-robin    one after the other
-least-loaded   the fewest requests, running and waiting
-prefix-only    the longest cached prefix; at random among equals
-dynamo         the published rule of Dynamo's KV router: blocks to prefill there, its queue and
-               this prompt, times a weight + blocks that decode there; the lowest
-               (temperature 0, their default)
-dynamo-softmax the same, drawn by softmax at temperature 0.5
+tandem         the router's own policy, services/tandem/router/placement/choose.py
+random         a random worker
+round-robin    each worker in turn
+least-loaded   the worker with the fewest running and waiting requests
+prefix-only    the worker with the longest cached prefix; random among equals
+dynamo         the published rule of Dynamo's KV router: the lowest cost, which is a weight times
+               the worker's blocks to prefill (its queue and this prompt), plus its decode blocks
+               (temperature 0, Dynamo's default)
+dynamo-softmax the same cost, sampled by softmax at temperature 0.5
                https://docs.nvidia.com/dynamo/latest/components/router/README.html
 """
 
@@ -21,13 +21,14 @@ from random import Random
 from tandem.router.placement.choose import Placement, Roster, Work, WorkerSnapshot, choose
 from tandem.router.placement.costs import cached_tokens
 
-Policy = Callable[..., Placement | None]  # takes what `choose` takes
+Policy = Callable[..., Placement | None]  # the signature of `choose`
 Pick = Callable[[Work, list[WorkerSnapshot], Mapping[str, int], Random], WorkerSnapshot]
-Cost = Callable[[Work, WorkerSnapshot, int], float]  # of a worker with so many blocks cached
+# (work, worker, number of cached blocks) -> cost
+Cost = Callable[[Work, WorkerSnapshot, int], float]
 
 
 def make_policy(name: str) -> Policy:
-    """Returns the policy of this name. Raises KeyError if there is none."""
+    """Returns the policy with this name. Raises KeyError for an unknown name."""
     return choose if name == "tandem" else partial(_place, _PICKS[name]())
 
 
@@ -40,7 +41,7 @@ def _place(
     *,
     refused: frozenset[str] = frozenset(),
 ) -> Placement | None:
-    """Places by the same rule in both pools."""
+    """Places a request with the same rule in both pools."""
     usable = [w for w in workers.by_id.values() if w.usable and w.epoch not in refused]
     decode = [w for w in usable if w.role == "decode"]
     prefill = [w for w in usable if w.role == "prefill"]
@@ -50,8 +51,8 @@ def _place(
     candidates = (pick(work, prefill, matches, rng),) if prefill else ()
     computes = (*candidates, chosen)[0]
     cached = cached_tokens(work, chosen, matches)
-    there = max(cached, cached_tokens(work, computes, matches))
-    return Placement(chosen, candidates, (), work.num_tokens - there, "")
+    available = max(cached, cached_tokens(work, computes, matches))
+    return Placement(chosen, candidates, (), work.num_tokens - available, "")
 
 
 def _in_turn() -> Pick:
@@ -68,8 +69,8 @@ def _in_turn() -> Pick:
 
 
 def _lowest(cost: Cost, temperature: float = 0.0) -> Pick:
-    """Picks the lowest cost, at random among equals; with a temperature, by a softmax over costs
-    that are scaled to 0..1."""
+    """Returns a rule that picks the worker with the lowest cost, randomly among equals. With a
+    temperature it samples by softmax over the costs, scaled to 0..1."""
 
     def pick(
         work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random

@@ -1,7 +1,7 @@
-"""Chooses where a simulated worker's prompt is prefilled, and what comes there from elsewhere.
+"""Chooses where a simulated prompt is prefilled, and whether blocks are pulled or loaded.
 
-The functions ask what the real workers ask: the choice between peers and itself, between pulling
-and computing, and between those and loading from a tier.
+It uses the functions of real workers for the choice between a worker and its peers, between pulling
+and computing, and between these and loading from a tier.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,15 +23,15 @@ from tandem.worker.decode.prefill_choice import (
 )
 
 
-def worth_asking(
+def peers_to_ask(
     scenario: Scenario,
     worker: SimulatedWorker,
     task: Task,
     peers: Sequence[WorkerSnapshot],
     matches: Mapping[str, int],
 ) -> list[str]:
-    """Returns the peers that a decode worker asks; none if it prefills the prompt itself, maybe
-    after it has loaded blocks of it."""
+    """Returns the ids of the prefill workers from which a decode worker requests the prefill, in
+    order. It is empty if the worker prefills the prompt itself, with or without loading blocks."""
     if not peers:
         return []
     rates = scenario.rates
@@ -40,7 +40,7 @@ def worth_asking(
     cached = worker.cache.num_cached(task.hashes) * size
     prompt = PrefillPrompt(task.num_tokens, size)
     work = Work(task.num_tokens, size)
-    here = LocalWorker(rates, load.queue_s(rates), cached, num_running=load.num_running)
+    local = LocalWorker(rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
     for peer in peers:
         reused = reuse(work, peer, matches) if rates.tiers else None
@@ -58,7 +58,7 @@ def worth_asking(
         producer = soonest_producer(prompt, candidates)
         if worker.plan_load(task, producer=producer) is not None:
             return []
-    return list(plan_prefill(prompt, here, candidates).candidates)
+    return list(plan_prefill(prompt, local, candidates).candidates)
 
 
 def expect_pull(
@@ -68,8 +68,8 @@ def expect_pull(
     holders: Iterable[tuple[str, int]],
     pair: PairRate,
 ) -> Expected | None:
-    """Returns what to expect if the prompt's first blocks are pulled from one of the holders, which
-    have so many of its tokens; None if nothing is pulled."""
+    """Returns the predicted result of pulling the prompt's first blocks from one of `holders`
+    (worker id, number of tokens); None if a pull is not faster."""
     rates = scenario.rates
     size = scenario.block_size
     cached = worker.cache.num_cached(task.hashes) * size
@@ -86,8 +86,8 @@ def expect_pull(
 def exposed_pull_s(
     scenario: Scenario, pair: PairRate, source: SimulatedWorker, task: Task, cached_tokens: int
 ) -> float:
-    """Returns the seconds that a decode worker's pull takes longer than `source` computes, which
-    had `cached_tokens`: those of the last chunk, or more."""
+    """Returns the exposed time of a decode worker's pull: the seconds by which it ends after the
+    prefill of `source`, which had `cached_tokens`. It is at least the time of the last chunk."""
     rates = scenario.rates
     size = scenario.block_size
     missing = task.num_tokens - task.cached_tokens

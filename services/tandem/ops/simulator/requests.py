@@ -1,4 +1,4 @@
-"""A simulated request and what became of it."""
+"""The state of a simulated request."""
 
 import math
 from collections.abc import Sequence
@@ -10,45 +10,48 @@ from tandem.ops.simulator.workers.task import Task
 from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.admission.calibration import Promise
 
-MIGRATIONS_MAX = 2  # as services/tandem/router/request/migration_budget.py
+MIGRATIONS_MAX = 2  # as in services/tandem/router/request/migration_budget.py
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request: it is placed, perhaps refused or migrated, then served or failed."""
+    """A request. It is placed, may be refused or migrated, and is served or fails."""
 
     arrival: Arrival
     hashes: Sequence[bytes]
     decode: SimulatedWorker | None = None
     decode_task: Task | None = None
-    prefill: SimulatedWorker | None = None  # who computes the prompt; decode itself, or a peer
+    prefill: SimulatedWorker | None = None  # computes the prompt: the decode worker or a peer
     lease: Task | None = None
-    candidates: list[str] = field(default_factory=list)  # prefill workers not asked yet
-    holders: list[tuple[str, int]] = field(default_factory=list)  # with the tokens that they have
+    candidates: list[str] = field(default_factory=list)  # remaining prefill workers
+    # (worker id, prefix tokens) of prefix holders
+    holders: list[tuple[str, int]] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
     num_migrations: int = 0
-    num_output_tokens: int = 0  # tokens, on workers that were lost since
-    num_output_tokens_here: int = 0  # 1 from the first token on
+    num_output_tokens: int = 0  # tokens generated on workers that were lost since
+    num_current_output_tokens: int = 0  # on the current worker; 1 from the first token on
     is_admitted: bool = False
     promise: Promise | None = None
-    first_token_by: float = math.inf  # seconds: a later first token is of no use
+    first_token_by: float = math.inf  # time in s after which a first token is useless
     num_submissions: int = 0
-    sent: Sent | None = None  # until it is prefilled
-    cached_tokens: int = 0  # where it was prefilled, also in tiers there
-    loaded_tokens: dict[str, int] = field(default_factory=dict)  # those of tiers, by name
+    sent: Sent | None = None  # None after the first token
+    cached_tokens: int = 0  # at the worker that prefilled it, including its tiers
+    # tokens loaded from tiers, by tier name
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_pulled_tokens: int = 0
-    first_token_s: float = 0.0  # 0: none yet
+    first_token_s: float = 0.0  # 0: no token yet
     ended_s: float = 0.0
     failure: str = ""  # "", "refused" or "lost"
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its input where it is now: the prompt, and what was made before."""
+        """Input tokens on the current worker: the prompt and the tokens generated on earlier
+        workers."""
         return self.arrival.num_tokens + self.num_output_tokens
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens to make where it is now."""
+        """Number of tokens to generate on the current worker."""
         return self.arrival.output_tokens - self.num_output_tokens
 
     @property
@@ -57,12 +60,12 @@ class Request:
 
     @property
     def tpot_s(self) -> float:
-        """Mean seconds of each token after the first."""
+        """Mean seconds per token after the first."""
         count = self.arrival.output_tokens - 1
         return (self.ended_s - self.first_token_s) / count if count else 0.0
 
     def make_task(self, output_tokens: int) -> Task:
-        """Returns the task to make so many tokens of it on a worker; of none, it is a lease."""
+        """Makes the task that generates `output_tokens` tokens on a worker; 0 makes a lease."""
         return Task(
             self,
             self.num_tokens,

@@ -1,4 +1,4 @@
-"""The simulated workers, their nominal speed, and the errors that the policy does not know."""
+"""Describes the simulated workers: their number, nominal rates, and hidden rate errors."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, Ti
 from tandem.ops.simulator.traces import BLOCK_SIZE, Arrival, span_s
 from tandem.router.admission.predict import TtftLimit
 
-# A guess at an 8B model on one large GPU. `--rates` takes measured ones.
+# A guess for an 8B model on one large GPU. `--rates` replaces it with measured rates.
 DEFAULT_RATES = WorkerRates(
     prefill=PrefillRate(step_s=8e-3, token_s=5e-5, token_context_s=1e-9),
     decode=DecodeRate(step_s=8e-3, sequence_s=1.5e-4),
@@ -21,13 +21,13 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-KNOWN_IN_STORE = 65_536  # blocks; as services/tandem/engine/tiers/object_store/storage.py
+KNOWN_IN_STORE = 65_536  # blocks, as in services/tandem/engine/tiers/object_store/storage.py
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: a worker dies, or comes back with nothing."""
+    """A fault: a worker dies ("down"), or restarts with an empty cache ("up")."""
 
     at_s: float
     worker_id: str
@@ -36,7 +36,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits that a good request keeps. A longer prompt may take longer to its first token."""
+    """The service level. The limit on TTFT grows with the prompt's length."""
 
     ttft: TtftLimit = field(default_factory=lambda: TtftLimit(base_s=2.0, token_s=2e-4))
     tpot_s: float = 0.1
@@ -44,20 +44,22 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
+    """The cluster that is simulated."""
+
     num_decode: int = 8
-    num_prefill: int = 0  # none: decode workers prefill themselves
-    kv_tokens: int = 3_000_000  # of each worker
-    tier_blocks: tuple[int, ...] = ()  # of each worker's tiers, those of `rates`
+    num_prefill: int = 0  # 0: decode workers prefill themselves
+    kv_tokens: int = 3_000_000  # capacity of each worker
+    tier_blocks: tuple[int, ...] = ()  # capacity of each worker's tiers, in the order of `rates`
     tier_policy: str = "value"
-    rates: WorkerRates = DEFAULT_RATES  # what the policy is told
+    rates: WorkerRates = DEFAULT_RATES  # the nominal rates that the policy knows
     pair: PairRate = DEFAULT_PAIR
-    rate_error: float = 0.3  # true rates differ from these by up to this share
-    cores: float = 0.0  # of one machine that all workers share; 0: each has its own
-    report_age_s: float = 0.5  # how old a worker's load is when the router sees it
+    rate_error: float = 0.3  # largest relative error of the nominal rates
+    cores: float = 0.0  # cores of one machine that all workers share; 0: each worker has its own
+    report_age_s: float = 0.5  # age of a worker's load when the router receives it
     sequences_max: int = 256
     queue_max: int = 256
     pull_prefixes: bool = True
-    admission: bool = True  # the router refuses what would come too late
+    admission: bool = True  # The router refuses requests that would miss the TTFT limit.
     faults: tuple[Fault, ...] = ()
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
@@ -65,12 +67,13 @@ class Scenario:
 
     @property
     def roles(self) -> dict[str, str]:
-        """Roles of the workers by worker id."""
+        """The role of each worker, by worker id."""
         prefill = {f"prefill-{n}": "prefill" for n in range(self.num_prefill)}
         return prefill | {f"decode-{n}": "decode" for n in range(self.num_decode)}
 
     def true_rates(self, worker_id: str) -> WorkerRates:
-        """Returns the true rates: a seed and a name give the same error, whatever the policy."""
+        """Returns the true rates of a worker. The error depends only on seed and worker id, so it
+        is equal for all policies."""
         rng = Random(f"{self.seed} {worker_id}")
         prefill, decode, load = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(3))
         return msgspec.structs.replace(
@@ -86,7 +89,7 @@ class Scenario:
         )
 
     def true_pair(self, worker_id: str) -> PairRate:
-        """Returns the true rate at which blocks come to the worker."""
+        """Returns the true rate of transfers to the worker."""
         rng = Random(f"{self.seed} pair {worker_id}")
         error = 1 + self.rate_error * rng.uniform(-1, 1)
         return msgspec.structs.replace(
@@ -97,11 +100,11 @@ class Scenario:
 
 
 def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
-    """Returns how many times faster the trace must come to be a load of 100%.
+    """Returns the factor by which the trace must be sped up to give a load of 100%.
 
-    100% is where the workers would be busy all the time if one cache without limit served them all:
-    more than that no policy can carry. A worker that prefills itself is busy with prompts, each
-    chunk of which also gives a token to those who decode; what is left of decoding is added.
+    At 100% the workers would be busy all the time if all shared one unlimited cache, so no policy
+    can serve more. In an aggregated pool, each prefill chunk also generates a token for the
+    decoding sequences; the remaining decode steps are added.
     """
     rates = scenario.rates
     seen = set[bytes]()

@@ -1,10 +1,15 @@
-"""Simulates one run: a trace through the policy, the prefix index and the workers.
+"""Simulates one run of a trace: placement, prefix index and workers.
 
-arrives --match, choose--> submitted to its decode worker --refused--> chosen again, without it
-  no prefill pool, or faster here --> prefilled there --> decodes there --> served
-  else: memory reserved --> leased --> prefilled by a peer --> pulled --> decodes --> served
-decode worker dies: moved with the tokens made so far (at most MIGRATIONS_MAX times), then lost
-prefill worker dies: the next candidate, else prefilled on the decode worker
+A request arrives, is matched in the index and placed, and is submitted to its decode worker. If the
+worker refuses it, it is placed again without that worker. Then:
+
+  local prefill:   prefilled by the decode worker --> decoded --> served
+  remote prefill:  memory reserved --> leased --> prefilled by a peer --> pulled --> decoded
+                   --> served
+
+If its decode worker dies, a request migrates with the tokens generated so far, at most
+MIGRATIONS_MAX times, and is lost after that. If its prefill worker dies, the next candidate or the
+decode worker prefills it.
 """
 
 import math
@@ -14,7 +19,7 @@ from typing import Any, TypeVar
 
 from tandem.ops.simulator.clock import Clock
 from tandem.ops.simulator.policies import Policy
-from tandem.ops.simulator.prefill_ways import expect_pull, exposed_pull_s, worth_asking
+from tandem.ops.simulator.prefill_ways import expect_pull, exposed_pull_s, peers_to_ask
 from tandem.ops.simulator.requests import MIGRATIONS_MAX, Request
 from tandem.ops.simulator.scenario import Fault, Scenario
 from tandem.ops.simulator.traces import Arrival
@@ -33,7 +38,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """The simulation of one trace under one policy; `run` it once."""
+    """The simulation of one trace under one policy. `run` may be called once."""
 
     def __init__(self, scenario: Scenario, arrivals: Sequence[Arrival], policy: Policy) -> None:
         self.scenario = scenario
@@ -43,7 +48,7 @@ class Simulation:
         self._rng = Random(scenario.seed)
         self.clock = Clock()
         self._index = MemoryIndex()
-        self._logs: dict[str, int] = {}  # next sequence number of each holder
+        self._logs: dict[str, int] = {}  # next event number of each holder
         host = SharedCores(scenario.cores) if scenario.cores else None
         self._has_tiers = bool(scenario.rates.tiers)
         tiers = make_tiers(scenario, arrivals) if self._has_tiers else {}
@@ -53,7 +58,7 @@ class Simulation:
             )
             for worker_id, role in scenario.roles.items()
         }
-        self.meter = DemandMeter()  # what a router would count for the autoscaler
+        self.meter = DemandMeter()  # the counters that a router has for the autoscaler
         self._calibration = Calibration()
         self.view = View(scenario, self.clock, list(self.workers.values()))
         self._pairs = {w: scenario.true_pair(w) for w in self.workers}
@@ -62,7 +67,7 @@ class Simulation:
 
     @property
     def share_begun(self) -> float:
-        """Returns the share of the requests that have arrived, 0 to 1. Any thread may ask."""
+        """Fraction of the requests that have arrived, 0 to 1. It may be read by any thread."""
         return len(self.requests) / max(1, len(self._arrivals))
 
     def run(self) -> None:
@@ -71,8 +76,7 @@ class Simulation:
         self._plan_arrival(0)
         self.clock.run()
 
-    # What workers tell.
-
+    # Callbacks of the workers (Listener).
     def reserved(self, worker: SimulatedWorker, task: Task) -> None:
         self._ask_candidate(_request(task))
 
@@ -85,7 +89,7 @@ class Simulation:
             )
             if request.promise is not None and request.num_submissions == 1:
                 self._calibration = self._calibration.kept(request.promise, self.clock.now_s)
-        request.num_output_tokens_here = 1
+        request.num_current_output_tokens = 1
         size = self.scenario.block_size
         request.loaded_tokens = {name: n * size for name, n in task.loaded_blocks.items()}
         request.cached_tokens = task.cached_tokens + sum(request.loaded_tokens.values())
@@ -118,7 +122,7 @@ class Simulation:
     def decoded(self, worker: SimulatedWorker, task: Task) -> None:
         request = _request(task)
         self._end(request)
-        request.hashes = ()  # a million requests are kept to the end
+        request.hashes = ()  # Saves memory: all requests are kept until the end of the run.
 
     def blocks_changed(
         self,
@@ -129,15 +133,14 @@ class Simulation:
     ) -> None:
         holder = holder_of(worker.worker_id, tier)
         number = self._logs[holder]
-        applied = _now(self._index.publish(holder, str(worker.epoch), number, stored, removed))
+        applied = _run_now(self._index.publish(holder, str(worker.epoch), number, stored, removed))
         assert applied
         self._logs[holder] = number + 1
 
     def load_changed(self, worker: SimulatedWorker) -> None:
         self.view.note_load(worker)
 
-    # A request's way.
-
+    # The life of a request.
     def _plan_arrival(self, at: int) -> None:
         if at < len(self._arrivals):
             self.clock.at(self._arrivals[at].at_s, self._arrive, at)
@@ -154,7 +157,7 @@ class Simulation:
     def _place(self, request: Request) -> None:
         num_tokens = request.num_tokens
         work = Work(num_tokens, self.scenario.block_size)
-        matches = _now(self._index.match(request.hashes))
+        matches = _run_now(self._index.match(request.hashes))
         if self._has_tiers:
             matches = with_store(matches)
         self.view.tick()
@@ -170,7 +173,8 @@ class Simulation:
             request.refused |= {placement.decode.epoch}
 
     def _admit(self, request: Request, work: Work, placement: Placement) -> bool:
-        """Once a request: who moves, or was refused by a worker, was taken already."""
+        """Returns whether a request is admitted. The decision is made once; a request that migrates
+        or was refused by a worker stays admitted."""
         if request.is_admitted:
             return True
         self.meter.new_request(placement.prefill_s(work))
@@ -203,7 +207,7 @@ class Simulation:
         task = request.make_task(request.tokens_left)
         request.decode_task = task
         request.lease = None
-        request.candidates = worth_asking(
+        request.candidates = peers_to_ask(
             self.scenario, worker, task, placement.prefill_candidates, matches
         )
         noted = request.candidates[0] if request.candidates else worker.worker_id
@@ -222,7 +226,7 @@ class Simulation:
         return accepted
 
     def _ask_candidate(self, request: Request) -> None:
-        """Opens a lease on the next candidate; without any, the decode worker computes."""
+        """Opens a lease on the next candidate; without candidates, the decode worker prefills."""
         assert request.decode is not None
         assert request.decode_task is not None
         while request.candidates:
@@ -239,7 +243,8 @@ class Simulation:
             request.failure = "refused"
 
     def _prefill(self, request: Request, worker: SimulatedWorker, task: Task) -> bool:
-        """Submits a task that is computed, after its prefix was pulled if that is faster."""
+        """Submits a task for prefill, after a pull of its prefix if that is faster. Returns False
+        if the worker refuses it."""
         holders = [(w, tokens) for w, tokens in request.holders if self.workers[w].is_up]
         expected = None
         if holders:
@@ -286,15 +291,14 @@ class Simulation:
         if (count := request.arrival.output_tokens - 1) > 0:
             self.meter.next_tokens(request.tpot_s / self.scenario.slo.tpot_s, count)
 
-    # Pools that change.
-
+    # Changes of the pools, for the autoscaler.
     @property
     def has_more(self) -> bool:
-        """True while requests are still to come."""
+        """True while some requests have not arrived."""
         return len(self.requests) < len(self._arrivals)
 
     def start_worker(self, worker: SimulatedWorker) -> None:
-        """Starts a worker that is off, with nothing in its cache, and what its disk had."""
+        """Starts a stopped worker with an empty cache and the previous contents of its disk."""
         worker.restart()
         self._start_log(worker)
         if worker.tiers is not None:
@@ -303,15 +307,15 @@ class Simulation:
         self.view.note_state(worker)
 
     def drain_worker(self, worker: SimulatedWorker) -> None:
-        """Drains a worker: nothing new goes there."""
+        """Drains a worker: it gets no new requests."""
         worker.is_draining = True
         self.view.note_drain(worker)
 
     def stop_worker(self, worker: SimulatedWorker) -> None:
-        """Stops a worker, and forgets its blocks."""
+        """Stops a worker and removes its blocks from the index."""
         worker.fail()
         for holder in _holders(worker):
-            _now(self._index.forget(holder))
+            _run_now(self._index.forget(holder))
         self.view.note_state(worker)
 
     # Faults.
@@ -334,7 +338,7 @@ class Simulation:
 
     def _lose(self, request: Request, task: Task | None) -> None:
         if task is not None and task is request.lease:
-            # Its first token went out already: the rest is computed again, here.
+            # The first token was already sent, so the decode worker recomputes the prompt.
             request.lease = None
             self._ask_candidate(request)
             return
@@ -347,11 +351,11 @@ class Simulation:
             request.failure = "lost"
             return
         request.num_migrations += 1
-        request.first_token_by = math.inf  # it was taken
-        if task is not None and task.tokens_left is not None:  # it was in the batch
-            request.num_output_tokens_here = task.output_tokens - task.tokens_left
-        request.num_output_tokens += request.num_output_tokens_here
-        request.num_output_tokens_here = 0
+        request.first_token_by = math.inf  # Requests that migrate have no deadline.
+        if task is not None and task.tokens_left is not None:  # The task was decoding.
+            request.num_current_output_tokens = task.output_tokens - task.tokens_left
+        request.num_output_tokens += request.num_current_output_tokens
+        request.num_current_output_tokens = 0
         if request.tokens_left:
             self._place(request)
         else:
@@ -360,7 +364,7 @@ class Simulation:
     def _start_log(self, worker: SimulatedWorker) -> None:
         for holder in _holders(worker):
             self._logs[holder] = 0
-            _now(self._index.reset(holder, str(worker.epoch)))
+            _run_now(self._index.reset(holder, str(worker.epoch)))
 
 
 def _holders(worker: SimulatedWorker) -> list[str]:
@@ -373,8 +377,8 @@ def _request(task: Task) -> Request:
     return task.owner
 
 
-def _now(call: Coroutine[Any, Any, T]) -> T:
-    """Runs a call of the index in memory, which never waits: no event loop is needed."""
+def _run_now(call: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine of the in-memory index. It never suspends, so no event loop is needed."""
     try:
         call.send(None)
     except StopIteration as done:

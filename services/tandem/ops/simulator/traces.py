@@ -1,7 +1,7 @@
-"""Reads traces of requests, Mooncake's JSONL and Azure's CSV, and makes others from them.
+"""Reads and transforms request traces: Mooncake's JSONL and Azure's CSV.
 
-A block of a prompt is an integer here, as in Mooncake's traces; `salt` tells the blocks of one copy
-of a trace from those of another. All that is random is drawn from a seed.
+A block of a prompt is an integer, as in Mooncake's traces. `salt` distinguishes the blocks of
+copies of a trace. All randomness comes from a seed.
 """
 
 import csv
@@ -16,9 +16,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-BLOCK_SIZE = 512  # tokens; Mooncake's
+BLOCK_SIZE = 512  # tokens, as in Mooncake's traces
 DAY_S = 86_400.0
-# Requests of a service that people use, by hour from midnight: quiet at night, two peaks.
+# Relative request rate by hour from midnight, for a service used by people: low at night, two
+# peaks.
 DAY = (
     *(0.45, 0.34, 0.27, 0.23, 0.22, 0.25, 0.35, 0.55, 0.8, 1.1, 1.35, 1.45),
     *(1.4, 1.4, 1.5, 1.6, 1.55, 1.45, 1.3, 1.25, 1.25, 1.15, 0.9, 0.65),
@@ -26,30 +27,32 @@ DAY = (
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read; the message names the file and the line."""
+    """A trace cannot be read. The message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace."""
+    """A request of a trace."""
 
     at_s: float
-    num_tokens: int  # of the prompt
+    num_tokens: int  # prompt tokens
     output_tokens: int
-    block_ids: tuple[int, ...] = ()  # chained: the same id, the same prompt up to there
+    block_ids: tuple[int, ...] = ()  # chained: equal ids mean equal prompts up to that block
     salt: bytes = b""
-    in_session: bool = False  # its prompt is likely to return
+    in_session: bool = False  # A later request is likely to extend its prompt.
 
     def block_hashes(self) -> list[bytes]:
+        """Returns a name of each block of the prompt: salt and block id."""
         return [self.salt + block_id.to_bytes(8, "big") for block_id in self.block_ids]
 
     def block_digests(self) -> list[bytes]:
-        """Returns hashes of 16 bytes, all parts of which differ: those that policies sketch."""
+        """Returns a 16-byte hash of each block. The tiers' policies, which sketch parts of hashes,
+        need uniformly distributed bytes."""
         return [blake2b(name, digest_size=16).digest() for name in self.block_hashes()]
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Returns arrivals from 0 s on, in order. Raises TraceError, OSError."""
+    """Reads a trace. Arrivals are sorted and start at 0 s. Raises TraceError or OSError."""
     arrivals = _read_rows(path)
     if not arrivals:
         raise TraceError(f"{path} has no requests")
@@ -59,9 +62,9 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """Spreads arrivals of one timestamp over random times before the next one, in their order.
+    """Spreads arrivals with equal timestamps over random times before the next timestamp, in order.
 
-    Mooncake's timestamps are 3 s apart, with about 10 requests at each.
+    Mooncake's timestamps are 3 s apart, with about 10 requests each.
     """
     rng = Random(f"spread {seed}")
     bursts = [list(burst) for _, burst in groupby(arrivals, key=lambda a: a.at_s)]
@@ -79,25 +82,26 @@ def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
 
 
 def scale_load(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
-    """Returns the same requests, `factor` times as fast."""
+    """Returns the same requests with the arrival rate multiplied by `factor`."""
     return [replace(a, at_s=a.at_s / factor) for a in arrivals]
 
 
 def shift_time(arrivals: Sequence[Arrival], shift_s: float) -> list[Arrival]:
-    """Starts `shift_s` later in the trace; what came before follows at the end."""
+    """Starts the trace `shift_s` later, and moves the earlier requests to its end."""
     period_s = span_s(arrivals)
     moved = [replace(a, at_s=(a.at_s - shift_s) % period_s) for a in arrivals]
     return sorted(moved, key=lambda a: a.at_s)
 
 
 def rename_prefixes(arrivals: Sequence[Arrival], name: str) -> list[Arrival]:
-    """Returns other prompts that share prefixes with one another in the same way."""
+    """Returns requests with other prompts that share prefixes among each other in the same way."""
     salt = name.encode() + b"/"
     return [replace(a, salt=salt) for a in arrivals]
 
 
 def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Arrival]:
-    """Returns `num_requests` requests in the same time, with renamed copies shifted in time."""
+    """Returns `num_requests` requests in the same time span, by adding renamed copies that are
+    shifted in time."""
     rng = Random(f"repeat {seed}")
     copies = list(arrivals)
     for number in range(1, -(-num_requests // len(arrivals))):
@@ -109,10 +113,11 @@ def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Ar
 def lay_on_day(
     arrivals: Sequence[Arrival], num_requests: int, hours: Sequence[float] = DAY, *, seed: int = 0
 ) -> list[Arrival]:
-    """Lays `num_requests` requests on 24 hours, as often in each hour as its weight says.
+    """Distributes `num_requests` requests over 24 hours, with a rate proportional to each hour's
+    weight.
 
-    Renamed copies of the trace come one after the other; its time is stretched so that the rate
-    follows the weights, linear from the middle of one hour to that of the next. Bursts stay bursts.
+    Renamed copies of the trace follow each other. Their time is stretched so that the rate follows
+    the weights, interpolated linearly between the middles of the hours. Bursts remain bursts.
     """
     period_s = span_s(arrivals)
     copies: list[Arrival] = []
@@ -120,7 +125,7 @@ def lay_on_day(
         renamed = rename_prefixes(arrivals, f"day {seed} {number}") if number else arrivals
         copies += [replace(a, at_s=a.at_s + number * period_s) for a in renamed]
     del copies[num_requests:]
-    # The share of the day's requests until each minute, and its inverse.
+    # The cumulative weight until each minute, which the loop below inverts.
     num_hours = len(hours)
     weights = []
     for minute in range(num_hours * 60):
@@ -145,7 +150,7 @@ def lay_on_day(
 
 
 def span_s(arrivals: Sequence[Arrival]) -> float:
-    """Seconds from 0 to the last arrival and as much as one takes on average; never 0."""
+    """Returns the length of the trace: the last arrival plus one mean interval; never 0."""
     last_s = arrivals[-1].at_s
     return last_s + (last_s / (len(arrivals) - 1) if last_s else 1.0)
 
@@ -176,7 +181,7 @@ def _read_lines(path: Path) -> list[Arrival]:
 
 
 def _why(error: Exception) -> str:
-    """Says what a line lacks."""
+    """Returns the reason why a line cannot be read."""
     if isinstance(error, KeyError):
         return f"it has no {error}"
     if isinstance(error, json.JSONDecodeError):
@@ -195,7 +200,7 @@ def _read_mooncake(row: dict[str, Any]) -> Arrival:
 
 
 def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
-    """Reads a request of which no prefixes are known: its prompt has blocks of its own."""
+    """Reads a request of Azure's trace. It has no prefixes, so each prompt gets new blocks."""
     at = datetime.fromisoformat(row["TIMESTAMP"][:26]) - datetime(2000, 1, 1)
     num_tokens = _positive(row["ContextTokens"])
     output_tokens = _positive(row["GeneratedTokens"])

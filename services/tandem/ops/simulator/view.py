@@ -1,8 +1,8 @@
-"""The workers as the simulated router knows them: old load, what it sent since, their pace.
+"""The simulated router's view of the workers: reported load, work sent since, and pace.
 
-A worker's report is taken when its load changed and no other report is under way; it arrives
-`report_age_s` later. What was sent to the worker after the report was taken is added to it. First
-tokens are seen when they come: from them the workers' shares and real speed are learned.
+A worker reports its load when it has changed and no other report is in flight; the report arrives
+`report_age_s` later. Work that was sent to the worker after the report was made is added to it.
+First tokens are visible immediately; the workers' shares and true speed are learned from them.
 """
 
 from collections import deque
@@ -31,15 +31,15 @@ from tandem.router.placement.shares import Shares
 class _Known:
     worker: SimulatedWorker
     load: WorkerLoad
-    rates: WorkerRates  # that it told, at the pace that was seen
-    load_queue_s: float = 0.0  # of its tiers, when the load was taken
-    sent: deque[tuple[float, Prefill]] = field(default_factory=deque)  # when, and for what
+    rates: WorkerRates  # reported rates, corrected by the observed pace
+    load_queue_s: float = 0.0  # queue of its tiers when the report was made
+    sent: deque[tuple[float, Prefill]] = field(default_factory=deque)  # (time, prefill work)
     reporting: bool = False
     changed: bool = False
 
 
 class View:
-    """The simulated router's view; `roster` is up to date after `tick`, which may replace it."""
+    """The simulated router's view. `roster` is current after `tick`, which may replace it."""
 
     def __init__(self, scenario: Scenario, clock: Clock, workers: list[SimulatedWorker]) -> None:
         self._scenario = scenario
@@ -53,22 +53,24 @@ class View:
         self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def tick(self) -> None:
-        """Ages the shares before they are used: they count for less as time goes by."""
+        """Applies the time decay of the workers' shares. It must be called before `roster` is
+        used."""
         now_s = self._clock.now_s
         if self._shares.rebase(now_s):
-            # A new one: sums of shares from before and after the change would not fit together.
+            # The roster is rebuilt, because its sums cannot mix shares from before and after the
+            # rebase.
             self.roster = Roster(self._snapshot(known) for known in self._known.values())
         self.roster.second_weight = self._shares.second_weight(now_s)
 
     def note_prefill(
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
     ) -> Sent:
-        """Notes a prompt that was sent there, with `missing` tokens to prefill."""
+        """Records a prompt sent to a worker, which has to prefill `missing` of its tokens."""
         known = self._known[worker_id]
-        told = self._scenario.rates
-        rates = beside_decode(told, 0, known.load.num_running)
-        told_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
-        sent = self._paces.sent(worker_id, told_s, self._clock.now_s, may_pull=may_pull)
+        reported = self._scenario.rates
+        rates = beside_decode(reported, 0, known.load.num_running)
+        predicted_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
+        sent = self._paces.sent(worker_id, predicted_s, self._clock.now_s, may_pull=may_pull)
         self.note_sent(worker_id, Prefill.of(missing, num_tokens - missing))
         return sent
 
@@ -87,7 +89,7 @@ class View:
             self._refresh(self._known[sent.worker_id])
 
     def note_state(self, worker: SimulatedWorker) -> None:
-        """Notes that the worker is up or down, which its stream shows at once."""
+        """Records that a worker went up or down. The router notices this without delay."""
         known = self._known[worker.worker_id]
         known.sent.clear()
         known.load = worker.load()
@@ -97,7 +99,7 @@ class View:
         self._refresh(known)
 
     def note_drain(self, worker: SimulatedWorker) -> None:
-        """Notes that the worker takes nothing new, which its record tells at once."""
+        """Records that a worker drains. The router notices this without delay."""
         self._refresh(self._known[worker.worker_id])
 
     def note_load(self, worker: SimulatedWorker) -> None:
@@ -141,9 +143,9 @@ class View:
         load = known.load
         count = len(known.sent)
         sent = summed(prefill for _, prefill in known.sent)
-        told = self._scenario.rates
-        sent_s = sent.seconds(beside_decode(told, 0, load.num_running))
-        told_s = load.queue_s(told) + sent_s
+        reported = self._scenario.rates
+        sent_s = sent.seconds(beside_decode(reported, 0, load.num_running))
+        predicted_s = load.queue_s(reported) + sent_s
         is_decode = worker.role == "decode"
         rates = known.rates
         if known.load_queue_s:
@@ -159,7 +161,7 @@ class View:
                 load,
                 num_waiting=load.num_waiting + (count if is_decode else 0),
                 queued_tokens=load.queued_tokens + sent.num_tokens,
-                queued_s=told_s * self._paces.of(worker.worker_id),
+                queued_s=predicted_s * self._paces.of(worker.worker_id),
                 num_leases=load.num_leases + (0 if is_decode else count),
             ),
             keeps_deadlines=True,

@@ -234,7 +234,8 @@ class AnswerParser:
             self._raw = ""
             self._thinks = False
         if kind is Text.CONTENT:
-            raw, self._raw = self._raw, ""
+            raw = self._raw
+            self._raw = ""
             self._strips_start = self._strips_start or self._after_call
             self._after_call = self._in_list = False
             self._add_content(raw)

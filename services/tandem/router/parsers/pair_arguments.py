@@ -42,7 +42,8 @@ class PairArguments:
         self._types = types_of(self._properties.get(key))
         self._is_at_start = True
         self._held = ""
-        before, self._is_first = "{" if self._is_first else ", ", False
+        before = "{" if self._is_first else ", "
+        self._is_first = False
         quote = '"' if self._is_string else ""
         return f'{before}"{escaped(key)}": {quote}'
 
@@ -57,13 +58,15 @@ class PairArguments:
             return ""
         num_kept = 1 if self._trims_lines and self._held.endswith("\n") else 0
         end = len(self._held) - num_kept
-        now, self._held = self._held[:end], self._held[end:]
+        now = self._held[:end]
+        self._held = self._held[end:]
         return escaped(now)
 
     def end_value(self) -> str:
         if self._trims_lines:
             self._held = self._held.removesuffix("\n")
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         if self._is_string:
             return escaped(held) + '"'
         text = held.strip()
@@ -82,7 +85,8 @@ class PairArguments:
         """Returns the held-back part of a value or `key` that the end of the text cut."""
         if key:
             return f'{"{" if self._is_first else ", "}"{escaped(key)}'
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return escaped(held) if self._is_string else held
 
     def end(self) -> str:

@@ -24,9 +24,9 @@ from tandem.ops.kv_size.sizes import (
     KvSize,
     device_fit,
     kv_dtypes,
+    kv_head_variants,
     kv_size,
     rank_layout,
-    side_by_side,
 )
 from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
@@ -200,7 +200,7 @@ def test_llama_3_8b_in_bf16_has_the_documents_figures() -> None:
 
 
 def test_mha_gqa_and_mqa_have_the_documents_figures() -> None:
-    sizes = [size(shape, batch=16) for shape in side_by_side(LLAMA_3_8B)]
+    sizes = [size(shape, batch=16) for shape in kv_head_variants(LLAMA_3_8B)]
     told = {s.attention: (s.kv_heads, s.batch_bytes) for s in sizes}
     assert told == {"MHA": (32, 64 * GIB), "GQA": (8, 16 * GIB), "MQA": (1, 2 * GIB)}
 
@@ -211,7 +211,7 @@ def test_deepseek_v3_has_576_numbers_a_token_and_layer() -> None:
     assert (one.attention, one.token_bytes) == ("MLA", 70_272)
     assert size(DEEPSEEK_V3, tensor_parallel=8).token_bytes == 70_272
     assert num_parameters(DEEPSEEK_V3) == 671_026_404_352
-    assert side_by_side(DEEPSEEK_V3) == [DEEPSEEK_V3]
+    assert kv_head_variants(DEEPSEEK_V3) == [DEEPSEEK_V3]
     assert kv_dtypes(DEEPSEEK_V3) == ["bfloat16", "float16", "float32", "int8"]
     with pytest.raises(ConfigError, match="fp8_e4m3 is not supported with latent attention"):
         size(DEEPSEEK_V3, "fp8_e4m3")
@@ -230,9 +230,9 @@ def test_int8_of_deepseek_v3_has_a_scale_and_64_numbers_as_they_are() -> None:
 
 def test_a_model_without_grouped_heads_has_two_kinds_of_attention() -> None:
     shape = replace(LLAMA_3_8B, num_kv_heads=32)
-    assert [size(s).attention for s in side_by_side(shape)] == ["MHA", "MQA"]
+    assert [size(s).attention for s in kv_head_variants(shape)] == ["MHA", "MQA"]
     shape = replace(LLAMA_3_8B, num_kv_heads=1)
-    assert [size(s).attention for s in side_by_side(shape)] == ["MHA", "MQA"]
+    assert [size(s).attention for s in kv_head_variants(shape)] == ["MHA", "MQA"]
 
 
 def test_a_sequence_takes_whole_blocks() -> None:

@@ -1,1 +1,1 @@
-"""Reads quantized safetensors: what a config says of them, and the numbers that they stand for."""
+"""Reads quantized matrices from safetensors: their stored tensors, and their dequantized values."""

@@ -1,21 +1,21 @@
-"""The tensors by which a checkpoint stores a quantized matrix [out, in].
+"""The tensors in which a checkpoint stores a quantized matrix [out, in], by coding.
 
 scaled  weight                           [out, in]              F8_E4M3 or I8
-        weight_scale, weight_scale_inv   one number, one for each output, or one for each block
-packed  weight_packed                    [out, in / 8]          I32; [out, in / 4] of 8 bits
+        weight_scale, weight_scale_inv   one scale, one per output, or one per block
+packed  weight_packed                    [out, in / 8]          I32; with 8 bits [out, in / 4]
         weight_scale                     [out, groups]
-        weight_zero_point, with zeros    [out / 8, groups]      I32
+        weight_zero_point, if has_zeros  [out / 8, groups]      I32
         weight_shape                     [2]                    I64
-        weight_g_idx, if there           [in]                   I32
-gptq    qweight                          [in / 8, out]          I32; [in / 4, out] of 8 bits
-        qzeros                           [groups, out / 8]      I32; [groups, out / 4] of 8 bits
+        weight_g_idx, optional           [in]                   I32
+gptq    qweight                          [in / 8, out]          I32; with 8 bits [in / 4, out]
+        qzeros                           [groups, out / 8]      I32; with 8 bits [groups, out / 4]
         scales                           [groups, out]
-        g_idx, if there                  [in]                   I32
+        g_idx, optional                  [in]                   I32
 awq     qweight                          [in, out / 8]          I32
-        qzeros, scales                   as gptq
+        qzeros, scales                   as for gptq
 
-Blocks and groups at the end of a matrix are counted as whole ones, and so are words of
-weight_zero_point. Loads no torch.
+Divisions round up for blocks, groups and words of weight_zero_point: the last may be
+incomplete. This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader
 from tandem.models.config.quantization_scheme import Coding, Scheme
 
-PARTS: Mapping[Coding, tuple[str, ...]] = {  # the first is there once for each matrix
+PARTS: Mapping[Coding, tuple[str, ...]] = {  # Every quantized matrix has the first part.
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
     "packed": (
         *("weight_packed", "weight_scale", "weight_shape"),
@@ -39,8 +39,8 @@ _CODED = ("F8_E4M3", "I8")
 
 
 def is_quantized(module: str, stored: Mapping[str, TensorHeader], scheme: Scheme) -> bool:
-    """Returns whether a checkpoint with these tensors has a module's matrix in the scheme's form;
-    others are plain numbers."""
+    """Returns whether the checkpoint stores a module's matrix in the format of `scheme`; otherwise
+    the matrix is not quantized."""
     plain = stored.get(f"{module}.weight")
     has_parts = any(f"{module}.{part}" in stored for part in PARTS[scheme.coding][1:])
     if scheme.coding == "scaled":
@@ -51,9 +51,9 @@ def is_quantized(module: str, stored: Mapping[str, TensorHeader], scheme: Scheme
 def forms_of_parts(
     module: str, shape: tuple[int, ...], stored: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
-    """Returns the forms of the tensors of a matrix, by their names.
+    """Returns the expected form of each stored tensor of a quantized matrix, by name.
 
-    Raises UnsupportedModel for a shape that cannot be stored so."""
+    Raises UnsupportedModel if a matrix of this shape cannot be stored with the scheme."""
     if len(shape) != 2:
         raise UnsupportedModel(f"{module} is quantized, and it is no matrix")
     forms = (_scaled if scheme.coding == "scaled" else _words)(module, *shape, stored, scheme)
@@ -65,7 +65,8 @@ def forms_of_parts(
 
 
 def num_groups(module: str, num_in: int, scheme: Scheme) -> int:
-    """Returns the number of groups of inputs. Raises UnsupportedModel if they are not whole."""
+    """Returns the number of input groups. Raises UnsupportedModel if the inputs do not divide into
+    groups of equal size."""
     size = scheme.group_size or num_in
     if num_in % size:
         raise UnsupportedModel(
@@ -78,7 +79,8 @@ def _scaled(
     module: str, num_out: int, num_in: int, stored: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
     named = [name for name in _SCALES if f"{module}.{name}" in stored]
-    scale = named[0] if named else _SCALES[scheme.block is None]  # the usual name
+    # if absent, the usual name, for the error message
+    scale = named[0] if named else _SCALES[scheme.block is None]
     shapes: tuple[tuple[int, ...], ...]
     if scheme.block is None:
         shapes = (), (1,), (1, 1), (num_out,), (num_out, 1), (1, num_out)
@@ -92,7 +94,8 @@ def _scaled(
 def _words(
     module: str, num_out: int, num_in: int, _: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
-    groups, word = num_groups(module, num_in, scheme), _WORD_BITS // scheme.bits
+    groups = num_groups(module, num_in, scheme)
+    word = _WORD_BITS // scheme.bits
     in_words = {"inputs": num_in} | ({} if scheme.coding == "packed" else {"outputs": num_out})
     for what, num in in_words.items():
         if num % word:

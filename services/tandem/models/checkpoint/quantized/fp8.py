@@ -1,4 +1,4 @@
-"""Matrices in fp8 (e4m3) with scales, as a checkpoint has them."""
+"""Matrices in fp8 (e4m3) with scales, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 from tandem.errors import UnsupportedModel
 
-RUN = 128  # inputs that share a scale, unless all of an output do
-_NAN = 0x7F  # in e4m3, of either sign
+RUN = 128  # inputs that share a scale, unless each output has only one scale
+_NAN = 0x7F  # bits of NaN in e4m3, without the sign
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """A matrix [out, in]. Outputs have a scale for each run of inputs, or one for all."""
+    """An fp8 matrix [out, in]. Each output has one scale, or one for each run of `RUN` inputs."""
 
     data: torch.Tensor  # float8_e4m3fn [out, in]
     scales: torch.Tensor  # float32 [out, runs]
-    source: str = "a matrix"  # the file and the tensor that it is of, for messages
+    source: str = "a matrix"  # file and tensor name, for messages
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ class Fp8:
 
     @property
     def scale_inputs(self) -> int:
-        """Returns how many inputs share a scale; the last may be fewer."""
+        """Number of inputs that share a scale; the last run may be shorter."""
         return RUN if self.scales.shape[1] > 1 else self.data.shape[1]
 
     def check_numbers(self) -> None:
@@ -35,7 +35,7 @@ class Fp8:
             raise UnsupportedModel(f"{self.source} has a weight in fp8 that is NaN")
 
     def numbers(self) -> torch.Tensor:
-        """Returns float32 [out, in]."""
+        """Returns the dequantized matrix, float32 [out, in]."""
         wide = self.data.float()
         for run in range(self.scales.shape[1]):
             inputs = slice(run * self.scale_inputs, (run + 1) * self.scale_inputs)
@@ -43,13 +43,13 @@ class Fp8:
         return wide
 
     def between(self, first: int, end: int) -> Fp8:
-        """Returns some rows, which share this one's memory."""
+        """Returns the rows from `first` to before `end` as a view of the same memory."""
         return replace(self, data=self.data[first:end], scales=self.scales[first:end])
 
     def to(self, device: torch.device) -> Fp8:
         return replace(self, data=self.data.to(device), scales=self.scales.to(device))
 
     def in_order(self, rows: torch.Tensor) -> Fp8:
-        """Returns a copy with these rows."""
+        """Returns a copy of the rows with the indices `rows`, in that order."""
         data = self.data.view(torch.uint8)[rows].view(self.data.dtype)
         return replace(self, data=data, scales=self.scales[rows])

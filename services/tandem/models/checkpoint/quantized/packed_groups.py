@@ -1,9 +1,9 @@
-"""Integers in groups of inputs, as torch and Triton keep them.
+"""Group-quantized integer matrices in the format of the torch and Triton kernels.
 
     weight = (number - zero) * scale + min
 
-Zeros and minimums are there where a matrix has any. Scales have a type that holds them exactly, so
-each weight is the checkpoint's.
+Zero points and minimums are optional. Scales keep a type that represents them exactly, so each
+weight equals the checkpoint's.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from tandem.models.gguf.tensors import Blocks
 
 BLOCK = 32  # inputs of a GGUF block
-_SHUFFLED_AT_ONCE = 1 << 16  # numbers on a CPU: so little is made beside them
+_SHUFFLED_AT_ONCE = 1 << 16  # Elements per pass on a CPU, to limit temporary memory.
 _SCALE_TYPES = (torch.float16, torch.bfloat16)
-# Bytes of a block's scale, and of its minimum.
+# Bytes of a GGUF block's scale, and of its minimum if it has one.
 _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """A matrix [out, in]."""
+    """A group-quantized matrix [out, in]."""
 
-    data: torch.Tensor  # uint8 [out, in / 2], input 2 i in a lower half; or int8 [out, in]
+    data: torch.Tensor  # uint8 [out, in / 2], input 2 i in the low nibble; or int8 [out, in]
     scales: torch.Tensor  # [out, groups]
     zeros: torch.Tensor | None = None  # uint8 [out, groups]
     mins: torch.Tensor | None = None  # [out, groups]
-    group_of_input: torch.Tensor | None = None  # [in]; None: as many inputs after one another each
+    group_of_input: torch.Tensor | None = None  # [in]; None: equal groups of consecutive inputs
 
     @classmethod
     def of(
@@ -39,8 +39,8 @@ class PackedGroups:
         zeros: torch.Tensor | None = None,
         group_of_input: torch.Tensor | None = None,
     ) -> PackedGroups:
-        """Packs numbers [out, in], of 4 bits if they are uint8. One scale or zero may be there for
-        a whole row, or for all rows."""
+        """Packs numbers [out, in]: 4-bit numbers if they are uint8, else int8. `scales` and `zeros`
+        may have one value per group, per row, or for the whole matrix."""
         num_out = len(numbers)
         scales = scales.expand(num_out, -1)
         data = numbers
@@ -54,7 +54,8 @@ class PackedGroups:
 
     @classmethod
     def of_blocks(cls, blocks: Blocks) -> PackedGroups | None:
-        """Returns the same numbers; None of a type with other scales than a group's."""
+        """Converts GGUF blocks with the same values; returns None for block types that are not
+        supported (only Q8_0, Q4_0 and Q4_1 are)."""
         parts = _PARTS.get(blocks.type.name)
         if parts is None:
             return None
@@ -76,7 +77,7 @@ class PackedGroups:
         return num_out, num_bytes * (2 if self.data.dtype == torch.uint8 else 1)
 
     def numbers(self) -> torch.Tensor:
-        """Returns float32 [out, in]."""
+        """Returns the dequantized matrix, float32 [out, in]."""
         num_out, num_in = self.shape
         numbers = torch.empty(num_out, num_in, device=self.data.device)
         at_once = num_out
@@ -88,7 +89,7 @@ class PackedGroups:
         return numbers
 
     def in_order(self, rows: torch.Tensor) -> PackedGroups:
-        """Returns a copy with these rows."""
+        """Returns a copy of the rows with the indices `rows`, in that order."""
         return replace(
             self,
             data=self.data[rows],
@@ -98,7 +99,7 @@ class PackedGroups:
         )
 
     def between(self, first: int, end: int) -> PackedGroups:
-        """Returns some rows, which share this one's memory."""
+        """Returns the rows from `first` to before `end` as a view of the same memory."""
         return replace(
             self,
             data=self.data[first:end],
@@ -120,27 +121,28 @@ class PackedGroups:
         )
 
     def _write(self, wide: torch.Tensor) -> None:
-        """Writes all numbers to float32 [out, in]."""
+        """Dequantizes into `wide`, float32 [out, in]."""
         if self.data.dtype == torch.uint8:
             torch.stack((self.data & 15, self.data >> 4), -1, out=wide.view(*self.data.shape, 2))
         else:
             wide.copy_(self.data)
-        if self.group_of_input is None:  # [out, groups, inputs of a group]
+        if self.group_of_input is None:  # Its shape becomes [out, groups, inputs of a group].
             wide = wide.view(*self.scales.shape, -1)
         if self.zeros is not None:
-            wide -= self._of_inputs(self.zeros)
-        wide *= self._of_inputs(self.scales)
+            wide -= self._per_input(self.zeros)
+        wide *= self._per_input(self.scales)
         if self.mins is not None:
-            wide += self._of_inputs(self.mins)
+            wide += self._per_input(self.mins)
 
-    def _of_inputs(self, of_groups: torch.Tensor) -> torch.Tensor:
+    def _per_input(self, per_group: torch.Tensor) -> torch.Tensor:
         if self.group_of_input is not None:
-            return of_groups.gather(1, self.group_of_input.expand(len(of_groups), -1))
-        return of_groups.unsqueeze(-1)
+            return per_group.gather(1, self.group_of_input.expand(len(per_group), -1))
+        return per_group.unsqueeze(-1)
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """Returns the same numbers in 16 bits, if these hold them all."""
+    """Returns the scales in a 16-bit type if that represents all of them exactly, else
+    unchanged."""
     for dtype in _SCALE_TYPES:
         narrow = scales.to(dtype)
         if torch.equal(narrow.float(), scales.float()):

@@ -1,7 +1,7 @@
-"""The numbers that quantized tensors of a checkpoint stand for.
+"""Decodes quantized matrices from the tensors of a checkpoint.
 
-The formulas are those of the libraries that write them: transformers (fp8), compressed-tensors,
-AutoGPTQ and AutoAWQ.
+The formulas are those of the libraries that write the checkpoints: transformers (fp8),
+compressed-tensors, AutoGPTQ and AutoAWQ.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.config.quantization_scheme import Quantization, Scheme
 from tandem.models.gguf.tensors import Blocks
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that each of eight numbers is in
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of number i in a word, in nibbles
 _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 _WORD_BITS = 32
-_MIDDLE = 128  # of the numbers of 8 bits, which int8 has as 0
-_UNSET = -1  # in weight_g_idx, of a matrix whose inputs are in no other order
+_MIDDLE = 128  # zero point of unsigned 8-bit numbers
+_UNSET = -1  # value of weight_g_idx if the groups are consecutive inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A quantized matrix of a checkpoint. The shapes and types of its parts were checked
-    (models/checkpoint/quantized/forms.py)."""
+    """A quantized matrix of a checkpoint. check.py has already checked the shapes and types of its
+    tensors."""
 
-    name: str  # of the matrix, without .weight
-    by_kind: Mapping[str, torch.Tensor]
+    name: str  # name of the module, without .weight
+    by_kind: Mapping[str, torch.Tensor]  # the stored tensors by part name (forms.PARTS)
     scheme: Scheme
-    file: Path | None = None  # of its first part; None: of none
+    file: Path | None = None  # file of the first part; None: not from a file
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the checkpoint."""
+        """The stored tensors of this matrix."""
         return tuple(self.by_kind.values())
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The numbers of outputs and of inputs."""
+        """Number of outputs and number of inputs."""
         rows, columns = self.by_kind[PARTS[self.scheme.coding][0]].shape
         word = _WORD_BITS // self.scheme.bits
         if self.scheme.coding == "gptq":
@@ -55,28 +55,32 @@ class Coded:
         return rows, columns * (word if self.scheme.coding == "packed" else 1)
 
     def check(self) -> None:
-        """Reads the small parts whose values a header does not tell. Raises UnsupportedModel naming
-        one that does not fit."""
+        """Checks the values of small parts, which headers do not show. Raises UnsupportedModel
+        naming the part that does not fit the matrix."""
         if self.scheme.coding == "packed":
-            self._demand(tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape")
+            self._require(
+                tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape"
+            )
         if self.scheme.coding == "gptq" and self.scheme.bits == 8:
             zeros = _bytes_of(self.by_kind["qzeros"]) + self.scheme.zero_offset
-            self._demand(bool((zeros == _MIDDLE).all()), "qzeros")
+            self._require(bool((zeros == _MIDDLE).all()), "qzeros")
         if (of_input := self._group_of_input()) is not None:
             num_groups = self.shape[1] // (self.scheme.group_size or self.shape[1])
             fits = (of_input >= 0) & (of_input < num_groups)
-            self._demand(bool(fits.all()), self._order)
+            self._require(bool(fits.all()), self._order)
 
     def numbers(self) -> torch.Tensor:
-        """Returns float32 [out, in]."""
+        """Returns the dequantized matrix, float32 [out, in]."""
         return self._fp8().numbers() if self.scheme.is_float else self._groups().values()
 
     def blocks(self) -> Blocks | Fp8 | None:
-        """Returns the same numbers, quantized; None if no blocks have exactly these."""
+        """Returns the matrix in the format of the native kernels, with exactly the same values;
+        None if no block type represents them."""
         return self._fp8() if self.scheme.is_float else self._groups().blocks()
 
     def packed(self) -> Fp8 | PackedGroups:
-        """Returns exactly the same numbers, quantized, as torch and Triton keep them."""
+        """Returns the matrix in the format of the torch and Triton kernels, with exactly the same
+        values."""
         return self._fp8() if self.scheme.is_float else self._groups().packed()
 
     def _groups(self) -> QuantizedGroups:
@@ -90,7 +94,8 @@ class Coded:
 
     def _fp8(self) -> Fp8:
         num_out, _ = self.shape
-        weight, scale = self.by_kind["weight"], self._scale()
+        weight = self.by_kind["weight"]
+        scale = self._scale()
         if self.scheme.block is None:
             scales = scale.reshape(-1, 1).expand(num_out, 1)
         else:
@@ -106,15 +111,16 @@ class Coded:
 
     def _packed(self) -> QuantizedGroups:
         numbers, zeros = self._integers(self.by_kind["weight_packed"])
-        if self.scheme.has_zeros:  # of outputs in words that the last one may not fill
+        # Zero points of 8 outputs share a word; the last word may be incomplete.
+        if self.scheme.has_zeros:
             zeros = _unpacked(self.by_kind["weight_zero_point"].t())[:, : len(numbers)].t()
-        return self._in_their_order(QuantizedGroups(numbers, zeros, self._scale()))
+        return self._with_group_order(QuantizedGroups(numbers, zeros, self._scale()))
 
     def _gptq(self) -> QuantizedGroups:
         numbers, zeros = self._integers(self.by_kind["qweight"].t())
         if self.scheme.bits == 4:
             zeros = _unpacked(self.by_kind["qzeros"]).t() + self.scheme.zero_offset
-        return self._in_their_order(
+        return self._with_group_order(
             QuantizedGroups(numbers, zeros, self.by_kind["scales"].float().t())
         )
 
@@ -125,23 +131,24 @@ class Coded:
         return QuantizedGroups(numbers, zeros, self.by_kind["scales"].float().t())
 
     def _integers(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the numbers of rows of words, and the zero of all if their scheme has one."""
+        """Unpacks int32 words into numbers. Also returns the zero point that all of them have by
+        default."""
         if self.scheme.bits == 4:
             return _unpacked(words), _ZERO + 8
         return (_bytes_of(words) ^ _MIDDLE).view(torch.int8), _ZERO
 
-    def _in_their_order(self, groups: QuantizedGroups) -> QuantizedGroups:
-        """Returns the same with the groups of inputs that the checkpoint tells."""
+    def _with_group_order(self, groups: QuantizedGroups) -> QuantizedGroups:
+        """Returns `groups` with the checkpoint's assignment of inputs to groups."""
         if (of_input := self._group_of_input()) is None:
             return groups
-        num_in, num_groups = groups.numbers.shape[1], groups.scales.shape[1]
+        num_in = groups.numbers.shape[1]
+        num_groups = groups.scales.shape[1]
         if torch.equal(of_input, torch.arange(num_in) // (num_in // num_groups)):
             return groups
         return replace(groups, group_of_input=of_input)
 
     def _group_of_input(self) -> torch.Tensor | None:
-        """Returns the group of each input, int64 [in]; None if as many inputs follow one another
-        in each."""
+        """Returns the group of each input, int64 [in]; None if groups are consecutive inputs."""
         if self._order not in self.by_kind:
             return None
         of_input = self.by_kind[self._order].long()
@@ -152,7 +159,7 @@ class Coded:
     def _order(self) -> str:
         return "weight_g_idx" if self.scheme.coding == "packed" else "g_idx"
 
-    def _demand(self, fits: bool, name: str) -> None:
+    def _require(self, fits: bool, name: str) -> None:
         if not fits:
             raise UnsupportedModel(f"{self.file}: {self.name}.{name} does not fit its matrix")
 
@@ -160,8 +167,8 @@ class Coded:
 def join_parts(
     stored: Mapping[str, torch.Tensor], quantization: Quantization, files: Mapping[str, Path]
 ) -> dict[str, torch.Tensor | Coded]:
-    """Returns the tensors of a checkpoint, with the parts of each quantized matrix as one. `files`
-    are those of the tensors, by name.
+    """Replaces the stored parts of each quantized matrix in `stored` by one `Coded` matrix. `files`
+    gives the file of each tensor.
 
     Raises UnsupportedModel for a part that does not fit its matrix."""
     joined: dict[str, torch.Tensor | Coded] = dict(stored)
@@ -183,16 +190,16 @@ def join_parts(
 
 
 def _unpacked(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Returns the eight numbers of each int32 of a row side by side, as bytes, the lowest bits
-    first or in another order."""
+    """Unpacks each int32 of a row into eight 4-bit numbers, uint8 [..., 8 * words]. `order` gives
+    the nibble of each number, counted from the lowest bits."""
     pairs = _bytes_of(words).view(*words.shape, 4)
     numbers = torch.empty((*words.shape, 8), dtype=torch.uint8)
-    for place, nibble in enumerate(order):  # by bytes, so that little is made beside them
+    for place, nibble in enumerate(order):  # One pass per number keeps temporary tensors small.
         pair = pairs[..., nibble // 2]
         numbers[..., place] = pair >> 4 if nibble % 2 else pair & 15
     return numbers.flatten(-2)
 
 
 def _bytes_of(words: torch.Tensor) -> torch.Tensor:
-    """Returns the four numbers of each int32 of a row side by side, the lowest bits first."""
+    """Returns the four bytes of each int32 of a row, lowest first."""
     return words.contiguous().view(torch.uint8)

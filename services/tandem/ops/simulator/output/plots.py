@@ -1,4 +1,4 @@
-"""Draws reports as pictures, and as one page with all inside. Needs the extra `simulate`."""
+"""Draws reports as PNG plots and as one HTML page. Requires the extra `simulate`."""
 
 import base64
 import html
@@ -26,7 +26,8 @@ table { border-collapse: collapse } img { width: 49% }"""
 
 
 def write_plots(reports: Sequence[RunReport], folder: Path) -> list[Path]:
-    """Writes one PNG for each of `_PLOTS`: a line for each policy, over the load."""
+    """Writes one PNG for each entry of `_PLOTS`, with one line per policy over the load. Returns
+    the paths."""
     paths = []
     for name, (label, value) in _PLOTS.items():
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -51,7 +52,7 @@ def write_plots(reports: Sequence[RunReport], folder: Path) -> list[Path]:
 def write_page(
     reports: Sequence[RunReport], title: str, images: Sequence[Path], path: Path
 ) -> None:
-    """Writes a page of the table and the plots, with the images inside."""
+    """Writes an HTML page with the table and the plots, which are embedded."""
     pictures = "".join(
         f'<img alt="{image.stem}" src="data:image/png;base64,'
         f'{base64.b64encode(image.read_bytes()).decode()}">'

@@ -1,4 +1,4 @@
-"""The figures of one run."""
+"""Computes the results of one run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ from tandem.ops.simulator.simulation import Simulation
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """Figures of a run. `load_*` are the largest share over the mean, of workers that prefill."""
+    """The results of a run. `load_*` are the maximum divided by the mean over the workers that
+    prefill."""
 
     policy: str
-    load: float  # of what the workers can carry
+    load: float  # fraction of the workers' capacity
     seed: int
     num_requests: int
     num_served: int
@@ -23,19 +24,21 @@ class RunReport(msgspec.Struct, frozen=True):
     num_lost: int
     num_moved: int
     num_good: int  # served within the SLO
-    goodput: float  # their share of all
-    hit_rate: float  # prompt tokens that were cached where they were prefilled, also in tiers
-    tier_hit_rates: dict[str, float]  # those that came from a tier, by its name
-    loaded_bytes: dict[str, float]  # from each tier, by all workers
-    pulled_rate: float  # prompt tokens that came from a holder instead of being computed
-    load_tokens: float  # by prompt tokens placed there
-    load_requests: float
-    load_busy: float  # by seconds of prefill
+    goodput: float  # num_good / num_requests
+    # fraction of prompt tokens cached at the worker that prefilled them, including its tiers
+    hit_rate: float
+    tier_hit_rates: dict[str, float]  # fraction of prompt tokens loaded from a tier, by tier name
+    loaded_bytes: dict[str, float]  # loaded from each tier by all workers
+    pulled_rate: float  # fraction of prompt tokens pulled from a prefix holder
+    load_tokens: float  # measured in prompt tokens placed on a worker
+    load_requests: float  # measured in requests
+    load_busy: float  # measured in seconds of prefill
     ttft_s: dict[str, float]  # p50, p90, p99
     tpot_s: dict[str, float]
 
 
 def summarize(simulation: Simulation, policy: str, load: float) -> RunReport:
+    """Returns the results of a simulation that has run. `policy` and `load` label the report."""
     requests = simulation.requests
     served = [r for r in requests if r.ended_s]
     good = [r for r in served if is_good(r, simulation.scenario.slo)]
@@ -75,6 +78,7 @@ def summarize(simulation: Simulation, policy: str, load: float) -> RunReport:
 
 
 def is_good(request: Request, slo: Slo) -> bool:
+    """Returns whether a served request met the limits on TTFT and TPOT."""
     ttft_max_s = slo.ttft.seconds(request.arrival.num_tokens)
     return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
 

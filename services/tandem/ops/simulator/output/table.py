@@ -1,4 +1,4 @@
-"""Reports as a table for people."""
+"""Formats reports as tables."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
-    """Returns a row for each load and policy, averaged over their seeds."""
+    """Returns one row for each load and policy, averaged over the seeds."""
     return [_row(*key, group) for key, group in _groups(reports).items()]
 
 
@@ -33,18 +33,19 @@ def make_table(reports: Sequence[RunReport], title: str) -> Table:
 
 
 def tier_columns(reports: Sequence[RunReport]) -> tuple[str, ...]:
-    """Returns the columns of `tier_rows`: hits in the pool and in each tier, what was loaded."""
+    """Returns the column names of `tier_rows`: hits in the pool and in each tier, then the GB
+    loaded from each tier."""
     tiers = reports[0].tier_hit_rates
     return ("load", "policy", "device", *tiers, *(f"{name} GB" for name in tiers))
 
 
 def tier_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
-    """Returns a row for each load and policy, averaged over their seeds."""
+    """Returns one row for each load and policy, averaged over the seeds."""
     return [_tier_row(*key, group) for key, group in _groups(reports).items()]
 
 
 def make_tier_table(reports: Sequence[RunReport]) -> Table:
-    """Returns a table of reports whose workers have tiers."""
+    """Returns the table of tier hits and loads, for reports with tiers."""
     caption = "prompt tokens in % by where their KV was; GB that all workers loaded"
     return _table(tier_columns(reports), tier_rows(reports), "tiers", caption)
 

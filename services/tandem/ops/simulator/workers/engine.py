@@ -1,13 +1,13 @@
-"""A simulated engine: one prefill at a time beside the decode batch, in virtual time.
+"""A simulated engine: one prefill at a time together with the decode batch, in virtual time.
 
-Virtual time counts steps. In each one every decoding sequence gets a token and the prompt in front,
-if there is one, gets a chunk; a step takes
+Virtual time counts steps. Each step generates one token for every decoding sequence and computes
+one chunk of the current prompt, if there is one. A step takes
 
-    prefill's seconds / its steps + sequence_s * sequences       with a prompt
-    step_s + sequence_s * sequences                              without
+    prefill seconds / prefill steps + sequence_s * sequences     with a prompt
+    step_s + sequence_s * sequences                              without a prompt
 
-so a sequence that joins with n tokens to make ends at virtual time now + n, whoever else comes or
-goes: an event costs the logarithm of the sequences.
+A sequence with n tokens left therefore ends at virtual time now + n, independently of other
+sequences. An event costs O(log sequences).
 """
 
 from heapq import heappop, heappush
@@ -22,14 +22,15 @@ _EPSILON = 1e-9  # steps
 
 
 class SimulatedEngine(Generic[Job]):
-    """The engine of a worker. It knows rates and counts, not requests."""
+    """The engine of a simulated worker. Jobs are opaque to it."""
 
     def __init__(self, rates: WorkerRates) -> None:
         self.rates = rates
-        self.speed = 1.0  # less where others compute on the same cores
+        self.speed = 1.0  # below 1 if other workers use the same cores
         self.prefilling: Job | None = None
         self.prefill_busy_s = 0.0
-        self._decoding: list[tuple[float, int, Job]] = []  # a heap by the step of the last token
+        # heap of (step of the last token, number, job)
+        self._decoding: list[tuple[float, int, Job]] = []
         self._numbers = count()
         self._now_s = 0.0
         self._steps = 0.0
@@ -45,7 +46,7 @@ class SimulatedEngine(Generic[Job]):
         return len(self._decoding)
 
     def prefill(self, job: Job, num_tokens: int, context: int) -> None:
-        """Starts computing `num_tokens` tokens that follow `context` others."""
+        """Starts the prefill of `num_tokens` tokens that follow `context` computed ones."""
         assert self.prefilling is None
         rates = self.rates
         self._prefill_steps = -(-num_tokens // rates.step_tokens)
@@ -58,7 +59,7 @@ class SimulatedEngine(Generic[Job]):
         self._set_step()
 
     def decode(self, job: Job, num_tokens: int) -> None:
-        """Adds a sequence that makes `num_tokens` tokens, one a step."""
+        """Adds a sequence that generates `num_tokens` tokens, one per step."""
         heappush(self._decoding, (self._steps + num_tokens, next(self._numbers), job))
         self._set_step()
 
@@ -69,11 +70,11 @@ class SimulatedEngine(Generic[Job]):
         return round(self._prefill_tokens * max(0.0, left))
 
     def prefill_context(self) -> int:
-        """Returns the number of tokens before those that are left of the prompt."""
+        """Returns the number of tokens before the remaining ones of the current prompt."""
         return self._prefill_context + self._prefill_tokens - self.prefill_tokens_left()
 
     def advance(self, now_s: float) -> None:
-        """Advances to `now_s`, which is not later than `next_at`."""
+        """Advances the engine to `now_s`, which must not be later than `next_at`."""
         passed_s = now_s - self._now_s
         if passed_s > 0:
             self._steps += passed_s * self.speed / self._step_s
@@ -82,7 +83,8 @@ class SimulatedEngine(Generic[Job]):
             self._now_s = now_s
 
     def next_at(self) -> float | None:
-        """Returns when the next job is done if nothing changes; None when idle."""
+        """Returns the time at which the next job ends if nothing changes; None if the engine is
+        idle."""
         end = self._decoding[0][0] if self._decoding else None
         if self.prefilling is not None and (end is None or self._prefill_end < end):
             end = self._prefill_end
@@ -91,7 +93,7 @@ class SimulatedEngine(Generic[Job]):
         return self._now_s + max(0.0, end - self._steps) * self._step_s / self.speed
 
     def take_prefilled(self) -> Job | None:
-        """Removes and returns the prompt, if it is done by now."""
+        """Removes and returns the current prompt if its prefill is done; else None."""
         job = self.prefilling
         if job is None or self._prefill_end > self._steps + _EPSILON:
             return None
@@ -103,7 +105,7 @@ class SimulatedEngine(Generic[Job]):
         self._set_step()
 
     def take_decoded(self) -> list[Job]:
-        """Removes and returns the sequences that have made their last token by now."""
+        """Removes and returns the sequences that have generated their last token."""
         done = []
         while self._decoding and self._decoding[0][0] <= self._steps + _EPSILON:
             done.append(heappop(self._decoding)[2])
@@ -112,11 +114,11 @@ class SimulatedEngine(Generic[Job]):
         return done
 
     def tokens_left(self) -> list[tuple[Job, int]]:
-        """Returns each decoding sequence with the number of tokens that it has still to make."""
+        """Returns each decoding sequence with its number of remaining tokens."""
         return [(job, ceil(end - self._steps - _EPSILON)) for end, _, job in self._decoding]
 
     def drop_all(self) -> list[Job]:
-        """Drops and returns all jobs, as the worker died."""
+        """Removes and returns all jobs, for a worker that dies."""
         jobs = [job for _, _, job in self._decoding]
         if self.prefilling is not None:
             jobs.append(self.prefilling)

@@ -1,8 +1,8 @@
-"""Resizes pools of simulated workers: which ones start, which ones drain, and what it costs.
+"""Resizes pools of simulated workers, and counts their worker seconds.
 
-    off --asked for--> starting --cold start--> ready --size falls--> draining --empty--> off
+    off --resize--> starting --cold start--> ready --resize--> draining --idle--> off
 
-As in a cluster the newest worker goes first, and a worker that starts or drains is paid for.
+As in a cluster, the newest worker is removed first, and starting and draining workers are paid for.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,8 +15,8 @@ _State = Literal["off", "starting", "ready", "draining"]
 
 
 class Fleet:
-    """One pool, of as many workers as it may ever have. It calls `on_start` after a cold start,
-    `on_drain` when a drain begins, and `on_stop` when a worker is off."""
+    """One pool, created with the largest number of workers that it may reach. It calls `on_start`
+    after a cold start, `on_drain` when a drain begins, and `on_stop` when a worker is off."""
 
     def __init__(
         self,
@@ -38,24 +38,26 @@ class Fleet:
         self._starts = [0] * len(self._workers)
         self._paid_s = 0.0
         self._paid_until_s = 0.0
-        self.sizes: list[tuple[float, int]] = []  # each wanted size, and since when
+        self.sizes: list[tuple[float, int]] = []  # (time, wanted size) of each change
 
     @property
     def wanted(self) -> int:
         return sum(state in ("starting", "ready") for state in self._states)
 
     def open(self, size: int) -> None:
-        """Begins, before anything else, with `size` ready workers; the others are off."""
+        """Sets the initial state: `size` workers are ready, the others are off. It must be called
+        first."""
         for number in range(size, len(self._workers)):
             self._turn_off(number)
         self.sizes.append((self._clock.now_s, size))
 
     def resize(self, size: int) -> None:
-        """Starts the lowest workers that are off, or drains the highest that are there."""
+        """Starts the workers with the lowest numbers that are off, or drains those with the highest
+        numbers that are running."""
         self.pay()
         if size != self.wanted:
             self.sizes.append((self._clock.now_s, size))
-        while self.wanted < size and "off" in self._states:  # one that drains does not come back
+        while self.wanted < size and "off" in self._states:  # A draining worker is not reused.
             number = self._states.index("off")
             self._states[number] = "starting"
             self._starts[number] += 1
@@ -76,7 +78,7 @@ class Fleet:
                 self._turn_off(number)
 
     def pay(self) -> float:
-        """Returns the worker seconds up to now."""
+        """Returns the worker seconds until now."""
         count = sum(state != "off" for state in self._states)
         self._paid_s += count * (self._clock.now_s - self._paid_until_s)
         self._paid_until_s = self._clock.now_s

@@ -1,10 +1,10 @@
-"""A simulated worker's KV blocks: which are cached, which are held, which go first. Pure.
+"""Tracks the states of a simulated worker's KV blocks. Pure.
 
-    free capacity --reserve--> private --store--> cached, held --release--> cached, idle --> evicted
-                                   `--release--> free
+    free --reserve--> private --store--> cached and held --release--> cached and idle --> evicted
+                          `--release--> free
 
-Held blocks stay. Idle ones go leaf first, least lately used: a chain is put back with its leaf as
-the oldest, so a block always goes before its parent.
+Held blocks are not evicted. Idle blocks are evicted in LRU order, leaf first: a released chain is
+added with its leaf as the oldest, so a block is always evicted before its parent.
 """
 
 from collections import OrderedDict, defaultdict
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 
 
 class SimulatedKvCache:
-    """Blocks by hash. The last block of a prompt, when it is not full, is never cached."""
+    """A KV cache by block hash. The last block of a prompt is not cached if it is not full."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._held = defaultdict[bytes, int](int)  # references
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # the first goes first
+        self._held = defaultdict[bytes, int](int)  # hash -> number of references
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # in the order of eviction
         self._num_private = 0
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that live sequences hold."""
+        """Number of blocks that running sequences hold."""
         return len(self._held) + self._num_private
 
     def num_cached(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many leading blocks of the chain are here."""
+        """Returns the number of leading blocks of the chain that are cached."""
         held = self._held
         idle = self._idle
         for depth, block_hash in enumerate(block_hashes):
@@ -35,9 +35,8 @@ class SimulatedKvCache:
         return len(block_hashes)
 
     def reserve(self, cached: Sequence[bytes], num_private: int) -> list[bytes] | None:
-        """Holds `cached`, which are here, and room for others; returns the blocks evicted for it.
-
-        None when there is no room: nothing changed.
+        """Holds the blocks `cached`, which must be in the cache, and reserves `num_private` new
+        blocks. Returns the evicted hashes, or None without a change if there is not enough room.
         """
         held = self._held
         idle = self._idle
@@ -52,7 +51,8 @@ class SimulatedKvCache:
         return [idle.popitem(last=False)[0] for _ in range(len(idle) - room)]
 
     def store(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Names private blocks, which are held as before; returns those that are new here."""
+        """Turns private blocks into cached ones with these hashes; they stay held. Returns the
+        hashes that were not cached before."""
         new = []
         for block_hash in block_hashes:
             if block_hash not in self._held and block_hash not in self._idle:
@@ -63,7 +63,7 @@ class SimulatedKvCache:
         return new
 
     def release(self, block_hashes: Sequence[bytes], num_private: int) -> None:
-        """Lets go of a chain (in its order) and of private blocks."""
+        """Releases the blocks of a chain, given in its order, and private blocks."""
         for block_hash in reversed(block_hashes):
             self._held[block_hash] -= 1
             if not self._held[block_hash]:

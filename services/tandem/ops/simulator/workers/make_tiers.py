@@ -8,7 +8,8 @@ from tandem.ops.simulator.workers.tiers import WorkerTiers
 
 
 def make_tiers(scenario: Scenario, arrivals: Sequence[Arrival]) -> dict[str, WorkerTiers]:
-    """Returns the tiers by worker id. None gets more slots than the trace has blocks."""
+    """Returns the tiers of each worker, by worker id. A tier has at most as many slots as the trace
+    has blocks."""
     num_blocks = len({(a.salt, block_id) for a in arrivals for block_id in a.block_ids})
     in_store = set[bytes]()
     return {

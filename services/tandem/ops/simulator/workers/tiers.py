@@ -1,11 +1,11 @@
-"""The tiers below a simulated worker's KV pool: the engine's own books and policies, no bytes.
+"""The tiers of a simulated worker, with the engine's slot tables and policies but without data.
 
-    prefilled, loaded or pulled  --use, write-->  in each tier whose policy takes it
-    its turn comes  --plan: a load is the soonest-->  loading  --all is read-->  in the pool
+    prefilled, loaded or pulled blocks  --use, write-->  in each tier whose policy accepts them
+    next task  --plan: loading is fastest-->  loading  --reads done-->  in the pool
 
-Slots, policies and measured rates are those of `engine/tiers`. A write takes no time, and a load as
-long as the true rates say. It reads tier by tier, the slowest one first, and in each of them after
-the loads before it. It knows no tasks.
+Slots, policies and measured rates are those of `engine/tiers`. A write takes no time; a load takes
+the time given by the true rates. It reads the tiers one after another, slowest first, and waits in
+each for earlier loads.
 """
 
 from collections import Counter
@@ -27,20 +27,22 @@ from tandem.engine.types import TierBlocks
 
 @dataclass(slots=True, eq=False)
 class TierRead:
-    """Blocks of one chain that come from tiers."""
+    """A load of consecutive blocks of one chain from tiers."""
 
-    first: int
-    end: int
+    first: int  # index of the first block
+    end: int  # index after the last block
     ends_s: float
-    seconds: dict[int, float]  # by tier
-    num_blocks: Counter[int]  # by tier
+    seconds: dict[int, float]  # reading time by tier number
+    num_blocks: Counter[int]  # blocks by tier number
     tables: Tables
     is_done: bool = False
 
 
 class WorkerTiers:
-    """`rates` and `prefill` are the true ones, the fastest tier first, and `num_blocks` what each
-    tier holds; `in_store` has the hashes that any worker wrote to the object store."""
+    """The tiers of one worker, fastest first.
+
+    `rates` and `prefill` are the true rates, and `num_blocks` the capacity of each tier. `in_store`
+    has the hashes that any worker has written to the object store; all workers share it."""
 
     def __init__(
         self,
@@ -78,8 +80,8 @@ class WorkerTiers:
         offer: Offer | None = None,
         producer: Producer | None = None,
     ) -> LoadChoice | None:
-        """Returns what is to be loaded of a chain; None if nothing is. The rates are those that
-        loads were measured at, so the first load of a tier is always made."""
+        """Returns the blocks of a chain to load; None if loading is not the fastest choice. It uses
+        measured rates, so the first load from a tier is always made."""
         self._look_up(block_hashes)
         reach = self._sources.reach(block_hashes, prompt.num_held, self._tiers)
         if max(tier.num_blocks for tier in reach) <= prompt.num_held:
@@ -95,18 +97,19 @@ class WorkerTiers:
         return choice if choice.loads else None
 
     def has_more(self, block_hashes: Sequence[bytes], num_held: int) -> bool:
-        """Returns whether a tier has a block of the chain after `num_held` others."""
+        """Returns whether a tier has more leading blocks of the chain than `num_held`."""
         return any(tier.depth(block_hashes) > num_held for tier in self._tiers)
 
     def decline(self) -> None:
-        """A load was not made, because another way looked sooner."""
+        """Records that a possible load was not made, because another way was predicted to be
+        faster."""
         for tier in self._tiers:
             tier.rate.decline()
 
     def begin_load(
         self, block_hashes: Sequence[bytes], choice: LoadChoice, now_s: float
     ) -> TierRead:
-        """Begins to load what was chosen."""
+        """Starts the load that `plan` returned."""
         wanted = [UnfilledBlock(0, index, 0) for index in range(choice.first, choice.end)]
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._tiers)
         num_blocks = Counter(part.tier for part in parts)
@@ -117,30 +120,32 @@ class WorkerTiers:
         return TierRead(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
 
     def end_load(self, load: TierRead) -> dict[str, int]:
-        """Ends a load; returns its blocks by the tier's name."""
-        self.give_up(load)
+        """Ends a load; returns the number of its blocks by tier name."""
+        self.release_load(load)
         for number, count in load.num_blocks.items():
             tier = self._tiers[number]
             tier.num_loaded += count
             tier.rate.observe(count, load.seconds[number])
         return {self._tiers[number].storage.name: n for number, n in load.num_blocks.items()}
 
-    def give_up(self, load: TierRead) -> None:
-        """Lets go of the slots of a load, which nobody may wait for any more."""
+    def release_load(self, load: TierRead) -> None:
+        """Releases the slots of a load that is done or cancelled."""
         for (tier, group), table in load.tables.items():
             self._tiers[tier].groups[group].pool.release(table)
 
     def queue_s(self, now_s: float) -> float:
-        """Returns the seconds until the loads under way have ended."""
+        """Returns the seconds until the current loads have ended."""
         return max(0.0, max(self._free_s) - now_s)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
-        """A sequence computed these blocks or reuses them; `keep`: they are likely to return."""
+        """Records the use of blocks by a sequence. `keep` means that they are likely to be used
+        again."""
         for tier in self._tiers:
             tier.policy.use(block_hashes, keep=keep)
 
     def write(self, block_hashes: Sequence[bytes], new: Iterable[bytes]) -> None:
-        """Copies blocks of a chain: those that are new in the pool, and others without a copy."""
+        """Copies blocks of a chain to the tiers: the blocks `new`, and others of which no tier has
+        a copy."""
         fresh = set(new)
         parent_hash = b""
         for block_hash in block_hashes:
@@ -151,12 +156,12 @@ class WorkerTiers:
             tier.groups[0].follow_evictions()
 
     def take_events(self) -> list[TierBlocks]:
-        """Returns the tiers whose blocks changed since the last call, with the changes."""
+        """Returns the changes of each tier since the last call."""
         return [tier.take_events() for tier in self._tiers if tier.has_events]
 
     def restart(self) -> None:
-        """The worker ended, with all loads given up, and starts again. Its disk has what it had,
-        host memory has nothing, and nothing is known of the store."""
+        """Simulates a restart of the worker, whose loads were cancelled. The disk keeps its
+        contents, host memory is empty, and nothing is known about the object store."""
         self._free_s = [0.0] * len(self._tiers)
         for tier in self._tiers:
             if tier.storage.name != DISK:
@@ -165,20 +170,21 @@ class WorkerTiers:
             tier.take_events()
 
     def num_loaded(self) -> dict[str, int]:
-        """Returns the blocks that were loaded from each tier."""
+        """Returns the number of blocks loaded from each tier, by tier name."""
         return {tier.storage.name: tier.num_loaded for tier in self._tiers}
 
     def held(self) -> dict[str, list[bytes]]:
-        """Returns the hashes of the blocks in each tier."""
+        """Returns the hashes of the blocks in each tier, by tier name."""
         return {tier.storage.name: tier.block_hashes(b"", b"") for tier in self._tiers}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot is held, or its books are wrong, while nothing loads."""
+        """Raises AssertionError if a slot is held or the slot tables are inconsistent. It must be
+        called while no load is in progress."""
         for tier in self._tiers:
             tier.pool.check_integrity([])
 
     def _look_up(self, block_hashes: Sequence[bytes]) -> None:
-        """Learns what the store has of a chain, which the engine asks it for."""
+        """Looks up which blocks of a chain the object store has, as the engine does."""
         if self._store is None:
             return
         known = self._store.depth(block_hashes)
@@ -204,7 +210,7 @@ class WorkerTiers:
 
 
 class _Slots(Storage):
-    """Slots that hold no bytes."""
+    """A storage with slots but without data."""
 
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name

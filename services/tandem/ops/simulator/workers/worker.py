@@ -1,15 +1,16 @@
-"""A simulated worker: an engine, a KV cache and two queues. It knows tasks, not requests.
+"""A simulated worker: an engine, a KV cache and two queues. It handles tasks, not requests.
 
-    submitted   --memory and the engine are free--> prefilling --> prefilled [--> decoding --> over]
-                --a tier has more of it--> loading --> prefilling, as soon as the engine is free
-    reserving   --memory is free--> reserved --adopted: its blocks were pulled--> decoding --> over
+    submitted   --memory and engine are free--> prefilling --> prefilled [--> decoding --> done]
+                --a tier has its blocks--> loading --> prefilling, when the engine is free
+    reserving   --memory is free--> reserved --adopt: its blocks were pulled--> decoding --> done
 
-A task is either computed here (`submit`), for itself or for a peer (a lease: no tokens to make), or
-comes with its prompt's blocks (`reserve`, then `adopt`). Blocks are held until the task is over or
-`release`d. Blocks that are stored and evicted go to the prefix index as events, at once.
+A task is either prefilled by this worker (`submit`), for itself or for a peer (a lease, without
+output tokens), or gets its prompt's blocks from a peer (`reserve`, then `adopt`). Blocks are held
+until the task is done or `release`d. Stored and evicted blocks are reported to the prefix index
+immediately.
 
-Loads need no engine: they begin while another prompt is prefilled. A task that computes its first
-blocks while the others are loaded has the engine twice: until `load.first`, and after the load.
+Loads do not need the engine, so they start while another prompt is prefilled. A task that computes
+its first blocks during its load uses the engine twice: up to `load.first`, and after the load.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tandem.ops.simulator.workers.tiers import TierRead, WorkerTiers
 
 
 class Listener(Protocol):
-    """Follows the tasks. It is called inside a worker's event, and may call the worker back."""
+    """Receives the events of a worker's tasks. Methods are called during an event of the worker and
+    may call the worker."""
 
     def reserved(self, worker: SimulatedWorker, task: Task) -> None: ...
     def prefilled(self, worker: SimulatedWorker, task: Task) -> None: ...
@@ -48,6 +50,8 @@ class Listener(Protocol):
 
 
 class SimulatedWorker:
+    """A worker of the simulation."""
+
     def __init__(
         self,
         worker_id: str,
@@ -58,13 +62,13 @@ class SimulatedWorker:
         host: SharedCores | None = None,
         tiers: WorkerTiers | None = None,
     ) -> None:
-        """Without a `host` it has cores of its own."""
+        """`host` is the machine whose cores it shares; None: it has its own cores."""
         self.worker_id = worker_id
         self.role = role
         self.rates = rates = scenario.true_rates(worker_id)
         self.is_up = True
         self.is_draining = False
-        self.epoch = 0  # counts its starts
+        self.epoch = 0  # number of restarts
         self.num_leases = 0
         self.engine: SimulatedEngine[Task] = SimulatedEngine(rates)
         self.cache = SimulatedKvCache(scenario.kv_tokens // scenario.block_size)
@@ -77,15 +81,15 @@ class SimulatedWorker:
         self._queued_tokens = 0
         self._wakes = 0
         self.tiers = tiers
-        self._loads: dict[Task, TierRead] = {}  # under way
-        self._ready: deque[Task] = deque()  # have their memory, and wait for the engine
+        self._loads: dict[Task, TierRead] = {}  # loads in progress
+        self._ready: deque[Task] = deque()  # tasks that hold memory and wait for the engine
         self._host = host
         if host is not None:
             host.join(self)
 
     def submit(self, task: Task) -> bool:
-        """Queues a task for prefill. False if the queue is full, memory could never hold it, or its
-        first token would come too late."""
+        """Queues a task for prefill. Returns False if the queue is full, the task is larger than
+        the KV cache, or its first token would be too late."""
         if not self._fits(task) or len(self._queue) >= self._scenario.queue_max:
             return False
         if self._is_late_in_queue(task):
@@ -99,7 +103,8 @@ class SimulatedWorker:
         return True
 
     def reserve(self, task: Task) -> bool:
-        """Reserves memory for a task that a peer prefills. False as for `submit`."""
+        """Reserves memory for a task that a peer prefills. Returns False if the queue is full or
+        the task is larger than the KV cache."""
         if not self._fits(task) or len(self._reserving) >= self._scenario.queue_max:
             return False
         self._reserving.append(task)
@@ -107,14 +112,16 @@ class SimulatedWorker:
         return True
 
     def adopt(self, task: Task) -> None:
-        """Decodes a reserved task whose blocks all came; the peer made its first token."""
+        """Starts to decode a reserved task whose blocks were pulled. The peer generated the first
+        token."""
         self._store(task)
         self.engine.advance(self._clock.now_s)
         self.engine.decode(task, task.output_tokens - 1)
         self._settle()
 
     def release(self, task: Task) -> None:
-        """Releases a lease whose blocks were read, or a reserved task that is given up."""
+        """Releases the blocks of a lease after the pull, or of a reserved task that is
+        cancelled."""
         if not self.is_up or task.epoch != self.epoch:
             return
         self.cache.release(task.hashes[: task.num_held], task.num_private)
@@ -123,7 +130,7 @@ class SimulatedWorker:
         self._settle()
 
     def cancel(self, task: Task) -> None:
-        """Cancels a task, wherever it is; does nothing when it is over."""
+        """Cancels a task in any state; does nothing if it is done."""
         self._drop_load(task)
         if task in self._queue:
             self._queue.remove(task)
@@ -137,7 +144,7 @@ class SimulatedWorker:
             self.release(task)
 
     def fail(self) -> list[Task]:
-        """Dies and loses everything; returns the tasks that were in the queues or in the engine."""
+        """Simulates the worker's death: all its state is lost. Returns the tasks that it had."""
         self.engine.advance(self._clock.now_s)
         for task, tokens_left in self.engine.tokens_left():
             task.tokens_left = tokens_left
@@ -154,7 +161,7 @@ class SimulatedWorker:
         return tasks
 
     def restart(self) -> None:
-        """Comes back empty, but for its disk."""
+        """Restarts the worker with an empty cache; its disk keeps its contents."""
         self.is_up = True
         self.epoch += 1
         if self.tiers is not None:
@@ -163,7 +170,7 @@ class SimulatedWorker:
         self._listener.load_changed(self)
 
     def set_speed(self, speed: float) -> None:
-        """Sets the speed of its engine, by what else computes on its host."""
+        """Sets the engine's speed (1: full), which depends on the other workers on its host."""
         self.engine.advance(self._clock.now_s)
         self.engine.speed = speed
         self._plan_wake()
@@ -190,12 +197,12 @@ class SimulatedWorker:
         return ahead_s > 0 and self._clock.now_s + expected_s > task.first_token_by
 
     def _refuse_late(self) -> None:
-        """Refuses queued tasks whose first token would come too late if they began now."""
+        """Refuses queued tasks whose first token would be too late even if they started now."""
         now_s = self._clock.now_s
         waiting = [t for t in self._queue if t.has_waited and t.first_token_by < math.inf]
         for task in waiting:
             is_late = now_s + OWN_SPARE * self._own_s(task) > task.first_token_by
-            if is_late and task in self._queue:  # the listener may call back
+            if is_late and task in self._queue:  # A listener's callback may have removed it.
                 self._drop_load(task)
                 self._queue.remove(task)
                 self._set_queued(task, 0)
@@ -207,7 +214,8 @@ class SimulatedWorker:
         return prefill_seconds(self.rates, task.num_tokens, cached)
 
     def _missing_spans(self) -> Iterator[tuple[int, int]]:
-        """Yields the tokens of each prompt that are still to be computed, and those before them."""
+        """Yields, for each prompt, the number of tokens to compute and the number of tokens before
+        them."""
         for task in (*self._queue, *self._loads, *self._ready):
             if (missing := task.queued_tokens) > 0:
                 yield missing, task.num_tokens - missing
@@ -216,7 +224,7 @@ class SimulatedWorker:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is held here, and nothing waits."""
+        """True if the worker holds no blocks and has no tasks."""
         engine = self.engine
         waits = self._queue or self._reserving or engine.prefilling is not None or self._loads
         return not (waits or engine.num_decoding or self.num_leases or self.cache.num_used)
@@ -240,8 +248,8 @@ class SimulatedWorker:
         self._settle()
 
     def _finish_prefill(self, task: Task) -> None:
-        if task.load is not None and task.lacks_first:
-            self._name(task, task.load.first)
+        if task.load is not None and task.needs_first_blocks:
+            self._cache_blocks(task, task.load.first)
             self._resume(task)
             return
         self._store(task)
@@ -256,14 +264,14 @@ class SimulatedWorker:
         self._listener.decoded(self, task)
 
     def _store(self, task: Task) -> None:
-        self._name(task, len(task.hashes))
+        self._cache_blocks(task, len(task.hashes))
         if self.tiers is not None:
             self.tiers.use(task.hashes, keep=task.returns)
             self.tiers.write(task.hashes, task.new_hashes)
-            self._tell_tiers()
+            self._report_tier_events()
 
-    def _name(self, task: Task, end: int) -> None:
-        """Lets the blocks before `end` be found."""
+    def _cache_blocks(self, task: Task, end: int) -> None:
+        """Adds the task's blocks before `end` to the cache and reports them."""
         hashes = task.hashes[task.num_held : end]
         stored = self.cache.store(hashes)
         task.num_private -= len(hashes)
@@ -273,7 +281,7 @@ class SimulatedWorker:
             if self.tiers is not None:
                 task.new_hashes += stored
 
-    def _tell_tiers(self) -> None:
+    def _report_tier_events(self) -> None:
         assert self.tiers is not None
         for tier, stored, removed in (
             (event.tier, [block.block_hash for block in event.stored], event.removed)
@@ -282,7 +290,7 @@ class SimulatedWorker:
             self._listener.blocks_changed(self, stored, removed, tier)
 
     def _settle(self) -> None:
-        """Starts what can start, plans the next event, tells that the load changed."""
+        """Starts the tasks that can start, plans the next event, and reports the changed load."""
         engine = self.engine
         engine.advance(self._clock.now_s)
         while self._reserving and self._hold(self._reserving[0]):
@@ -297,7 +305,7 @@ class SimulatedWorker:
         self._listener.load_changed(self)
 
     def _start_next(self) -> bool:
-        """Starts a prompt's prefill or its load; returns False if none can start."""
+        """Starts the prefill or the load of one task; returns False if none can start."""
         engine = self.engine
         tiers = self.tiers
         is_free = engine.prefilling is None
@@ -308,10 +316,10 @@ class SimulatedWorker:
         num_live = engine.num_decoding + self._num_loading()
         if task is None or num_live >= self._scenario.sequences_max:
             return False
-        if not is_free and (tiers is None or task.is_weighed):
+        if not is_free and (tiers is None or task.is_compute_chosen):
             return False
         choice = self.plan_load(task)
-        task.is_weighed = choice is None
+        task.is_compute_chosen = choice is None
         if (choice is None and not is_free) or not self._hold(task):
             return False
         self._queue.remove(task)
@@ -319,14 +327,14 @@ class SimulatedWorker:
             self._begin_load(task, choice)
             return True
         if tiers is not None and tiers.has_more(
-            task.reusable_hashes(self._block_size), task.num_there
+            task.reusable_hashes(self._block_size), task.num_available
         ):
             tiers.decline()
         self._compute(task)
         return True
 
     def _next_waiting(self) -> Task | None:
-        """Returns the oldest task whose next block is not being loaded for another."""
+        """Returns the oldest queued task whose next block is not being loaded for another task."""
         return next((task for task in self._queue if not self._is_awaited(task)), None)
 
     def _is_awaited(self, task: Task) -> bool:
@@ -339,13 +347,13 @@ class SimulatedWorker:
         )
 
     def _compute(self, task: Task) -> None:
-        """Has the engine compute what is missing, or first what comes before loaded blocks."""
+        """Starts the engine on the missing tokens, or first on those before the loaded blocks."""
         size = self._block_size
         end = task.num_tokens
-        if task.load is not None and task.lacks_first:
+        if task.load is not None and task.needs_first_blocks:
             end = task.load.first * size
-        start = min(task.num_there * size, end - 1)
-        self._set_queued(task, task.queued_tokens - (end - start) if task.lacks_first else 0)
+        start = min(task.num_available * size, end - 1)
+        self._set_queued(task, task.queued_tokens - (end - start) if task.needs_first_blocks else 0)
         self.engine.prefill(task, end - start, start)
 
     def _set_queued(self, task: Task, num_tokens: int) -> None:
@@ -355,7 +363,8 @@ class SimulatedWorker:
     def plan_load(
         self, task: Task, *, offer: Offer | None = None, producer: Producer | None = None
     ) -> LoadChoice | None:
-        """Returns what the worker would load of a prompt now, if that is the soonest."""
+        """Returns the blocks of a prompt that the worker would load now; None if loading is not the
+        fastest choice."""
         if self.tiers is None:
             return None
         engine = self.engine
@@ -373,17 +382,17 @@ class SimulatedWorker:
             engine.num_decoding + max(0, len(self._queue) - 1),
         )
         choice = self.tiers.plan(prompt, hashes, self._clock.now_s, offer=offer, producer=producer)
-        self._tell_tiers()
+        self._report_tier_events()
         return choice
 
     def _begin_load(self, task: Task, choice: LoadChoice) -> None:
         assert self.tiers is not None
         load = self.tiers.begin_load(task.hashes, choice, self._clock.now_s)
         task.load = self._loads[task] = load
-        num_known = task.num_there + load.end - load.first
+        num_known = task.num_available + load.end - load.first
         self._set_queued(task, task.num_tokens - num_known * self._block_size)
         self._clock.at(load.ends_s, self._end_load, task, load)
-        if task.lacks_first:
+        if task.needs_first_blocks:
             self._ready.append(task)
 
     def _end_load(self, task: Task, load: TierRead) -> None:
@@ -397,27 +406,27 @@ class SimulatedWorker:
         self._settle()
 
     def _resume(self, task: Task) -> None:
-        """Goes on with a task once its load has ended and all before that is computed."""
+        """Continues a task if its load has ended and the blocks before it are computed."""
         assert task.load is not None
-        if task.load.is_done and not task.lacks_first:
-            self._name(task, task.load.end)
+        if task.load.is_done and not task.needs_first_blocks:
+            self._cache_blocks(task, task.load.end)
             self._ready.append(task)
 
     def _drop_load(self, task: Task) -> None:
         load = self._loads.pop(task, None)
         if load is not None and self.tiers is not None:
-            self.tiers.give_up(load)
+            self.tiers.release_load(load)
         if task in self._ready:
             self._ready.remove(task)
         if task.load is not None:
             self._set_queued(task, 0)
 
     def _num_loading(self) -> int:
-        """Returns how many tasks have memory and are neither in the engine nor over."""
+        """Returns the number of tasks that hold memory and wait for a load or for the engine."""
         return len({*self._loads, *self._ready} - {self.engine.prefilling})
 
     def _plan(self) -> None:
-        """Plans the next event, and tells the host whether the worker computes at all now."""
+        """Plans the next event, and reports to the host whether the worker is computing."""
         busy = self._plan_wake()
         if self._host is not None:
             self._host.note(self, busy=busy)
@@ -446,10 +455,11 @@ class SimulatedWorker:
 
 
 class SharedCores:
-    """A machine whose workers share its cores: when more are busy than it has, each is slower.
+    """A machine whose workers share its cores. Workers slow down if more are busy than it has
+    cores.
 
-    A worker has one thread. `cores` need not be whole: it is by how much all workers together are
-    faster than one alone, memory and everything else that they share counted in.
+    A worker has one thread. `cores` may be fractional: it is the speed-up of all workers together
+    over one alone, which includes the effects of shared memory bandwidth.
     """
 
     def __init__(self, cores: float) -> None:
@@ -461,7 +471,7 @@ class SharedCores:
         self._is_busy[worker] = False
 
     def note(self, worker: SimulatedWorker, *, busy: bool) -> None:
-        """Notes whether a worker computes now; slows all when more do than there are cores."""
+        """Records whether a worker is computing, and updates the speed of all workers."""
         self._is_busy[worker] = busy
         speed = min(1.0, self._cores / max(1, sum(self._is_busy.values())))
         if speed != self._speed:
