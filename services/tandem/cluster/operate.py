@@ -1,4 +1,4 @@
-"""The commands of operators, such as `tandem status` and `tandem drain`. Each calls a router."""
+"""The operators' commands, such as `tandem status` and `tandem drain`. Each one calls a router."""
 
 import http.client
 import json
@@ -34,14 +34,15 @@ _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
-_END_MARGIN_S = 15.0  # from a worker's deadline until its process and its record are gone
-_OWN_DEADLINE_MAX_S = 3600.0  # wait for a worker that is drained with its own deadline
+# time from a worker's drain deadline until its process and its record are gone
+_END_MARGIN_S = 15.0
+_OWN_DEADLINE_MAX_S = 3600.0  # longest wait for a worker that drains with its own deadline
 _PIPE_COLUMNS = 200
 _LATELY_S = 300.0
-_LATELY_MAX = 8  # events that a status shows
+_LATELY_MAX = 8  # number of events that a status shows
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
-_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # after the first token
+_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # stages after the first token
 
 
 def show_status(url: str) -> None:
@@ -54,7 +55,7 @@ def show_status(url: str) -> None:
     ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")
     model = state["model"] or "a router"
     screen.print(Text.assemble(f"{model} at {url}: ", ready, f"; redis {state['redis']}"))
-    if "headline" in state:  # routers of older versions have none
+    if "headline" in state:  # older routers send none
         screen.print(state["headline"])
     screen.print()
     screen.print(pools_table(state["pools"]))
@@ -73,7 +74,7 @@ def show_status(url: str) -> None:
 
 
 def _show_lately(url: str, screen: Console) -> None:
-    """Prints the latest events of the last minutes."""
+    """Prints the events of the last _LATELY_S."""
     with suppress(OperateError):
         path = f"/v1/cluster/events?limit={_LATELY_MAX}"
         events = ask_once(url, "GET", path=path)["events"]
@@ -87,7 +88,7 @@ def _show_lately(url: str, screen: Console) -> None:
 
 
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
-    """Sets sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
+    """Sets pool sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
     wanted = parse_sizes(sizes)
     ask_once(url, "POST", wanted)
     give_up_at = time.monotonic() + deadline_s
@@ -107,7 +108,8 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
 
 
 def set_role(url: str, worker_id: str, role: str) -> None:
-    """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
+    """Moves a worker to the pool of this role, or to the other pool if it is empty. Raises
+    OperateError."""
     path = _path(worker_id, "role")
     body = {"role": role} if role else {}
     with Waiting(ProgressRow(worker_id, "changes its pool")):
@@ -116,7 +118,7 @@ def set_role(url: str, worker_id: str, role: str) -> None:
 
 
 def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = False) -> None:
-    """Drains a worker, and waits until its process is gone. Raises OperateError."""
+    """Drains a worker and waits until its process has ended. Raises OperateError."""
     at_first = state = ask_once(url, "GET")
     process = _process(state, worker_id)
     body = {"deadline_s": deadline_s, **({"force": True} if force else {})}
@@ -134,7 +136,7 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
 
 
 def reset_prefix_cache(url: str, worker_id: str) -> None:
-    """Makes workers drop their cached blocks, and prints their numbers. Raises OperateError."""
+    """Makes workers drop their cached blocks, and prints how many. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
     with Waiting(ProgressRow(worker_id or "all workers", "drop their cached blocks")):
         answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
@@ -143,7 +145,7 @@ def reset_prefix_cache(url: str, worker_id: str) -> None:
 
 
 def verify_index(url: str, *, everything: bool) -> bool:
-    """Prints each worker's verdict; returns whether all are ok. Raises OperateError."""
+    """Prints the result for each worker. Returns True if all are correct. Raises OperateError."""
     deadline_s = _ALL_DEADLINE_S if everything else _SAMPLE_DEADLINE_S
     path = "/v1/cluster/index/verify"
     with Waiting(ProgressRow("all workers", "their blocks are compared with the prefix tree")):
@@ -154,9 +156,10 @@ def verify_index(url: str, *, everything: bool) -> bool:
 
 
 def show_why(url: str, request_id: str) -> None:
-    """Prints the stages of a request and the reason of its placement. Raises OperateError."""
+    """Prints the stages of a request and the reason for its placement. Raises OperateError."""
     answer = ask_once(url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}")
-    for record in answer.get("data", [answer]):  # the requests of several prompts or choices
+    # a request with several prompts or choices has several records
+    for record in answer.get("data", [answer]):
         _show_record(record)
 
 
@@ -205,7 +208,7 @@ def _told_kept(kept: Mapping[str, Any]) -> str:
 
 
 def show_events(url: str, limit: int) -> None:
-    """Prints the last events, the newest last. Raises OperateError."""
+    """Prints the last events, newest last. Raises OperateError."""
     table = Table("time (UTC)", "event", "about", "what", box=None, pad_edge=False)
     told = ask_once(url, "GET", path=f"/v1/cluster/events?limit={limit}")
     for event in reversed(told["events"]):
@@ -215,7 +218,7 @@ def show_events(url: str, limit: int) -> None:
 
 
 def show_audit(url: str, limit: int) -> None:
-    """Prints the last changes and refused calls, the newest last. Raises OperateError."""
+    """Prints the last changes and refused calls, newest last. Raises OperateError."""
     entries = ask_once(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
     screen = console()
     for part in audit_tables(entries, screen):
@@ -223,8 +226,8 @@ def show_audit(url: str, limit: int) -> None:
 
 
 def console() -> Console:
-    """Makes a console, which shows text as it is: rich's markup and emoji codes mean nothing. In a
-    file or a pipe, rows of its tables are not broken."""
+    """Creates a console that prints text literally, without rich's markup and emoji codes. In a
+    file or a pipe the rows of tables are not wrapped."""
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
@@ -238,8 +241,8 @@ def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | Non
 
 
 def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
-    """Returns an identity of a worker's process that its successor does not share; empty if the
-    process is gone."""
+    """Identifies a worker's process, unlike its id, which a successor reuses. Returns () if the
+    process has ended."""
     worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
@@ -247,8 +250,8 @@ def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
 def scale_steps(
     at_first: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
 ) -> list[ProgressRow]:
-    """Returns a row for each pool that does not have its size yet, then one for each of their
-    workers that starts or leaves."""
+    """Builds progress rows: one for each pool that has not reached its size, then one for each of
+    their workers that starts or leaves."""
     steps = []
     for pool, size in wanted.items():
         if missing := differences(state["pools"], {pool: size}):
@@ -262,7 +265,7 @@ def scale_steps(
 
 
 def _distance(pool: Mapping[str, Any], size: int) -> int:
-    """Returns how many processes have yet to start, end or become ready."""
+    """Counts the processes that have yet to start, end or become ready."""
     running = pool.get("running", pool.get("registered", 0))
     return int(max(abs(running - size), size - pool.get("ready", size)))
 
@@ -270,7 +273,8 @@ def _distance(pool: Mapping[str, Any], size: int) -> int:
 def drain_step(
     at_first: Mapping[str, Any], state: Mapping[str, Any], worker_id: str
 ) -> ProgressRow:
-    """Returns the row of a worker that drains: how many sequences and leases it still has."""
+    """Builds the progress row of a draining worker: the number of sequences and leases that it
+    still has."""
     rows = {row["worker_id"]: row for row in state.get("known_workers", ())}
     total, left = (_num_held(_worker(s, worker_id)) for s in (at_first, state))
     note = _told(rows[worker_id]) if worker_id in rows else "draining"
@@ -287,7 +291,7 @@ def _told(row: Mapping[str, Any]) -> str:
 
 
 def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
-    """Parses POOL=SIZE arguments. Raises OperateError naming the argument at fault."""
+    """Parses POOL=SIZE arguments. Raises OperateError that names the invalid argument."""
     wanted = {}
     for argument in sizes:
         pool, _, size = argument.partition("=")
@@ -303,10 +307,11 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 
 
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
-    """Returns a text for each pool whose running processes and ready workers differ from `wanted`.
+    """Describes each pool whose running processes or ready workers differ from `wanted`.
 
-    Without a pool controller (Kubernetes) nothing reports processes. Then registered and ready
-    workers count, and the routers, which nothing counts, are taken to have their size."""
+    Without a pool controller (Kubernetes) processes are not reported. Then registered and ready
+    workers are compared, and routers, which are not counted, are assumed to have their size.
+    """
     found = []
     is_told = not pools or any("agents" in state for state in pools.values())
     for pool, size in wanted.items():
@@ -335,8 +340,8 @@ def ask(
     deadline_s: float = _REPLY_DEADLINE_S,
     keep: str = "",
 ) -> Any:
-    """Returns a router's answer as JSON. Its strings, some of which clients sent, are printable but
-    for the characters in `keep`. Raises OperateError."""
+    """Calls a router and returns its JSON answer. Strings in it, some of which come from clients,
+    are made printable, except for the characters in `keep`. Raises OperateError."""
     if not url.startswith(("http://", "https://")):
         raise OperateError(f"the URL {url!r} of a router must begin with http:// or https://")
     try:
@@ -362,13 +367,13 @@ def ask(
 def ask_once(
     url: str, method: str, body: Mapping[str, object] | None = None, *, path: str = "/v1/cluster"
 ) -> Any:
-    """Returns a router's answer as JSON, and shows meanwhile that it waits. Raises OperateError."""
+    """Calls a router like `ask`, and shows meanwhile that it waits. Raises OperateError."""
     with Waiting(ProgressRow(url, "is asked")):
         return ask(url, method, body, path=path)
 
 
 def authorization() -> dict[str, str]:
-    """Returns the header with the operator's key from the environment; empty without a key."""
+    """Builds the header with the operator's key from the environment; empty if there is no key."""
     key = os.environ.get(API_KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -381,8 +386,8 @@ def _error_message(error: urllib.error.HTTPError) -> str:
 
 
 def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns one line for each host whose memory is low, as far as workers report their memory:
-    those of older versions do not."""
+    """Formats one line for each host whose memory is low. Workers of older versions do not report
+    their memory and are skipped."""
     found: dict[str, tuple[int, int]] = {}
     for worker in workers:
         free = worker.get("memory_free_bytes", 0)

@@ -1,4 +1,4 @@
-"""The joiner's side of protocol.py: the authority is checked before the token is sent."""
+"""The joiner's side of protocol.py. It verifies the authority before it sends the token."""
 
 import hashlib
 import http.client
@@ -20,8 +20,9 @@ _BYTES_MAX = 100_000
 def ask_to_join(
     host: str, port: int, *, token: str, ca_sha256: str, own_address: str
 ) -> tuple[JoinReply, str]:
-    """Returns the cluster's reply and this machine's address (`own_address` if it is given, else
-    that of the connection). Raises ConfigError that says what to do."""
+    """Asks a host of the cluster to let this machine join. Returns its reply and this machine's
+    address (`own_address` if it is given, else that of the connection). Raises ConfigError that
+    says what to do."""
     where = f"{host}:{port}"
     try:
         ca = _fetch_ca(host, port)
@@ -39,8 +40,8 @@ def ask_to_join(
 
 
 def _fetch_ca(host: str, port: int) -> bytes:
-    """Returns the DER encoding of the certificate that the server sends as its authority's,
-    unverified. No secret is sent. Raises ValueError unless it is exactly one certificate."""
+    """Fetches the authority's certificate as DER, without verification and without sending a
+    secret. Raises ValueError unless the server sends exactly one certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -63,7 +64,7 @@ def _fetch_ca(host: str, port: int) -> bytes:
 
 
 def _name_in(ca: bytes) -> str:
-    """Returns the name of the join server, derived from that of the authority."""
+    """Derives the name of the join server from that of the authority."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 

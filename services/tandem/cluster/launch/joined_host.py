@@ -1,9 +1,9 @@
-"""`tandem join` makes this machine a host of a cluster, in the foreground, until told to stop.
+"""`tandem join` makes this machine a host of a cluster, in the foreground, until it is stopped.
 
-    ask to join -> run folder, certificates, guardian -> model -> Ray node up -> watch
+  ask to join -> run folder, certificates, guardian -> model -> Ray node up -> watch
 
-The pool controller places routers and workers here as it does on the first machine. They continue
-while Ray has no head. With a Redis of your own, this host may become the head.
+The pool controller places routers and workers on this host as on the first machine. They continue
+while Ray has no head. With an external Redis, this host may become the head.
 """
 
 import time
@@ -67,7 +67,7 @@ class JoinOptions(Options):
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Raises ConfigError."""
+        """The parts of `address`; the port is _DEFAULT_PORT if it has none. Raises ConfigError."""
         text = self.address
         if text.count(":") > 1 and not text.startswith("["):
             return text, _DEFAULT_PORT
@@ -104,7 +104,7 @@ def join(options: JoinOptions) -> int:
 
 
 class _JoinedHost:
-    """This machine's part of a cluster, from its run folder to its end."""
+    """This machine's membership in a cluster, from the run folder to the cleanup."""
 
     def __init__(self, options: JoinOptions, reply: JoinReply, address: str, token: str) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -146,7 +146,7 @@ class _JoinedHost:
             self._console.print(f"[dim]{time.monotonic() - self._began:5.1f} s[/]  {text}")
 
     def start(self) -> None:
-        """Joins Ray. Raises ConfigError if this host cannot."""
+        """Joins Ray. Raises ConfigError if this host cannot join."""
         model = fetch_model(self._options, self.say)
         spec = make_spec(
             self._options,
@@ -209,7 +209,7 @@ class _JoinedHost:
 
 
 def _redis_variables(urls: Mapping[str, str], run: Run) -> dict[str, str]:
-    """Returns the variables of Redis's URLs for the processes of this host."""
+    """Builds the environment variables with the URLs of Redis for the processes of this host."""
     found = {kind: for_this_host(url, run) for kind, url in urls.items()}
     of_kinds = {f"{REDIS_URL_OF_KIND}{kind}": found[kind] for kind in ("router", "worker")}
     return {**of_kinds, REDIS_URL_VARIABLE: found["controller"]}

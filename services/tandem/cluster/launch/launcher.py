@@ -1,13 +1,13 @@
-"""`tandem up` runs a whole cluster on this machine, in the foreground, and ends all of it.
+"""`tandem up` runs a complete cluster on this machine, in the foreground, and stops all of it.
 
-    check ports, model -> guardian -> Redis -> Ray, and beside it: workers, router -> ready -> watch
+  check ports, model -> guardian -> Redis -> Ray, and in parallel workers, router -> ready -> watch
 
 A model that may have to be downloaded is fetched while Ray starts.
 
-Workers and router are started before Ray is up; their agents adopt them by their records. When Ray
-ends, requests continue, and the agents of a fresh head adopt the processes. A Redis that ended is
-restarted at its address. However the launcher ends, no process stays: in an orderly end it stops
-everything itself, and after a kill -9 the guardian does.
+Workers and routers are started before Ray is up; their agents adopt them by their records. When Ray
+ends, requests continue, and the agents of a new head adopt the processes. A Redis that ended is
+restarted at its address. No process outlives the launcher: in an orderly shutdown it stops them
+itself, and after a kill -9 the guardian does.
 """
 
 import errno
@@ -57,7 +57,7 @@ from tandem.net.store.control_state import Head
 
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
-_RETRY_S = 2.0  # between attempts to start Redis, or a Ray head
+_RETRY_S = 2.0  # pause between attempts to start Redis or a Ray head
 
 
 def up(options: LaunchOptions) -> int:
@@ -85,12 +85,12 @@ def up(options: LaunchOptions) -> int:
 
 
 class _Launch:
-    """One cluster, from its run folder to its end."""
+    """One cluster, from the run folder to the cleanup."""
 
     def __init__(
         self, options: LaunchOptions, screen: LaunchScreen, model: ModelFolder | None
     ) -> None:
-        """`model` is None if it may have to be downloaded."""
+        """Prepares a cluster. `model` is None if it may have to be downloaded."""
         self._options = options
         self._screen = screen
         self._model = model
@@ -115,7 +115,7 @@ class _Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends everything in order, within 5 s."""
+        """Stops all processes in order, within 5 s."""
         with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()
@@ -127,7 +127,7 @@ class _Launch:
             self._run.end()
 
     def start(self) -> None:
-        """Starts everything and returns when the cluster takes requests. Raises ConfigError with
+        """Starts all processes and returns when the cluster takes requests. Raises ConfigError with
         the reason if it cannot."""
         with self._screen.bars():
             model, readiness = self._start_all()
@@ -176,7 +176,7 @@ class _Launch:
 
     def _fetch_model(self) -> ModelFolder:
         began = time.monotonic()
-        with self._screen.without_bars():  # a download shows its own
+        with self._screen.without_bars():  # a download shows its own progress
             model = fetch_model(self._options, self._screen.say)
         _check_memory(self._options, model)
         self._screen.done(f"model {model.name}", time.monotonic() - began)
@@ -224,7 +224,7 @@ class _Launch:
                 self._ray_host.tick()
 
     def _take_lead(self) -> int:
-        """Makes this host the first of Ray's heads, and returns its number."""
+        """Makes this host the first of Ray's heads. Returns its fencing number."""
         assert self._listening is not None
         self._ray_host = self._listening.ray_host(
             self._ray_head, may_lead=True, say=self._screen.say
@@ -248,12 +248,13 @@ class _Launch:
         threading.Thread(target=tell_head, args=(*told, head), daemon=True).start()
 
     def _start_fresh_head(self, ends: EndWatch) -> None:
-        """Starts a fresh head and returns at once: a restart of Redis must not wait for Ray."""
+        """Starts a new head and returns immediately, because a restart of Redis must not wait for
+        Ray."""
         self._ray_head.start(self._spec)
         ends.add("ray head", self._ray_head.pid)
 
     def _take_fresh_head(self, ends: EndWatch) -> None:
-        """Takes the fresh head, whose starting process has ended, or starts another."""
+        """Adopts the new head once its starting process has ended, or starts another one."""
         try:
             head = self._ray_head.started()
             assert head is not None, "its output has ended"
@@ -297,9 +298,8 @@ class _Launch:
 
 
 def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
-    """Raises ConfigError if the machine has too little free memory for the workers. Without a model
-    (it may have to be downloaded first) only the KV pools count. Workers check the memory of GPUs.
-    """
+    """Raises ConfigError if the machine has too little free memory for the workers. If the model is
+    not known yet, only the KV pools count. Workers themselves check the memory of GPUs."""
     config = options.engine
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return
