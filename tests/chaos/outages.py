@@ -1,10 +1,10 @@
-"""Outages of what is beside the workers of a kept cluster, one after the other.
+"""Outages of processes other than workers in a kept cluster, one after another.
 
-kill redis       and start it again at the same address, empty, after so long
+kill redis       and restart it after the given time at the same address, empty
 stop redis       SIGSTOP, later SIGCONT
-kill router      its agent starts it again; the streams that it had are lost
-kill controller  Ray starts the pool controller again
-kill head        GCS and raylet; a fresh head after so long, with agents of its own
+kill router      its agent restarts it; its open streams are lost
+kill controller  Ray restarts the pool controller
+kill head        GCS and raylet; a new head after the given time, with new agents
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.chaos.load import RouterLife
 from tests.chaos.pool_faults import Striker
 from tests.harness.kept_cluster import KeptCluster
 
-_ROUTER = "tandem.router "  # in its command line
+_ROUTER = "tandem.router "  # text in its command line
 
 
 class Outages(Striker):
@@ -90,9 +90,9 @@ class Outages(Striker):
             await asyncio.to_thread(self._cluster.start_head)
 
     def _is_answered(self) -> bool:
-        """Returns whether the router runs that its agent has started, and answers.
+        """Says whether the router process that its agent started is running and answers.
 
-        A controller that was killed may still tell of the one before.
+        A controller that was just killed may still report the previous router.
         """
         self._router_pids = list(self._cluster.pids("router").values())
         return len(self._router_pids) == 1 and self._router_pids[0] == self._cluster.pid(_ROUTER)

@@ -1,7 +1,8 @@
-"""Adapters get the tokens of merged weights, whichever way their KV came, beside the base model's.
+"""Adapters produce the tokens of merged weights, however their KV was obtained, in parallel with
+the base model.
 
-Each prompt is asked of the base and of two adapters at once, and twice: the second time its KV is
-cached. One adapter is there from the start, the other is loaded while the clusters run.
+Each prompt is sent for the base and two adapters concurrently, and twice: the second time its KV is
+cached. One adapter is loaded at startup, the other while the clusters run.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def _check(model: PreTrainedModel, prompt: list[int], made: list[int]) -> None:
 
 
 def write_adapters(folder: Path, base: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Writes both beside the folder BASE of the base model; returns the models by the names that
-    requests have for them."""
+    """Writes both adapters in the folder that contains BASE, the base model. Returns the merged
+    models by request name."""
     config = read_folder(folder / BASE).config
     models = {BASE: base}
     for seed, (name, targets) in enumerate({"early": ALL, "late": ("q_proj", "v_proj")}.items()):
@@ -68,12 +69,12 @@ def write_adapters(folder: Path, base: PreTrainedModel) -> dict[str, PreTrainedM
 
 
 def options(folder: Path) -> tuple[str, ...]:
-    """The workers' options for the adapter that is there from the start."""
+    """The workers' options for the adapter that is loaded at startup."""
     return "--lora", f"early={folder / 'early'}", "--max-loras", "2"
 
 
 def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrainedModel]) -> None:
-    """Checks all ways, and then that the files of an adapter may be replaced."""
+    """Checks all ways, and then that an adapter's files can be replaced."""
     asked = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
     bodies = [_asked(*one) for one in asked]
     for way in ways.values():
@@ -92,7 +93,8 @@ def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrained
 
 
 async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
-    """Other files under one name: no block of the old ones is found, here or by a transfer."""
+    """Replaces the files under one name: no block of the old ones may be found, locally or by a
+    transfer."""
     config = read_folder(folder / BASE).config
     made = write_adapter(folder / "late", config, seed=9, target_modules=["q_proj", "v_proj"])
     assert (await _load(way, folder / "late")).status_code == 400

@@ -1,4 +1,5 @@
-"""Compares the answers of two ways, and with transformers; shrinks what differs to one request."""
+"""Compares the answers of two ways, and with transformers; reduces differences to one small
+request."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.parity.ways import Answer, Asked, Way
 
-# A sequence that was computed anew, in other chunks, may differ in a last bit of fp32.
+# A sequence that is recomputed in other chunks may differ in the last bit of fp32.
 LOGPROB_ABS = 1e-5
 REFERENCE_ABS = 1e-4
 Told = tuple[int, int, float]  # position in prompt and completion, token id, log probability
@@ -19,7 +20,7 @@ _KEPT = ("prompt", "messages", "return_token_ids", "max_tokens", "seed")
 
 
 def difference(found: Answer, expected: Answer) -> str:
-    """Returns where two answers differ; empty if nowhere. Ids that are drawn anew do not count."""
+    """Describes where two answers differ; empty if they are equal. Random ids are ignored."""
     for key in ("choices", "prompt_logprobs", "prompt_token_ids"):
         if reason := _difference(found.get(key), expected.get(key), key):
             return reason
@@ -41,9 +42,9 @@ def _difference(found: Any, expected: Any, at: str) -> str:
 
 
 def shrunk(asked: Asked, one: Way, other: Way) -> str:
-    """Returns the smallest request, by leaving out fields, whose answers still differ.
+    """Leaves out fields of a request while its answers still differ, and returns the smallest one.
 
-    Where it does not differ any more when it is asked alone, the whole request is returned.
+    If they do not differ when it is sent alone, the original request is returned.
     """
     path, body = asked
     if not _differs((path, body), one, other):
@@ -64,7 +65,8 @@ def _differs(asked: Asked, one: Way, other: Way) -> bool:
 
 
 def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer) -> None:
-    """Each log probability of the answer is that of transformers, given the same tokens."""
+    """Checks that each log probability of the answer equals transformers', given the same
+    tokens."""
     path, body = asked
     is_chat = path != "/v1/completions"
     prompt = answer["prompt_token_ids"] if is_chat else body["prompt"]
@@ -88,7 +90,7 @@ def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer)
 
 
 def _mask(body: dict[str, Any], num_tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask of a request's KV budget, written out; None: it has none."""
+    """Builds the attention mask of a request's KV budget; None if it has none."""
     if (budget := body.get("kv_budget")) is None:
         return None
     positions = torch.arange(num_tokens)
@@ -103,7 +105,7 @@ def _of_completion(choice: dict[str, Any], num_prompt_tokens: int) -> list[Told]
     told = choice.get("logprobs")
     if told is None:
         return []
-    content = told.get("content")  # of a chat
+    content = told.get("content")  # format of a chat
     logprobs = told["token_logprobs"] if content is None else [one["logprob"] for one in content]
     return [
         (position, token_id, logprob)

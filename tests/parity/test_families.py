@@ -1,7 +1,7 @@
-"""Each family gets transformers' tokens and log probabilities from real workers: one that computes
-all, and a pair whose decode worker pulls the prompt's blocks by NIXL.
+"""Each family produces transformers' tokens and log probabilities on real workers: one that
+computes everything, and a pair whose decode worker pulls the prompt's blocks by NIXL.
 
-Chunks have odd sizes, and each prompt is asked twice: the second time its KV is cached.
+Chunks have odd sizes, and each prompt is sent twice: the second time its KV is cached.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.parity.compare import assert_as_transformers
 from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, start_ways
 from tests.tiny_models import FAMILIES, make_tiny_model
 
-_IN_CI = "qwen3-moe"  # experts and windows in some layers, norms of heads, biases
-_CHUNK = 37  # tokens of a step
+_IN_CI = "qwen3-moe"  # has experts, windows in some layers, head norms and biases
+_CHUNK = 37  # tokens in a step
 _NUM_TOKENS = 24
 _PROMPTS = [
     torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -34,7 +34,8 @@ _CASES = [
     )
     for family in FAMILIES
     for kernels in ("native", "torch")
-    if (family, kernels) != ("llama-small-heads", "native")  # C++ takes multiples of 16
+    # the native kernels need multiples of 16
+    if (family, kernels) != ("llama-small-heads", "native")
 ]
 
 
@@ -66,7 +67,7 @@ def _asked(prompt: list[int]) -> Asked:
 
 
 def _check(model: PreTrainedModel, asked: Asked, answer: Answer) -> None:
-    """Checks that tokens and log probabilities are transformers'."""
+    """Checks that tokens and log probabilities equal transformers'."""
     assert_as_transformers(model, asked, answer)
     prompt, made = asked[1]["prompt"], answer["choices"][0]["token_ids"]
     with torch.no_grad():

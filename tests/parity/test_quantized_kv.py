@@ -1,8 +1,10 @@
-"""Quantized KV gets the same tokens, whichever way it came: scales travel with their numbers.
+"""Quantized KV produces the same tokens, however it was obtained: scales are transferred with the
+data.
 
-They are those of one engine in this process. Each prompt is asked twice, with two completions: the
-second time its KV is cached, and a completion beside another one is a fork of it. In CI latents go
-two of the ways; tests/chaos has the int8 KV of heads, over gRPC and migrated, too.
+The expected tokens are those of one engine in this process. Each prompt is sent twice, with two
+completions: the second time its KV is cached, and the second completion is a fork of the first. In
+CI latents are tested in two of the ways; tests/chaos also tests the int8 KV of heads, over gRPC and
+migrated.
 """
 
 from __future__ import annotations
