@@ -19,7 +19,7 @@ from tandem.worker.lifecycle.kv_events import ToldBlocks
 
 class KvIndexer:
     def __init__(self, block_size: int, roots: Collection[bytes] = ()) -> None:
-        """`roots` are the allowed roots of hash chains; empty: roots are not checked."""
+        """`roots` are the allowed roots of hash chains; empty: hashes are not checked."""
         self._told = ToldBlocks(block_size)
         self._block_size = block_size
         self._roots = roots

@@ -169,8 +169,8 @@ class Orders(Striker):
     def _has(self, pool: str, size: int) -> bool:
         """Says whether the pool has its processes or is starting them; one may be down because it
         was just killed."""
-        told = self._cluster.state()["pools"][pool]
-        return told["wanted"] == size == len(told["agents"]) and told["ready"] >= size - 1
+        state = self._cluster.state()["pools"][pool]
+        return state["wanted"] == size == len(state["agents"]) and state["ready"] >= size - 1
 
     async def _drain(self, fault: Fault, worker: KeptWorker) -> None:
         noted = self._note(fault, worker.worker_id)
@@ -188,10 +188,10 @@ class Orders(Striker):
         return worker.worker_id not in agents or (now is not None and now.pid != worker.pid)
 
     async def _flip(self, fault: Fault, worker: KeptWorker) -> None:
-        there, back = "prefill", "decode"
+        away, back = "prefill", "decode"
         if worker.role == "prefill":
-            there, back = back, there
-        if await flip(self._cluster, worker.worker_id, there):
+            away, back = back, away
+        if await flip(self._cluster, worker.worker_id, away):
             self._note(fault, worker.worker_id)
             await asyncio.sleep(fault.duration_s)
             await flip(self._cluster, worker.worker_id, back)

@@ -51,8 +51,8 @@ def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
         wait_for(lambda: "--ca-sha256" in first.text(), deadline_s=START_DEADLINE_S, what="the up")
         found = re.search(r"--ca-sha256 (\w+)", first.text())
         assert found
-        told = ["--token-file", str(token_file), "--ca-sha256", found[1]]
-        second.run(*TANDEM, "join", first.address, *told)
+        join_options = ["--token-file", str(token_file), "--ca-sha256", found[1]]
+        second.run(*TANDEM, "join", first.address, *join_options)
         wait_for(lambda: "joined as" in second.text(), deadline_s=START_DEADLINE_S, what="a host")
         url = f"http://{first.address}:8002"
         scale = [*TANDEM, "scale", "prefill=2", "decode=2", "--url", url, "--deadline", "120"]
@@ -97,8 +97,8 @@ def test_a_link_between_two_workers_that_is_cut_is_named(tmp_path: Path) -> None
 
 def cut(one: Place, other: Place) -> None:
     """Cuts the link between two hosts, but not their links to others."""
-    for here, there in ((one, other), (other, one)):
-        route = ["ip", "-n", here.namespace, "route", "add", "blackhole", f"{there.address}/32"]
+    for source, target in ((one, other), (other, one)):
+        route = ["ip", "-n", source.namespace, "route", "add", "blackhole", f"{target.address}/32"]
         subprocess.run(route, check=True)
 
 

@@ -251,10 +251,10 @@ def _check_tandem(arguments: list[str]) -> None:
 
 
 def _check_make(arguments: list[str]) -> None:
-    told = subprocess.run(
+    done = subprocess.run(
         ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert told.returncode == 0, told.stderr
+    assert done.returncode == 0, done.stderr
     for argument in arguments:
         if argument.startswith("ARGS="):
             _check_pytest(shlex.split(argument.removeprefix("ARGS=")))

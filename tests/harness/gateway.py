@@ -210,9 +210,9 @@ class Gateway:
     def health(self, service: str) -> str:
         """The picker's health status of a service; empty if it does not answer."""
         with grpc.insecure_channel(self.picker) as channel:
-            asked = health_pb2.HealthCheckRequest(service=service)
+            request = health_pb2.HealthCheckRequest(service=service)
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
             except grpc.RpcError:
                 return ""
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -286,9 +286,9 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             if not server.allows(self.headers.get("Authorization", ""), "get", url.path):
                 self._send(403, None)
                 return
-            asked = parse_qs(url.query)
+            query = parse_qs(url.query)
             found = server.answer(url.path) or server.list(url.path)
-            if "watch" in asked and "sendInitialEvents" not in asked:
+            if "watch" in query and "sendInitialEvents" not in query:
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.flush()
@@ -298,7 +298,7 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             if server.while_read and "Authorization" in self.headers:
                 found = copy.deepcopy(found)
                 server.while_read(url.path)
-            self._send(200 if found is not None and "watch" not in asked else 404, found)
+            self._send(200 if found is not None and "watch" not in query else 404, found)
 
         def do_POST(self) -> None:
             made = self._body()

@@ -47,8 +47,8 @@ class Joined:
     ca_sha256: str
 
     def join(self) -> None:
-        told = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
-        self.second.run(*TANDEM, "join", f"{self.first.address}:{JOIN_PORT}", *told)
+        options = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
+        self.second.run(*TANDEM, "join", f"{self.first.address}:{JOIN_PORT}", *options)
         eventually(lambda: "joined as" in self.second.text())
 
     @property

@@ -121,7 +121,12 @@ class KeptCluster:
         self.places: dict[str, Place] = {}
         if network is not None:
             self.places = dict(zip(("prefill-1", "decode-1"), network.hosts, strict=True))
-            placed = [sys.executable, "-m", placing.__name__, placing.told(network, self.places)]
+            placed = [
+                sys.executable,
+                "-m",
+                placing.__name__,
+                placing.format_places(network, self.places),
+            ]
             pools = {
                 name: pool
                 if name in ROUTER_POOLS

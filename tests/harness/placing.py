@@ -16,7 +16,7 @@ from dataclasses import asdict
 from tests.harness.network import Network, Place
 
 
-def told(network: Network, places: Mapping[str, Place]) -> str:
+def format_places(network: Network, places: Mapping[str, Place]) -> str:
     """Formats PLACES: the places of workers by id. All other workers run at home."""
     all_places = {"": network.home, **places}
     return json.dumps({worker_id: asdict(place) for worker_id, place in all_places.items()})

@@ -91,8 +91,8 @@ class Prometheus:
         since = time.time()
 
         def scraped() -> bool:
-            asked = f"count_over_time(up[{max(1, round(time.time() - since))}s]) >= {count}"
-            up, enough = self.query("up"), self.query(asked)
+            expression = f"count_over_time(up[{max(1, round(time.time() - since))}s]) >= {count}"
+            up, enough = self.query("up"), self.query(expression)
             return time.time() - since > 1 and len(enough) == len(up) > 0
 
         wait_for(scraped, deadline_s=20, what="scrapes of all targets")

@@ -100,8 +100,8 @@ def sentinel_service(folder: Path) -> Iterator[Watched]:
             with contextlib.suppress(RedisError), watch.client(None) as client:
                 (seen,) = client.sentinel_slaves(SERVICE)
                 with master.client() as of_master:
-                    (told,) = [of_master.info("replication").get("slave0", {})]
-                return seen["is_odown"] is False and told.get("state") == "online"
+                    (state,) = [of_master.info("replication").get("slave0", {})]
+                return seen["is_odown"] is False and state.get("state") == "online"
             return False
 
         wait_for(lambda: _quietly(linked), deadline_s=15, what="a replica that the Sentinel knows")
@@ -135,8 +135,8 @@ def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[tuple[str, list[
         def whole() -> bool:
             for server in servers:
                 with server.client() as client:
-                    told = client.execute_command("CLUSTER INFO")
-                    if told["cluster_state"] != "ok" or told["cluster_known_nodes"] != str(
+                    state = client.execute_command("CLUSTER INFO")
+                    if state["cluster_state"] != "ok" or state["cluster_known_nodes"] != str(
                         num_nodes
                     ):
                         return False

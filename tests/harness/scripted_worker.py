@@ -77,8 +77,8 @@ def saying(
         for index, token_id in enumerate(ids):
             last = index == len(ids) - 1
             reason = "length" if len(ids) == submit.input.max_tokens else finish_reason
-            told = first if index == 0 else {}
-            say(update(submit, [token_id], reason if last else "", **told))
+            more = first if index == 0 else {}
+            say(update(submit, [token_id], reason if last else "", **more))
             await asyncio.sleep(0)
 
     return script

@@ -71,8 +71,8 @@ class Page:
         epoch)."""
         rows = [f"{name}: {w['state']}: {w['note']}" for name, w in list(self.workers.items())]
         events = [e for e in list(self.events) if e["at"] > since]
-        told = [f"event {e['kind']}: {e['about']}: {e['text']}" for e in events]
-        return [self.head.get("headline", ""), *rows, *told]
+        event_lines = [f"event {e['kind']}: {e['about']}: {e['text']}" for e in events]
+        return [self.head.get("headline", ""), *rows, *event_lines]
 
     def _follow(self) -> None:
         while not self._is_closed:
@@ -87,15 +87,15 @@ class Page:
                         return
             time.sleep(_POLL_S)
 
-    def _take(self, told: dict[str, Any]) -> None:
-        self._columns = told.get("worker_columns", self._columns)
-        if "worker_columns" in told:
+    def _take(self, parts: dict[str, Any]) -> None:
+        self._columns = parts.get("worker_columns", self._columns)
+        if "worker_columns" in parts:
             self.workers = {}
-        self.head = told.get("head", self.head)
-        self.events = told.get("events", self.events)
-        for name, row in told.get("workers", {}).items():
+        self.head = parts.get("head", self.head)
+        self.events = parts.get("events", self.events)
+        for name, row in parts.get("workers", {}).items():
             self.workers[name] = dict(zip(self._columns, row, strict=True))
-        for name in told.get("gone", ()):
+        for name in parts.get("gone", ()):
             self.workers.pop(name, None)
 
 
@@ -183,8 +183,8 @@ class Surfaces:
 
 def _is_older(line: str, seconds: float) -> bool:
     """Says whether a line of `tandem status` is an event that is older than this."""
-    told = re.match(r" +(\d+) s ago: ", line)
-    return told is not None and int(told[1]) > seconds + 1.0
+    age = re.match(r" +(\d+) s ago: ", line)
+    return age is not None and int(age[1]) > seconds + 1.0
 
 
 def problem(what: str, *alerts: str) -> Words:

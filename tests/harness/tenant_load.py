@@ -71,9 +71,9 @@ def watch(limiter: Limiter, admitted: list[Admitted]) -> None:
     take, settle = limiter._take, limiter.settle
     found: dict[LimitReservation, Admitted] = {}
 
-    def noted_take(tenant: Any, asked: LimitRequest) -> LimitReservation:
-        reservation = take(tenant, asked)
-        found[reservation] = Admitted(time.monotonic(), tenant.name, asked.tokens)
+    def noted_take(tenant: Any, request: LimitRequest) -> LimitReservation:
+        reservation = take(tenant, request)
+        found[reservation] = Admitted(time.monotonic(), tenant.name, request.tokens)
         admitted.append(found[reservation])
         return reservation
 

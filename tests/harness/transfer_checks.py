@@ -198,7 +198,7 @@ class TransferChecks:
         def checked(into: Reservation, first: int, data: memoryview) -> None:
             waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
             ends = [each for each in waiting if isinstance(each, messages.ENDS_OF_PULLS)]
-            told = into.sequence_id in map(messages.sequence_id, ends)
+            is_reported = into.sequence_id in map(messages.sequence_id, ends)
             own = node.engine._sequences.get(into.sequence_id)
             awaiting = own is not None and own.status is Status.WAITING_FOR_KV
             mine = (
@@ -208,7 +208,7 @@ class TransferChecks:
             )
             open_ids = {s.lease_id for s in self.streams if s.is_open_at_consumer}
             live = any(f.consumer is node and f.lease_id in open_ids for f in self.fetches)
-            may = live and not told and mine.issuperset(into.block_ids)
+            may = live and not is_reported and mine.issuperset(into.block_ids)
             if not may:
                 self.violations.append("bytes of gRPC are written for a lease that is over")
             write(into, first, data)

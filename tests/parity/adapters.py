@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tandem.models.source import read_folder
 from tests.harness.client import open_client
 from tests.lora_adapters import ALL, merged, write_adapter
-from tests.parity.ways import Answer, Asked, Way, all_disturbed, ask_all_ways
+from tests.parity.ways import Answer, ParityRequest, Way, all_disturbed, send_all_ways
 
 _NUM_TOKENS = 48
 _PROMPTS = [
@@ -29,7 +29,7 @@ BASE = "model"
 _NAMES = (BASE, "early", "late")
 
 
-def _asked(name: str, prompt: list[int]) -> Asked:
+def _make_request(name: str, prompt: list[int]) -> ParityRequest:
     return "/v1/completions", {
         "model": name,
         "prompt": prompt,
@@ -75,15 +75,15 @@ def options(folder: Path) -> tuple[str, ...]:
 
 def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrainedModel]) -> None:
     """Checks all ways, and then that an adapter's files can be replaced."""
-    asked = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
-    bodies = [_asked(*one) for one in asked]
+    sent = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
+    bodies = [_make_request(*one) for one in sent]
     for way in ways.values():
         reply = asyncio.run(_load(way, folder / "late"))
         assert reply.status_code == 200, reply.text
     with all_disturbed(ways):
-        first, again = (asyncio.run(ask_all_ways(ways, bodies)) for _ in range(2))
+        first, again = (asyncio.run(send_all_ways(ways, bodies)) for _ in range(2))
     expected = list(map(_token_ids, first["aggregated"]))
-    for (name, prompt), found in zip(asked, expected, strict=True):
+    for (name, prompt), found in zip(sent, expected, strict=True):
         _check(models[name], prompt, found)
     for name in ways:
         for answers in (first[name], again[name]):
@@ -103,10 +103,10 @@ async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
     changed = merged(base, made)
     async with open_client(way.cluster) as client:
         for expected_cached in (0, 96):
-            path, body = _asked("late", _PROMPTS[0])
+            path, body = _make_request("late", _PROMPTS[0])
             answer = (await client.post(path, json=body)).json()
             _check(changed, _PROMPTS[0], _token_ids(answer))
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected_cached
         listed = (await client.get("/v1/models")).json()["data"]
-        told = [(model["id"], model["parent"]) for model in listed]
-        assert told == [(BASE, None), ("early", BASE), ("late", BASE)]
+        names = [(model["id"], model["parent"]) for model in listed]
+        assert names == [(BASE, None), ("early", BASE), ("late", BASE)]

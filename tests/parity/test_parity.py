@@ -25,7 +25,7 @@ from tests.parity import adapters
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.models import make_random_model
 from tests.parity.rows import Row, drawn, pairwise
-from tests.parity.ways import Way, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import Way, all_disturbed, send_all_ways, start_ways
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ def check(
     ways: dict[str, Way], model: PreTrainedModel, rows: Sequence[Row], *, in_turn: bool = False
 ) -> None:
     vocab_size = model.config.vocab_size
-    asked = [(row.path, row.body(vocab_size)) for row in rows]
+    sent = [(row.path, row.body(vocab_size)) for row in rows]
     with all_disturbed(ways):
-        answers = asyncio.run(ask_all_ways(ways, asked, in_turn=in_turn))
+        answers = asyncio.run(send_all_ways(ways, sent, in_turn=in_turn))
     expected = answers.pop("aggregated")
-    for one, answer in zip(asked, expected, strict=True):
+    for one, answer in zip(sent, expected, strict=True):
         assert_as_transformers(model, one, answer)
     for name, found in answers.items():
         way = ways[name]
-        for row, one, mine, theirs in zip(rows, asked, found, expected, strict=True):
+        for row, one, mine, theirs in zip(rows, sent, found, expected, strict=True):
             if reason := difference(mine, theirs):
                 smallest = shrunk(one, way, ways["aggregated"])
                 pytest.fail(f"{row}: {name} and aggregated differ in {reason}\n{smallest}")

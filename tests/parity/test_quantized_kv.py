@@ -18,7 +18,7 @@ import torch
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.engine import KvDtype
 from tests.parity.models import engine_tokens, make_random_model
-from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import WAYS, Answer, ParityRequest, all_disturbed, send_all_ways, start_ways
 
 _NUM_TOKENS = 80
 _PROMPTS = [
@@ -27,7 +27,7 @@ _PROMPTS = [
 ]
 
 
-def _asked(prompt: list[int]) -> Asked:
+def _make_request(prompt: list[int]) -> ParityRequest:
     return "/v1/completions", {
         "prompt": prompt,
         "n": 2,
@@ -66,12 +66,15 @@ def test_each_way(
     model = str(tmp_path / "model")
     make_random_model(tmp_path / "model", family)
     made = engine_tokens(model, _PROMPTS, kv_dtype=kv_dtype, max_tokens=_NUM_TOKENS)
-    expected, asked = [[tokens] * 2 for tokens in made], [_asked(prompt) for prompt in _PROMPTS]
+    expected, sent = (
+        [[tokens] * 2 for tokens in made],
+        [_make_request(prompt) for prompt in _PROMPTS],
+    )
     more = ("--kv-dtype", kv_dtype)
     with start_ways(redis_server, tmp_path, model, *more, names=names) as ways:
         with all_disturbed(ways):
             for _ in range(2):
-                answers = asyncio.run(ask_all_ways(ways, asked))
+                answers = asyncio.run(send_all_ways(ways, sent))
                 for name, found in answers.items():
                     assert list(map(_token_ids, found)) == expected, name
         for name, found in answers.items():

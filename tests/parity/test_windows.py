@@ -19,7 +19,7 @@ import torch
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.parity.models import make_random_model
-from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import WAYS, Answer, ParityRequest, all_disturbed, send_all_ways, start_ways
 
 _NUM_TOKENS = 96
 _SMALL_POOL = 18  # four windows of three blocks and one more block each, and two blocks
@@ -29,7 +29,7 @@ _PROMPTS = [
 ]
 
 
-def _asked(prompt: list[int]) -> Asked:
+def _make_request(prompt: list[int]) -> ParityRequest:
     return "/v1/completions", {
         "prompt": prompt,
         "max_tokens": _NUM_TOKENS,
@@ -59,12 +59,12 @@ def test_each_way(
 ) -> None:
     (tmp_path / "model").mkdir()
     model = make_random_model(tmp_path / "model", family)
-    asked = [_asked(prompt) for prompt in _PROMPTS]
+    sent = [_make_request(prompt) for prompt in _PROMPTS]
     with start_ways(
         redis_server, tmp_path, str(tmp_path / "model"), small_pool=_SMALL_POOL, names=names
     ) as ways:
         with all_disturbed(ways):
-            first, again = (asyncio.run(ask_all_ways(ways, asked)) for _ in range(2))
+            first, again = (asyncio.run(send_all_ways(ways, sent)) for _ in range(2))
         expected = list(map(_token_ids, first["aggregated"]))
         for prompt, made in zip(_PROMPTS, expected, strict=True):
             with torch.no_grad():

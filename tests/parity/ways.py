@@ -25,7 +25,7 @@ from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.slow_engine import HOLD_VARIABLE
 
 Answer = dict[str, Any]
-Asked = tuple[str, dict[str, Any]]  # path and body
+ParityRequest = tuple[str, dict[str, Any]]  # path and body
 
 WAYS = ("aggregated", "nixl", "grpc", "preempted", "migrated")
 AT_ONCE = 8
@@ -40,16 +40,18 @@ class Way:
     name: str
     cluster: LocalCluster
 
-    async def ask_all(self, asked: Sequence[Asked]) -> list[Answer]:
+    async def send_all(self, sent: Sequence[ParityRequest]) -> list[Answer]:
         """Sends all requests, several at a time. Raises AssertionError for any status but 200."""
         answers: list[Answer] = []
         async with open_client(self.cluster) as client:
-            for start in range(0, len(asked), AT_ONCE):
-                answers += await self._ask_some(client, asked[start : start + AT_ONCE])
+            for start in range(0, len(sent), AT_ONCE):
+                answers += await self._send_some(client, sent[start : start + AT_ONCE])
         return answers
 
-    async def _ask_some(self, client: httpx.AsyncClient, asked: Sequence[Asked]) -> list[Answer]:
-        return list(await asyncio.gather(*(_ask(client, *one) for one in asked)))
+    async def _send_some(
+        self, client: httpx.AsyncClient, sent: Sequence[ParityRequest]
+    ) -> list[Answer]:
+        return list(await asyncio.gather(*(_send(client, *one) for one in sent)))
 
     def disturbances(self) -> float:
         """Counts how often the way's event occurred, such as a preemption."""
@@ -68,11 +70,13 @@ class Migrated(Way):
     decodes: str = "decode-0"
     comes: str = "prefill-0"
 
-    async def _ask_some(self, client: httpx.AsyncClient, asked: Sequence[Asked]) -> list[Answer]:
+    async def _send_some(
+        self, client: httpx.AsyncClient, sent: Sequence[ParityRequest]
+    ) -> list[Answer]:
         hold = _hold_file(self.cluster)
         hold.touch()
-        answers = asyncio.gather(*(_ask(client, *one) for one in asked))
-        await asyncio.to_thread(self._wait_running, len(asked))
+        answers = asyncio.gather(*(_send(client, *one) for one in sent))
+        await asyncio.to_thread(self._wait_running, len(sent))
         await self._flip(self.comes, "decode")
         await self._flip(self.decodes, "prefill")
         hold.unlink()
@@ -104,13 +108,13 @@ class Migrated(Way):
         return migrations(self.cluster, "drain")
 
 
-async def ask_all_ways(
-    ways: Mapping[str, Way], asked: Sequence[Asked], *, in_turn: bool = False
+async def send_all_ways(
+    ways: Mapping[str, Way], sent: Sequence[ParityRequest], *, in_turn: bool = False
 ) -> dict[str, list[Answer]]:
     """Sends all requests in all ways, concurrently by default. Returns the answers by way."""
     if in_turn:
-        return {name: await way.ask_all(asked) for name, way in ways.items()}
-    answers = await asyncio.gather(*(way.ask_all(asked) for way in ways.values()))
+        return {name: await way.send_all(sent) for name, way in ways.items()}
+    answers = await asyncio.gather(*(way.send_all(sent) for way in ways.values()))
     return dict(zip(ways, answers, strict=True))
 
 
@@ -172,7 +176,7 @@ def _hold_file(cluster: LocalCluster) -> Path:
     return cluster.folder / "hold"
 
 
-async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+async def _send(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
     response = await client.post(path, json=body)
     assert response.status_code == 200, f"{response.text}\n{path} {body}"
     answer: Answer = response.json()

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 import msgspec
 from rich.table import Table
 
-from tandem.cluster.operate import ask_once, console
+from tandem.cluster.operate import call_with_progress, console
 from tandem.errors import OperateError
 from tandem.net.security.keys import KeyRecord, Role, create
 from tandem.net.security.limits import NO_LIMITS, changed
@@ -24,7 +24,7 @@ def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str,
         "expires_in_s": parse_duration(expires),
         "limits": limits,
     }
-    print(ask_once(url, "POST", body, path=_PATH)["key"])
+    print(call_with_progress(url, "POST", body, path=_PATH)["key"])
 
 
 def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str, int]) -> None:
@@ -48,7 +48,7 @@ def list_keys(url: str) -> None:
     """Prints all keys without their secrets. Raises OperateError."""
     columns = ("key", "tenant", "role", "state", "created", "expires", "limits")
     table = Table(*columns, box=None, pad_edge=False)
-    for key in ask_once(url, "GET", path=_PATH)["keys"]:
+    for key in call_with_progress(url, "GET", path=_PATH)["keys"]:
         words = [key[name] for name in ("key_id", "tenant", "role", "state")]
         limits = " ".join(f"{name}={value}" for name, value in key["limits"].items())
         table.add_row(*words, _day(key["created_at"]), _day(key["expires_at"]), limits)
@@ -59,7 +59,7 @@ def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
     """Changes limits of a key and prints all its limits. Raises OperateError."""
     if not limits:
         raise OperateError("name a limit to change, such as --requests-per-minute 60")
-    key = ask_once(url, "POST", {"limits": limits}, path=f"{_PATH}/{key_id}/update")
+    key = call_with_progress(url, "POST", {"limits": limits}, path=f"{_PATH}/{key_id}/update")
     for name, value in key["limits"].items():
         print(f"{name}: {value}")
     if not key["limits"]:
@@ -69,7 +69,7 @@ def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
 def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
     """Prints the usage of tenants in the `last` windows. Raises OperateError."""
     query = {"window": window, "last": last} | ({} if tenant is None else {"tenant": tenant})
-    rows = ask_once(url, "GET", path=f"/v1/usage?{urlencode(query)}")["data"]
+    rows = call_with_progress(url, "GET", path=f"/v1/usage?{urlencode(query)}")["data"]
     counts = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
     table = Table(window, "tenant", *counts, box=None, pad_edge=False)
     for row in rows:
@@ -81,13 +81,13 @@ def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
 def rotate_key(url: str, key_id: str, grace: str) -> None:
     """Gives a key a new secret and prints the key. Raises OperateError."""
     body = {"grace_s": parse_duration(grace)}
-    print(ask_once(url, "POST", body, path=f"{_PATH}/{key_id}/rotate")["key"])
+    print(call_with_progress(url, "POST", body, path=f"{_PATH}/{key_id}/rotate")["key"])
 
 
 def revoke_key(url: str, key_id: str) -> bool:
     """Revokes a key and prints which processes confirmed it. Returns True if all did. Raises
     OperateError."""
-    done = ask_once(url, "POST", {}, path=f"{_PATH}/{key_id}/revoke")
+    done = call_with_progress(url, "POST", {}, path=f"{_PATH}/{key_id}/revoke")
     problems = {"redis": done["redis"], **done["routers"]}
     for name, problem in problems.items():
         print(f"{name}: {problem or 'confirmed'}")

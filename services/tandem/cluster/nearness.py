@@ -57,7 +57,7 @@ def far_hosts(bandwidths: Mapping[str, float]) -> list[str]:
     return sorted(far, key=lambda host_id: (bandwidths[host_id], host_id))
 
 
-def told_far(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
+def far_reason(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
     """Explains why hosts are left out, such as "host-b has 9.2 MB/s to the decode workers, another
     host 812.0 MB/s". `peers` names the pool of the peers."""
     named = [f"{host_id} has {_shown(bandwidths[host_id])}" for host_id in far[:_NAMED_MAX]]

@@ -38,8 +38,8 @@ _MEMORY_LOW_SHARE = 0.05
 _END_MARGIN_S = 15.0
 _OWN_DEADLINE_MAX_S = 3600.0  # longest wait for a worker that drains with its own deadline
 _PIPE_COLUMNS = 200
-_LATELY_S = 300.0
-_LATELY_MAX = 8  # number of events that a status shows
+_RECENT_S = 300.0
+_RECENT_MAX = 8  # number of events that a status shows
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
 _LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # stages after the first token
@@ -47,7 +47,7 @@ _LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # stages after the
 
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
-    state = ask_once(url, "GET")
+    state = call_with_progress(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
     screen = console()
@@ -70,18 +70,18 @@ def show_status(url: str) -> None:
     for warning in memory_warnings(state["workers"]):
         screen.print(warning, style="yellow")
     if state["redis"] == "ok":
-        _show_lately(url, screen)
+        _show_recent_events(url, screen)
 
 
-def _show_lately(url: str, screen: Console) -> None:
-    """Prints the events of the last _LATELY_S."""
+def _show_recent_events(url: str, screen: Console) -> None:
+    """Prints the events of the last _RECENT_S."""
     with suppress(OperateError):
-        path = f"/v1/cluster/events?limit={_LATELY_MAX}"
-        events = ask_once(url, "GET", path=path)["events"]
-        lately = [e for e in events if time.time() - e["at"] < _LATELY_S]
-        if lately:
+        path = f"/v1/cluster/events?limit={_RECENT_MAX}"
+        events = call_with_progress(url, "GET", path=path)["events"]
+        recent = [e for e in events if time.time() - e["at"] < _RECENT_S]
+        if recent:
             screen.print("\nlately:")
-        for event in reversed(lately):
+        for event in reversed(recent):
             ago = f"{max(0.0, time.time() - event['at']):.0f} s ago"
             about = f" {event['about']}" if event["about"] else ""
             screen.print(f"  {ago}: {event['kind']}{about}: {event['text']}")
@@ -90,9 +90,9 @@ def _show_lately(url: str, screen: Console) -> None:
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
     """Sets pool sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
     wanted = parse_sizes(sizes)
-    ask_once(url, "POST", wanted)
+    call_with_progress(url, "POST", wanted)
     give_up_at = time.monotonic() + deadline_s
-    state = at_first = ask_once(url, "GET")
+    state = initial = call_with_progress(url, "GET")
     with Waiting() as waiting:
         while missing := differences(state["pools"], wanted):
             if time.monotonic() > give_up_at:
@@ -101,9 +101,9 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
                     "pool controller, though not while Ray has no head, or by Kubernetes "
                     "(`kubectl get pods` says what a pod waits for)"
                 )
-            waiting.show(*scale_steps(at_first, state, wanted))
+            waiting.show(*scale_steps(initial, state, wanted))
             time.sleep(_POLL_INTERVAL_S)
-            state = ask(url, "GET")
+            state = call_router(url, "GET")
     print(" ".join(f"{pool}={size}" for pool, size in wanted.items()))
 
 
@@ -113,25 +113,25 @@ def set_role(url: str, worker_id: str, role: str) -> None:
     path = _path(worker_id, "role")
     body = {"role": role} if role else {}
     with Waiting(ProgressRow(worker_id, "changes its pool")):
-        done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
+        done = call_router(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
     print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
 
 
 def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = False) -> None:
     """Drains a worker and waits until its process has ended. Raises OperateError."""
-    at_first = state = ask_once(url, "GET")
+    initial = state = call_with_progress(url, "GET")
     process = _process(state, worker_id)
     body = {"deadline_s": deadline_s, **({"force": True} if force else {})}
-    ask_once(url, "POST", body, path=_path(worker_id, "drain"))
+    call_with_progress(url, "POST", body, path=_path(worker_id, "drain"))
     waits_s = (deadline_s or _OWN_DEADLINE_MAX_S) + _END_MARGIN_S
     give_up_at = time.monotonic() + waits_s
     with Waiting() as waiting:
         while _process(state, worker_id) == process:
             if time.monotonic() > give_up_at:
                 raise OperateError(f"{worker_id} is still there after {waits_s:g} s; see its log")
-            waiting.show(drain_step(at_first, state, worker_id))
+            waiting.show(drain_step(initial, state, worker_id))
             time.sleep(_POLL_INTERVAL_S)
-            state = ask(url, "GET")
+            state = call_router(url, "GET")
     print(f"{worker_id} has left")
 
 
@@ -139,7 +139,9 @@ def reset_prefix_cache(url: str, worker_id: str) -> None:
     """Makes workers drop their cached blocks, and prints how many. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
     with Waiting(ProgressRow(worker_id or "all workers", "drop their cached blocks")):
-        answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
+        answer = call_router(
+            url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S
+        )
     for name, num_blocks in answer["dropped_blocks"].items():
         print(f"{name}: {num_blocks:,} blocks dropped")
 
@@ -149,7 +151,7 @@ def verify_index(url: str, *, everything: bool) -> bool:
     deadline_s = _ALL_DEADLINE_S if everything else _SAMPLE_DEADLINE_S
     path = "/v1/cluster/index/verify"
     with Waiting(ProgressRow("all workers", "their blocks are compared with the prefix tree")):
-        answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
+        answer = call_router(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
     workers: dict[str, dict[str, Any]] = answer["workers"]
     console().print(index_table(workers))
     return all(worker["ok"] for worker in workers.values())
@@ -157,7 +159,9 @@ def verify_index(url: str, *, everything: bool) -> bool:
 
 def show_why(url: str, request_id: str) -> None:
     """Prints the stages of a request and the reason for its placement. Raises OperateError."""
-    answer = ask_once(url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}")
+    answer = call_with_progress(
+        url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}"
+    )
     # a request with several prompts or choices has several records
     for record in answer.get("data", [answer]):
         _show_record(record)
@@ -195,23 +199,23 @@ def _show_record(record: Mapping[str, Any]) -> None:
     pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"
     screen.print(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'nobody'}")
     if kept := record.get("kept"):
-        screen.print(_told_kept(kept))
+        screen.print(_kept_text(kept))
     screen.print(
         f"pulled {pulled}; moved {record['moves']} times; lost {record['workers_lost']} workers"
     )
 
 
-def _told_kept(kept: Mapping[str, Any]) -> str:
-    told = f"kept: {kept['tokens']:.0f} of {kept['tokens_asked']:.0f} tokens are evicted last"
-    told += f" on {kept['worker']} for {kept['seconds']:g} s"
-    return f"{told}; {kept['why_not']}" if kept["why_not"] else told
+def _kept_text(kept: Mapping[str, Any]) -> str:
+    text = f"kept: {kept['tokens']:.0f} of {kept['tokens_asked']:.0f} tokens are evicted last"
+    text += f" on {kept['worker']} for {kept['seconds']:g} s"
+    return f"{text}; {kept['why_not']}" if kept["why_not"] else text
 
 
 def show_events(url: str, limit: int) -> None:
     """Prints the last events, newest last. Raises OperateError."""
     table = Table("time (UTC)", "event", "about", "what", box=None, pad_edge=False)
-    told = ask_once(url, "GET", path=f"/v1/cluster/events?limit={limit}")
-    for event in reversed(told["events"]):
+    answer = call_with_progress(url, "GET", path=f"/v1/cluster/events?limit={limit}")
+    for event in reversed(answer["events"]):
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["at"]))
         table.add_row(at, event["kind"], event["about"] or "-", event["text"])
     console().print(table)
@@ -219,7 +223,7 @@ def show_events(url: str, limit: int) -> None:
 
 def show_audit(url: str, limit: int) -> None:
     """Prints the last changes and refused calls, newest last. Raises OperateError."""
-    entries = ask_once(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
+    entries = call_with_progress(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
     screen = console()
     for part in audit_tables(entries, screen):
         screen.print(part)
@@ -248,19 +252,19 @@ def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
 
 
 def scale_steps(
-    at_first: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
+    initial: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
 ) -> list[ProgressRow]:
     """Builds progress rows: one for each pool that has not reached its size, then one for each of
     their workers that starts or leaves."""
     steps = []
     for pool, size in wanted.items():
         if missing := differences(state["pools"], {pool: size}):
-            far, near = (_distance(s["pools"].get(pool, {}), size) for s in (at_first, state))
+            distance, left = (_distance(s["pools"].get(pool, {}), size) for s in (initial, state))
             note = missing[0].removeprefix(f"{pool}: ")
-            steps.append(ProgressRow(pool, note, max(0, far - near), max(1, far)))
+            steps.append(ProgressRow(pool, note, max(0, distance - left), max(1, distance)))
     for row in state.get("known_workers", ()):
         if row["pool"] in wanted and row["state"] not in ("ready", "stopped"):
-            steps.append(ProgressRow(row["worker_id"], _told(row)))
+            steps.append(ProgressRow(row["worker_id"], _state_text(row)))
     return steps
 
 
@@ -270,14 +274,12 @@ def _distance(pool: Mapping[str, Any], size: int) -> int:
     return int(max(abs(running - size), size - pool.get("ready", size)))
 
 
-def drain_step(
-    at_first: Mapping[str, Any], state: Mapping[str, Any], worker_id: str
-) -> ProgressRow:
+def drain_step(initial: Mapping[str, Any], state: Mapping[str, Any], worker_id: str) -> ProgressRow:
     """Builds the progress row of a draining worker: the number of sequences and leases that it
     still has."""
     rows = {row["worker_id"]: row for row in state.get("known_workers", ())}
-    total, left = (_num_held(_worker(s, worker_id)) for s in (at_first, state))
-    note = _told(rows[worker_id]) if worker_id in rows else "draining"
+    total, left = (_num_held(_worker(s, worker_id)) for s in (initial, state))
+    note = _state_text(rows[worker_id]) if worker_id in rows else "draining"
     return ProgressRow(worker_id, note, max(0, total - left), total)
 
 
@@ -286,7 +288,7 @@ def _num_held(worker: Mapping[str, Any] | None) -> int:
     return sum(load.get(name, 0) for name in ("num_running", "num_waiting", "num_leases"))
 
 
-def _told(row: Mapping[str, Any]) -> str:
+def _state_text(row: Mapping[str, Any]) -> str:
     return f"{row['state']}: {row['note']}" if row["note"] else str(row["state"])
 
 
@@ -313,10 +315,10 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     workers are compared, and routers, which are not counted, are assumed to have their size.
     """
     found = []
-    is_told = not pools or any("agents" in state for state in pools.values())
+    has_processes = not pools or any("agents" in state for state in pools.values())
     for pool, size in wanted.items():
         state = pools.get(pool, {})
-        if not is_told:
+        if not has_processes:
             registered = state.get("registered", 0)
             ready = state.get("ready", 0)
             if pool != "router" and not registered == ready == size:
@@ -331,7 +333,7 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     return found
 
 
-def ask(
+def call_router(
     url: str,
     method: str,
     body: Mapping[str, object] | None = None,
@@ -364,12 +366,12 @@ def ask(
         ) from error
 
 
-def ask_once(
+def call_with_progress(
     url: str, method: str, body: Mapping[str, object] | None = None, *, path: str = "/v1/cluster"
 ) -> Any:
-    """Calls a router like `ask`, and shows meanwhile that it waits. Raises OperateError."""
+    """Calls a router like `call_router` and shows meanwhile that it waits. Raises OperateError."""
     with Waiting(ProgressRow(url, "is asked")):
-        return ask(url, method, body, path=path)
+        return call_router(url, method, body, path=path)
 
 
 def authorization() -> dict[str, str]:

@@ -65,9 +65,9 @@ def gpu_waits(
     """Finds the pools that wait for a GPU, with the reason. Takes the same arguments as `plan`."""
     waits: dict[Pool, str] = {}
     for pool in spec.pools:
-        there = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
+        current = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
         needs = spec.selectors.get(pool, {}).items()
         fits = [h for h in hosts if h.host_id not in leaving and needs <= h.labels.items()]
-        if fits and len(there) < wanted.get(pool, 0):
+        if fits and len(current) < wanted.get(pool, 0):
             waits[pool] = with_free_gpu(spec, pool, members, fits)[1]
     return {pool: why for pool, why in waits.items() if why}

@@ -29,8 +29,8 @@ from tandem.cluster.nearness import (
     PairBandwidths,
     bandwidths_to,
     far_hosts,
+    far_reason,
     host_bandwidths,
-    told_far,
 )
 from tandem.common.config.cluster import Pool
 
@@ -112,7 +112,7 @@ class ClusterSpec(msgspec.Struct, frozen=True):
 class Member(msgspec.Struct, frozen=True):
     """One process of a pool, kept running by its agent."""
 
-    member_id: str  # such as decode-0, with the lowest free number
+    member_id: str  # for example decode-0; uses the lowest free number
     pool: Pool
     ordinal: int  # unique and increasing: the newest member has the highest
     core: int | None = None
@@ -168,11 +168,11 @@ def plan(
     hosts = [host for host in hosts if host.host_id not in leaving]
     add: list[Member] = []
     drain = [m for m in members if not m.leaves and leaving.get(m.host) == "drains"]
-    there = {
+    current = {
         pool: [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
         for pool in _IN_TURN
     }
-    missing = {pool: wanted.get(pool, 0) - len(found) for pool, found in there.items()}
+    missing = {pool: wanted.get(pool, 0) - len(found) for pool, found in current.items()}
     for number in range(max(missing.values())):
         for pool in [pool for pool, num_missing in missing.items() if number < num_missing]:
             found = _host_for(spec, pool, [*members, *add], hosts, measured)
@@ -181,7 +181,7 @@ def plan(
     for pool in _IN_TURN:
         if missing[pool] < 0:
             leave = _surplus_on_nodes if spec.on_nodes else _surplus
-            drain += leave(there[pool], -missing[pool])
+            drain += leave(current[pool], -missing[pool])
         elif (
             missing[pool] == 0
             and pool in spec.pools
@@ -280,7 +280,7 @@ def _follow_routers(
         add.append(_next_member(spec, "grpc", [*members, *add], host, ""))
 
 
-def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:
+def _surplus(current: Sequence[Member], num_surplus: int) -> list[Member]:
     """Selects the members of a pool that leave: the newest ones on the host with the most members.
 
     A running member leaves only once enough others run. Until then a member on its host that is not
@@ -288,25 +288,25 @@ def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:
     whose host is back stays until its agent reports: its process may run, and clients know its
     address.
     """
-    left = list(there)
+    left = list(current)
     for _ in range(num_surplus):
         by_host = Counter(m.host for m in left)
         crowded = [m for m in left if by_host[m.host] == max(by_host.values())]
-        if sum(m.state == "running" for m in left) <= len(there) - num_surplus:
+        if sum(m.state == "running" for m in left) <= len(current) - num_surplus:
             crowded = [m for m in crowded if m.state != "running" and not m.is_coming_back]
         if not crowded:
             break
         left.remove(max(crowded, key=lambda m: m.ordinal))
-    return [m for m in there if m not in left]
+    return [m for m in current if m not in left]
 
 
-def _surplus_on_nodes(there: Sequence[Member], num_surplus: int) -> list[Member]:
+def _surplus_on_nodes(current: Sequence[Member], num_surplus: int) -> list[Member]:
     """Selects the members that leave: first those that are not running, then those on the node with
     the fewest members."""
-    by_host = Counter(m.host for m in there)
-    order = sorted(there, key=lambda m: (m.state == "running", by_host[m.host], -m.ordinal))
+    by_host = Counter(m.host for m in current)
+    order = sorted(current, key=lambda m: (m.state == "running", by_host[m.host], -m.ordinal))
     leave = {m.ordinal for m in order[:num_surplus]}
-    return [m for m in there if m.ordinal in leave]
+    return [m for m in current if m.ordinal in leave]
 
 
 def _host_to_move_to(
@@ -318,11 +318,11 @@ def _host_to_move_to(
 ) -> tuple[Host, str] | None:
     """Finds a host to which a member should move, if the pool has its size but is unbalanced. A
     member on a GPU moves only to an unused GPU. Also returns the text of `_host_for`."""
-    there = [m for m in members if m.pool == pool and m.state != "lost"]
-    if any(m.state != "running" for m in there):
+    current = [m for m in members if m.pool == pool and m.state != "lost"]
+    if any(m.state != "running" for m in current):
         return None
     found = _host_for(spec, pool, members, hosts, measured)
-    by_host = Counter(m.host for m in there)
+    by_host = Counter(m.host for m in current)
     if found is None or max(by_host.values(), default=0) < by_host[found[0].host_id] + 2:
         return None
     gpus = {} if spec.pools[pool].device == "cpu" else _least_used_gpus([found[0]], members)
@@ -384,14 +384,14 @@ def _without_far(
     """
     if len(hosts) < 2 or pool not in _PEERS:
         return hosts, ""
-    there = [m for m in members if not m.leaves]
-    peers = [m.host for m in there if m.pool == _PEERS[pool] and m.member_id in measured]
-    between = host_bandwidths(measured, {m.member_id: m.host for m in there})
+    current = [m for m in members if not m.leaves]
+    peers = [m.host for m in current if m.pool == _PEERS[pool] and m.member_id in measured]
+    between = host_bandwidths(measured, {m.member_id: m.host for m in current})
     bandwidths = bandwidths_to(peers, [host.host_id for host in hosts], between)
     if not (far := far_hosts(bandwidths)):
         return hosts, ""
     near = [host for host in hosts if host.host_id not in far]
-    return near, told_far(far, bandwidths, _PEERS[pool])
+    return near, far_reason(far, bandwidths, _PEERS[pool])
 
 
 def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> bool:
@@ -430,8 +430,8 @@ def _least_used_gpus(
 ) -> dict[str, tuple[int, int]]:
     """Finds the least used GPU of each host that has GPUs: (number of its workers, index) by host
     id. A draining worker counts, because it holds GPU memory until it ends."""
-    there = [m for m in members if m.state not in ("gone", "lost")]
-    used = [(m.host, m.gpu) for m in there if m.gpu is not None]
+    current = [m for m in members if m.state not in ("gone", "lost")]
+    used = [(m.host, m.gpu) for m in current if m.gpu is not None]
     return least_used({host.host_id: host.num_gpus for host in hosts}, used)
 
 

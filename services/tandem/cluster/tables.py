@@ -73,7 +73,7 @@ def worker_tables(
     more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
     wide = table(*_LOAD_COLUMNS, *more)
     for row in rows:
-        wide.add_row(*map(Text, (*row.loads, *row.told(more, ", "))))
+        wide.add_row(*map(Text, (*row.loads, *row.rest(more, ", "))))
     if fits(wide, screen):
         yield wide
         return
@@ -83,13 +83,13 @@ def worker_tables(
     for column in (*loads.columns, speeds.columns[0]):
         column.no_wrap = True
     for row in rows:
-        name, role, told, *numbers = row.loads
-        state, _, note = told.partition(": ")
+        name, role, described, *numbers = row.loads
+        state, _, note = described.partition(": ")
         loads.add_row(*map(Text, (name, role, state, *numbers)))
         if note:
             notes.append(Padding(Text(f"{name} is {state}: {note}"), (0, 0, 0, 2)))
         if row.has_record:
-            speeds.add_row(*map(Text, (name, *row.told(more, "\n"))))
+            speeds.add_row(*map(Text, (name, *row.rest(more, "\n"))))
     yield loads
     yield from notes
     if speeds.row_count:
@@ -151,7 +151,7 @@ class _Row:
     speed: str = ""
     peers: list[str] = field(default_factory=list)
 
-    def told(self, columns: Sequence[str], between: str) -> list[str]:
+    def rest(self, columns: Sequence[str], between: str) -> list[str]:
         """Formats the cells of the columns after the loads, with `between` as the separator of
         tiers or peers."""
         if not self.has_record:
@@ -179,7 +179,7 @@ def _rows(
         tiers = [_tier(tier) for tier in worker.get("tiers", ())]  # older routers send none
         yield _Row(loads, True, tiers, _rates(worker.get("rates")), _pairs(worker))
     for row in rows.values():
-        yield _Row([row["worker_id"], row["pool"], _told(row)])
+        yield _Row([row["worker_id"], row["pool"], _state_text(row)])
 
 
 def _audited(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -198,11 +198,11 @@ def _audited(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _state(worker: Mapping[str, Any], row: Mapping[str, str] | None) -> str:
     if row is not None:
-        return _told(row)
+        return _state_text(row)
     return worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible"
 
 
-def _told(row: Mapping[str, str]) -> str:
+def _state_text(row: Mapping[str, str]) -> str:
     return f"{row['state']}: {row['note']}" if row["note"] else row["state"]
 
 
@@ -228,11 +228,11 @@ def _tier(tier: Mapping[str, Any]) -> str:
 def _pairs(worker: Mapping[str, Any]) -> list[str]:
     """Formats each peer with its transport and measured bandwidth."""
     pairs = worker.get("pairs", {})
-    told = []
+    pair_texts = []
     for peer, way in sorted(worker["transports"].items()):
         speed = pairs.get(peer, {}).get("bytes_per_s")
-        told.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
-    return told
+        pair_texts.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
+    return pair_texts
 
 
 def _speed(bytes_per_s: float) -> str:

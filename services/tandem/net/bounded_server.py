@@ -41,7 +41,7 @@ DEADLINE_S = 10.0
 _MATURE_S = 0.25
 _WAITING_MAX = 256  # unread connections that wait for a slot
 _WAIT_S = 3.0
-_LOOK_S = 0.05  # interval of checks for a free slot
+_CHECK_INTERVAL_S = 0.05  # interval of checks for a free slot
 _HEADER_BYTES_MAX = 16 << 10
 _BODY_BYTES_MAX = 64 << 10
 _READ_BYTES = 16 << 10
@@ -117,7 +117,7 @@ class BoundedServer:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             address = str(peer[0])
-            if self._makes_room(address):
+            if self._make_room(address):
                 self._take(address, sock)
             elif len(self._waiting) < _WAITING_MAX:
                 waiting = self._loop.create_task(self._wait_for_room(address, sock))
@@ -129,8 +129,8 @@ class BoundedServer:
 
     async def _wait_for_room(self, address: str, sock: socket.socket) -> None:
         async with asyncio.timeout(_WAIT_S):
-            while not self._makes_room(address):  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+            while not self._make_room(address):  # noqa: ASYNC110
+                await asyncio.sleep(_CHECK_INTERVAL_S)
         self._take(address, sock)
 
     def _take(self, address: str, sock: socket.socket) -> None:
@@ -140,7 +140,7 @@ class BoundedServer:
         connection.task = self._loop.create_task(self._serve(connection, sock))
         connection.task.add_done_callback(partial(self._forget, connection))
 
-    def _makes_room(self, address: str) -> bool:
+    def _make_room(self, address: str) -> bool:
         """Says whether a connection of this address can be accepted, and closes an older one for it
         if necessary."""
         if self._num_of[address] >= PER_ADDRESS_MAX:

@@ -63,12 +63,12 @@ class ParserProcess:
         while True:
             self._num_given.value = 0
             self._pipe.send(batch)
-            told = self._wait(failures)
-            if isinstance(told, int):
-                return Outcome(failures, told)
+            result = self._wait(failures)
+            if isinstance(result, int):
+                return Outcome(failures, result)
             # An end before the first input has another cause; it recurs if it matters.
-            assert self._num_given.value, told
-            batch = batch._replace(first=self._num_given.value, ended=told)
+            assert self._num_given.value, result
+            batch = batch._replace(first=self._num_given.value, ended=result)
             self.close_process()
             self._start()
 
@@ -96,10 +96,10 @@ class ParserProcess:
         while True:
             try:
                 if self._pipe.poll(0.2):
-                    told = self._pipe.recv()
-                    if isinstance(told, int):
-                        return told
-                    failures.append(told)
+                    result = self._pipe.recv()
+                    if isinstance(result, int):
+                        return result
+                    failures.append(result)
             except (EOFError, ConnectionError):
                 self._process.join()
                 return f"the process ended with {self._process.exitcode}"

@@ -38,8 +38,8 @@ class PickRequest:
     """A request as described by a gateway."""
 
     path: str
-    headers: Mapping[str, Sequence[str]]  # by lower-case name
-    request_id: str  # of the header x-request-id
+    headers: Mapping[str, Sequence[str]]  # keys: lower-case names
+    request_id: str  # value of x-request-id, or a new id
     subset: frozenset[str] | None = None  # allowed endpoints or hosts; None: all
 
     def values(self, name: str) -> list[str]:

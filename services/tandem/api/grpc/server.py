@@ -16,7 +16,7 @@ from tandem.api.grpc.connections import ConnectionShares, Peer
 from tandem.common.config.router import RouterConfig
 from tandem.errors import ConfigError
 from tandem.net.rpc.certificates import CertificateFiles
-from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.net.rpc.failures import FailureInterceptor, quiet_peer_faults
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.security.clients import Clients
@@ -64,7 +64,7 @@ class GrpcServer:
         self._address = address
         self._names = ("", *services, *probes.ready)
         self._live_names = probes.live
-        log_lost_peers_calmly()
+        quiet_peer_faults()
         self._server = grpc.aio.server(
             interceptors=[FailureInterceptor()],
             options=[

@@ -219,9 +219,9 @@ def _credentials(scope: Mapping[str, Any]) -> list[str]:
 def _check_origin(headers: Headers) -> None:
     """Refuses foreign origins. Only a proxy can set `X-Forwarded-Proto` without a preflight."""
     scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
-    here = _address(f"{scheme}://{headers.get('host', '')}")
+    own = _address(f"{scheme}://{headers.get('host', '')}")
     for origin in headers.getlist("origin"):
-        if here is None or _address(origin) != here:
+        if own is None or _address(origin) != own:
             raise ForeignPage(
                 f"the Origin {origin[:_TEXT_MAX]!r} is not this router's: a web page of another "
                 "origin may change nothing here"

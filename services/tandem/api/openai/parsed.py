@@ -15,7 +15,7 @@ class ParsedRequest:
     include_usage: bool
     continuous_usage: bool  # add the usage so far to each chunk
     return_token_ids: bool
-    prompt_logprobs: int | None  # as requested; an echo may need more from the workers
+    prompt_logprobs: int | None  # the client's value; an echo may need more from workers
     tokens_as_ids: bool
 
     @property

@@ -43,7 +43,7 @@ class Replies:
     _begun: set[int] = field(default_factory=set)  # choices that have sent a chunk
     # usage of each prompt whose choices have all ended
     _ended: list[Usage] = field(default_factory=list)
-    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # by choice
+    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # keyed by choice
 
     @property
     def is_chat(self) -> bool:

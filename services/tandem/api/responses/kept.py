@@ -61,7 +61,7 @@ class KeptResponses:
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
         self._bytes_max = max(_BYTES_MIN, num_max * _BYTES_EACH)
-        self._shares: dict[str, _Share] = {}  # by tenant
+        self._shares: dict[str, _Share] = {}  # keyed by tenant
 
     @property
     def is_on(self) -> bool:

@@ -17,7 +17,7 @@ _DEADLINE_S = 10.0
 _BYTES_MAX = 100_000
 
 
-def ask_to_join(
+def request_join(
     host: str, port: int, *, token: str, ca_sha256: str, own_address: str
 ) -> tuple[JoinReply, str]:
     """Asks a host of the cluster to let this machine join. Returns its reply and this machine's
@@ -34,7 +34,7 @@ def ask_to_join(
             )
         context = ssl.create_default_context(cadata=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        return _ask(host, port, context, _name_in(ca), token, own_address)
+        return _send_request(host, port, context, _name_in(ca), token, own_address)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ConfigError(f"{where} cannot be joined: {error}") from error
 
@@ -72,7 +72,7 @@ def _name_in(ca: bytes) -> str:
     return f"join.{str(name.value).removeprefix('CA of ')}.tandem".lower()
 
 
-def _ask(
+def _send_request(
     host: str, port: int, context: ssl.SSLContext, name: str, token: str, own_address: str
 ) -> tuple[JoinReply, str]:
     raw = socket.create_connection((host, port), timeout=_DEADLINE_S)
@@ -80,9 +80,9 @@ def _ask(
         own_address = own_address or str(ipaddress.ip_address(verified.getsockname()[0]))
         connection = http.client.HTTPConnection(host, port)
         connection.sock = verified
-        told = JoinRequest(version("tandem-llm"), own_address)
+        request = JoinRequest(version("tandem-llm"), own_address)
         headers = {"Authorization": f"Bearer {token}"}
-        connection.request("POST", "/join", msgspec.json.encode(told), headers)
+        connection.request("POST", "/join", msgspec.json.encode(request), headers)
         reply = connection.getresponse()
         body = reply.read(_BYTES_MAX)
     if reply.status != 200:

@@ -25,7 +25,7 @@ class JoinReply(msgspec.Struct, frozen=True):
     options: list[str]  # command line of `tandem up`, without the addresses of its machine
     cluster_token: str
     ray_token: str
-    redis_urls: dict[str, str]  # by kind of process; `{tls}` is replaced by the joiner's tls folder
+    redis_urls: dict[str, str]  # by process kind; `{tls}` is the joiner's tls folder
     authority: str  # certificate, PEM
     authority_key: str  # PEM
     may_lead: bool  # True if a joined host may become Ray's head

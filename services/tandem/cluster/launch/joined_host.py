@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.joining.call import ask_to_join
+from tandem.cluster.joining.call import request_join
 from tandem.cluster.joining.protocol import JoinReply
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model
@@ -84,7 +84,7 @@ def join(options: JoinOptions) -> int:
     token = read_join_token(options.token_file)
     host, port = options.host_and_port
     with Waiting(ProgressRow(options.address, "is asked to let this host join")):
-        reply, address = ask_to_join(
+        reply, address = request_join(
             host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
         )
     if guardian.cluster_processes(reply.cluster_id):
@@ -112,11 +112,11 @@ class _JoinedHost:
         self._waiting: Waiting | None = None
         self._reply = reply
         self._token = token
-        told = read(LaunchOptions, "tandem join", reply.options)
+        sent = read(LaunchOptions, "tandem join", reply.options)
         if options.model:
-            told = replace(told, model=options.model)
+            sent = replace(sent, model=options.model)
         self._options = on_host(
-            told, first=reply.first_address, address=address, labels=options.labels
+            sent, first=reply.first_address, address=address, labels=options.labels
         )
         self._run = Run(reply.cluster_id, reply.cluster_token)
         authority = Authority.with_key(

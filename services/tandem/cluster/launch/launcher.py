@@ -25,7 +25,7 @@ from rich.markup import escape
 
 from tandem.cluster.gpus import count_gpus, with_gpu
 from tandem.cluster.launch.certificates import Authority, write_certificates
-from tandem.cluster.launch.checked_model import fetch_model, model_here
+from tandem.cluster.launch.checked_model import fetch_model, find_local_model
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
 from tandem.cluster.launch.options import (
     LaunchOptions,
@@ -40,7 +40,7 @@ from tandem.cluster.pools import ClusterSpec, plan
 from tandem.cluster.processes import process
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.end_watch import EndWatch
-from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, tell_head
+from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, publish_head
 from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
@@ -71,7 +71,7 @@ def up(options: LaunchOptions) -> int:
     screen = LaunchScreen(options)
     with suppress(Interrupted), stop_signals(parent_pid=options.parent_pid):
         began = time.monotonic()
-        if (model := model_here(options)) is not None:
+        if (model := find_local_model(options)) is not None:
             screen.done(f"model {model.name}", time.monotonic() - began)
         _check_memory(options, model)
         check_gpus(options, count_gpus(os.environ))
@@ -142,7 +142,7 @@ class _Launch:
         self._screen.wait_for(ProgressRow("redis"))
         self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
-        number = self._take_lead() if self._listening else 0
+        number = self._become_head() if self._listening else 0
         self._ray_head.start()
         model = self._model or self._fetch_model()
         spec = make_spec(
@@ -163,7 +163,7 @@ class _Launch:
             environment = with_gpu(environment, member.gpu)
             started = process.start(member.member_id, command, self._run.folder, environment)
             readiness.add(member, started)
-        self._ray_head.tell(spec)
+        self._ray_head.send_spec(spec)
         self._spec = spec
         head = readiness.wait(self._ray_head)
         self._ray_pids = head.pids
@@ -186,7 +186,7 @@ class _Launch:
         """Runs until a stop signal. Restarts Redis, Ray and the guardian when they end."""
         ends = EndWatch()
         if self._ray_host is None:
-            self._tell_head(address=self._head_address)
+            self._publish_head(address=self._head_address)
             for name, pid in self._ray_pids.items():
                 ends.add(name, pid)
         if self._redis is not None:
@@ -211,25 +211,25 @@ class _Launch:
                     self._run.restart_guardian()
                     ends.add("guardian", self._run.guardian.pid)
                 case "ray head":
-                    self._take_fresh_head(ends)
+                    self._adopt_new_head(ends)
                 case name:
                     self._screen.say(
                         f"[yellow]Ray's {name} ended: requests are served as before; a fresh head "
                         "is started, and workers are started again or added when it is up"
                     )
-                    self._tell_head(why=f"{name} ended")
+                    self._publish_head(why=f"{name} ended")
                     ends.forget(*self._ray_pids)
-                    self._start_fresh_head(ends)
+                    self._start_new_head(ends)
             if self._ray_host is not None:
                 self._ray_host.tick()
 
-    def _take_lead(self) -> int:
+    def _become_head(self) -> int:
         """Makes this host the first of Ray's heads. Returns its fencing number."""
         assert self._listening is not None
         self._ray_host = self._listening.ray_host(
             self._ray_head, may_lead=True, say=self._screen.say
         )
-        return self._ray_host.lead_first()
+        return self._ray_host.become_first_head()
 
     def _open_join_port(self) -> str:
         assert self._listening is not None
@@ -241,19 +241,19 @@ class _Launch:
             reply, token, lambda address: self._screen.say(f"{escape(printable(address))} joins")
         )
 
-    def _tell_head(self, *, address: str = "", why: str = "") -> None:
+    def _publish_head(self, *, address: str = "", why: str = "") -> None:
         """Publishes the head for the routers, in a thread, because Redis may not answer."""
-        told = (self._run.environment[REDIS_URL_VARIABLE], self._run.cluster_id)
+        cluster = (self._run.environment[REDIS_URL_VARIABLE], self._run.cluster_id)
         head = Head(0, "", address, why)
-        threading.Thread(target=tell_head, args=(*told, head), daemon=True).start()
+        threading.Thread(target=publish_head, args=(*cluster, head), daemon=True).start()
 
-    def _start_fresh_head(self, ends: EndWatch) -> None:
+    def _start_new_head(self, ends: EndWatch) -> None:
         """Starts a new head and returns immediately, because a restart of Redis must not wait for
         Ray."""
         self._ray_head.start(self._spec)
         ends.add("ray head", self._ray_head.pid)
 
-    def _take_fresh_head(self, ends: EndWatch) -> None:
+    def _adopt_new_head(self, ends: EndWatch) -> None:
         """Adopts the new head once its starting process has ended, or starts another one."""
         try:
             head = self._ray_head.started()
@@ -261,10 +261,10 @@ class _Launch:
         except ConfigError as error:
             self._screen.say(f"[red]{escape(printable(error.message))}")
             time.sleep(_RETRY_S)
-            self._start_fresh_head(ends)
+            self._start_new_head(ends)
             return
         self._screen.say("Ray's head is up again")
-        self._tell_head(address=head.address)
+        self._publish_head(address=head.address)
         self._ray_pids = head.pids
         for name, pid in head.pids.items():
             ends.add(name, pid)

@@ -61,10 +61,10 @@ class Leaving:
                 say(f"[yellow]no other host has taken what runs here: {', '.join(lacking)}")
             say("draining what runs here")
             write_leaving(redis, self._cluster_id, self._host_id, "drains")
-            at_first = len(self._own(self._pools(redis)))
+            initial = len(self._own(self._pools(redis)))
             while (own := self._own(self._pools(redis))) and time.monotonic() < give_up_at:
                 left = ", ".join(agent["id"] for agent in own)
-                show(ProgressRow("drain", f"{left} to end", at_first - len(own), at_first))
+                show(ProgressRow("drain", f"{left} to end", initial - len(own), initial))
                 write_leaving(redis, self._cluster_id, self._host_id, "drains")
                 tick()
                 time.sleep(_INTERVAL_S)
@@ -88,7 +88,7 @@ class Leaving:
         settles_at = time.monotonic() + _SETTLED_S
         while True:
             pools = self._pools(redis)
-            lacking, is_coming = self._look(pools, records)
+            lacking, is_coming = self._check_others(pools, records)
             now = time.monotonic()
             if is_coming:
                 settles_at = now + _SETTLED_S
@@ -99,7 +99,7 @@ class Leaving:
             tick()
             time.sleep(_INTERVAL_S)
 
-    def _look(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
+    def _check_others(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
         """Returns the pools that lack processes on other hosts, and whether such a process is still
         starting."""
         lacking = []

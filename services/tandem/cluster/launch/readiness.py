@@ -93,8 +93,8 @@ class Readiness:
             else []
         )
         if left and loaded < to_load:
-            told = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
-            steps.append(ProgressRow("weights", told, loaded, to_load))
+            progress = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
+            steps.append(ProgressRow("weights", progress, loaded, to_load))
         return [*steps, ProgressRow("ray head", "starts")] if waits_for_head else steps
 
     def _wait_for_pairs(self, redis: SyncClient) -> None:
@@ -147,10 +147,10 @@ class Readiness:
             found = redis.hvals(f"{{tandem:{self.cluster_id}}}:loading")
         except UNREACHABLE:
             return 0, 0
-        told = [
+        notices = [
             msgspec.msgpack.decode(v, type=LoadingNotice) for v in found if isinstance(v, bytes)
         ]
-        return sum(n.num_bytes for n in told), sum(n.num_bytes_all for n in told)
+        return sum(n.num_bytes for n in notices), sum(n.num_bytes_all for n in notices)
 
     def _record(self, member_id: str, redis: SyncClient) -> WorkerRecord | None:
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.logs.run_logs import find_log, show_log
-from tandem.cluster.operate import ask
+from tandem.cluster.operate import call_router
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import OperateError
 
@@ -35,7 +35,9 @@ def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
             _note(f"the last {process_id} ran on {host}; this is an earlier one's log")
         show_log(local, follow=follow)
     elif worker is None and not is_own_router:
-        raise OperateError(_why_none(state, process_id) or f"{_no_log(process_id)}; {why_unknown}")
+        raise OperateError(
+            _where_log_is(state, process_id) or f"{_no_log(process_id)}; {why_unknown}"
+        )
     else:
         _show_remote(url, process_id, local, follow=follow)
 
@@ -45,7 +47,7 @@ def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool)
     path = f"/v1/cluster/workers/{urllib.parse.quote(process_id, safe='')}/log"
     try:
         with Waiting(ProgressRow(process_id, "is asked for its log")):
-            piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
+            piece = call_router(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
     except OperateError as error:
         if local is None:
             raise
@@ -63,7 +65,7 @@ def _note(text: str) -> None:
 def _state(url: str) -> tuple[Mapping[str, Any], str]:
     """Fetches the cluster's state. Returns an empty one and the reason if there is none."""
     try:
-        state = ask(url, "GET")
+        state = call_router(url, "GET")
     except OperateError as error:
         return {}, error.message
     if isinstance(state, dict) and "workers" in state:
@@ -105,11 +107,11 @@ def _other_host(state: Mapping[str, Any], worker_id: str) -> str:
     """Finds the other machine on which a worker without a record last ran; empty if there is
     none."""
     host = str(_row(state, worker_id).get("host", ""))
-    is_here = _worker(state, worker_id) or host.partition(" (")[0] in ("", socket.gethostname())
-    return "" if is_here else host
+    is_local = _worker(state, worker_id) or host.partition(" (")[0] in ("", socket.gethostname())
+    return "" if is_local else host
 
 
-def _why_none(state: Mapping[str, Any], process_id: str) -> str:
+def _where_log_is(state: Mapping[str, Any], process_id: str) -> str:
     """Explains where the log of a process without a record is; empty if the process is unknown."""
     agents = [
         agent
@@ -121,9 +123,9 @@ def _why_none(state: Mapping[str, Any], process_id: str) -> str:
     if not agents and not row:
         return ""
     host = row.get("host") or next((a["host"] for a in agents if a.get("host")), "")
-    told = ": ".join(filter(None, (row.get("state"), row.get("note")))) or agents[0]["state"]
+    described = ": ".join(filter(None, (row.get("state"), row.get("note")))) or agents[0]["state"]
     where = f"on its host {host}" if host else "on its own host"
-    return f"{process_id} is {told}. Its log is {where}: run `tandem logs {process_id}` there"
+    return f"{process_id} is {described}. Its log is {where}: run `tandem logs {process_id}` there"
 
 
 def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool) -> None:
@@ -137,7 +139,7 @@ def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool)
             time.sleep(_POLL_S)
         place = f"{path}?after={piece['after']}"
         try:
-            piece = ask(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
+            piece = call_router(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
             is_away = False
         except OperateError as error:
             if not follow:

@@ -9,7 +9,7 @@ class EndWatch:
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._names: dict[int, str] = {}  # by pidfd
+        self._names: dict[int, str] = {}  # keyed by pidfd
         self._gone: list[str] = []
 
     def add(self, name: str, pid: int) -> None:

@@ -71,7 +71,7 @@ def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = 
     others remain."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while pids := [pid for pid in cluster_processes(cluster_id) if pid != spare]:
         now = time.monotonic()
         if now >= kill_until:
@@ -79,8 +79,8 @@ def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = 
         if now >= term_until:
             signal_all(pids, signal.SIGKILL)
         else:
-            signal_all([pid for pid in pids if pid not in asked], signal.SIGTERM)
-            asked.update(pids)
+            signal_all([pid for pid in pids if pid not in signalled], signal.SIGTERM)
+            signalled.update(pids)
         time.sleep(_SCAN_INTERVAL_S)
     return True
 

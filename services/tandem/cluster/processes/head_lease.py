@@ -104,7 +104,7 @@ def fenced_set(
     return bool(redis.eval(_SET, len(keys), *keys, number, *values.values()))
 
 
-def tell_head(redis_url: str, cluster_id: str, head: Head) -> None:
+def publish_head(redis_url: str, cluster_id: str, head: Head) -> None:
     """Publishes for the routers the head of a single machine, which needs no lease. Does nothing if
     Redis does not answer."""
     try:

@@ -36,7 +36,7 @@ class Owned(msgspec.Struct):
         """Says whether this agent's process should run: its member exists and is not leaving."""
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
-    def was_there(self, agent_name: str) -> bool:
+    def was_started(self, agent_name: str) -> bool:
         """Says whether this agent's process was already started or adopted once."""
         return any(m.agent_name == agent_name and m.state != "pending" for m in self.members)
 

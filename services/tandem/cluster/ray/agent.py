@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 CONTROLLER_NAME = "pool-controller"
 BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
-_LOOK_S = 2.0
+_CHECK_INTERVAL_S = 2.0
 _STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
 HEALTHY_AFTER_S = 60.0  # a process that ran for this long resets its back-off
 
@@ -78,7 +78,7 @@ class Agent:
         self._pid = 0
         self._num_starts = 0  # restarts; the first start does not count
         # True if an earlier agent had started the process
-        self._was_there = member.state != "pending"
+        self._was_started = member.state != "pending"
         self._last_line = ""
         self._ending = ""
         self._is_stopped = False
@@ -100,7 +100,7 @@ class Agent:
         while True:
             started_at = time.monotonic()
             running = self._find()
-            if self._node_leaves():
+            if self._node_is_ending():
                 self._end_with_node(running)
                 return
             known = self._read_owned()
@@ -108,46 +108,46 @@ class Agent:
                 if running is not None:
                     self._stop(running)
                 else:
-                    self._tell("gone", 0)
+                    self._report("gone", 0)
                 return
-            self._was_there |= known is not None and known.was_there(self._member.agent_name)
+            self._was_started |= known is not None and known.was_started(self._member.agent_name)
             running = running or self._start()
-            self._was_there = True
+            self._was_started = True
             if running is not None:
-                self._tell("running", running.pid)
+                self._report("running", running.pid)
                 if not self._watch(running):
                     self._stop(running)
                     return
-                if self._node_leaves():
+                if self._node_is_ending():
                     continue
             if time.monotonic() - started_at > HEALTHY_AFTER_S:
                 backoff.reset()
-            self._tell("restarting", 0)
+            self._report("restarting", 0)
             if select.select([self._wake_fd], [], [], backoff.next_s())[0]:
-                self._tell("gone", 0)
+                self._report("gone", 0)
                 return
 
-    def _node_leaves(self) -> bool:
+    def _node_is_ending(self) -> bool:
         return self._spec.on_nodes and leave_node.leaves(self._run_folder)
 
     def _end_with_node(self, running: DetachedProcess | None) -> None:
         if running is not None:
             self._stop(running)
         else:
-            self._tell_ended()
+            self._report_ended()
 
     def _watch(self, running: DetachedProcess) -> bool:
         """Waits until the process ends by itself, and records how. Returns False on `drain` or if
         the node is about to end."""
         oom_kills = endings.oom_kills()
-        while not running.wait(_LOOK_S, self._wake_fd):
-            if select.select([self._wake_fd], [], [], 0)[0] or self._node_leaves():
+        while not running.wait(_CHECK_INTERVAL_S, self._wake_fd):
+            if select.select([self._wake_fd], [], [], 0)[0] or self._node_is_ending():
                 return False
             oom_kills = endings.oom_kills()
             if running.is_stopped != self._is_stopped:
                 self._is_stopped = not self._is_stopped
                 log.warning("%s %s", running.process_id, _STOPPED[self._is_stopped])
-                self._tell("running", running.pid)
+                self._report("running", running.pid)
         self._is_stopped = False
         self._ending = running.ending(oom_kills)
         self._last_line = process.last_line(running.log_path)
@@ -176,7 +176,7 @@ class Agent:
     def _start(self) -> DetachedProcess | None:
         member_id = self._member.member_id
         try:
-            self._num_starts += self._was_there
+            self._num_starts += self._was_started
             environment = process.child_environment(os.environ, self._member.pool)
             environment = with_gpu(environment, self._member.gpu)
             return process.start(member_id, self._command, self._run_folder, environment)
@@ -185,21 +185,21 @@ class Agent:
             return None
 
     def _stop(self, running: DetachedProcess) -> None:
-        self._tell("draining", running.pid)
+        self._report("draining", running.pid)
         if self._member.pool in ROUTER_POOLS and self._member.host:
             # Its clients can switch to routers on other hosts once they see that it leaves.
             running.send(LEAVE_SIGNAL)
             running.wait(self._spec.leave_notice_s)
         running.stop(self._spec.drain_deadline_s)
         running.close()
-        self._tell_ended()
+        self._report_ended()
 
-    def _tell_ended(self) -> None:
+    def _report_ended(self) -> None:
         """Reports that no process is left. While the node ends, the state is "draining" instead of
         "gone", because a removed agent would free resources on the node."""
-        self._tell("draining" if self._node_leaves() else "gone", 0)
+        self._report("draining" if self._node_is_ending() else "gone", 0)
 
-    def _tell(self, state: MemberState, pid: int) -> None:
+    def _report(self, state: MemberState, pid: int) -> None:
         self._state = state
         self._pid = pid
         try:

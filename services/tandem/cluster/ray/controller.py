@@ -100,14 +100,14 @@ class PoolController:
         is_stopped: bool = False,
     ) -> None:
         """Queues an agent's report about its process."""
-        told = {
+        process = {
             "pid": pid,
             "num_starts": num_starts,
             "last_line": last_line,
             "ending": ending,
             "is_stopped": is_stopped,
         }
-        self._events.put(lambda: self._take_report(agent_name, state, told))
+        self._events.put(lambda: self._take_report(agent_name, state, process))
 
     def state(self) -> dict[str, object]:
         """Builds the state of all pools in the form that is published in Redis."""
@@ -125,15 +125,15 @@ class PoolController:
                 self._attach(member)
         self._channel.start()
         if self._shared is not None:
-            self._look()  # the previous head's host may be back if Ray restarted this actor
-            self._hosts.start(lambda: self._events.put(self._look))
+            self._update_hosts()  # the previous head's host may be back if Ray restarted this actor
+            self._hosts.start(lambda: self._events.put(self._update_hosts))
         while not self._channel.is_superseded:
             is_done = self._reconcile()
             with suppress(queue.Empty):
                 self._events.get(timeout=None if is_done else _RETRY_S)()
         log.warning("the controller of another head owns the pools now")
 
-    def _look(self) -> None:
+    def _update_hosts(self) -> None:
         """Updates the reachable hosts and those that want to leave. If Redis lost its data, the
         state is written again."""
         assert self._shared is not None
@@ -248,15 +248,17 @@ class PoolController:
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
         if member.pid or member.leaves:  # an existing agent does not report by itself
-            threading.Thread(target=self._ask, args=(agent,), daemon=True).start()
+            threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
 
-    def _ask(self, agent: Any) -> None:
+    def _request_status(self, agent: Any) -> None:
         try:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
             log.warning("an agent does not answer, it will report when it is up: %s", error)
 
-    def _take_report(self, agent_name: str, state: MemberState, told: Mapping[str, object]) -> None:
+    def _take_report(
+        self, agent_name: str, state: MemberState, process: Mapping[str, object]
+    ) -> None:
         member = next((m for m in self._owned.members if m.agent_name == agent_name), None)
         if member is None or member.state == "lost":
             return
@@ -269,9 +271,9 @@ class PoolController:
             # Ray restarted the agent, which does not know that it was draining.
             self._agents[agent_name].drain.remote()
             state = "draining"
-        if (member.state, member.pid) != (state, told["pid"]):
-            told = {**told, "since": time.time()}
-        self._replace(member, state=state, **told)
+        if (member.state, member.pid) != (state, process["pid"]):
+            process = {**process, "since": time.time()}
+        self._replace(member, state=state, **process)
 
     def _replace(self, member: Member, **changes: object) -> None:
         at = self._owned.members.index(member)
@@ -286,17 +288,17 @@ class NodeRequests:
     """
 
     def __init__(self) -> None:
-        self._told: list[tuple[dict[str, float], dict[str, str]]] = []
-        self._told_at = -_REPEAT_INTERVAL_S
+        self._last_bundles: list[tuple[dict[str, float], dict[str, str]]] = []
+        self._requested_at = -_REPEAT_INTERVAL_S
 
     def request(self, bundles: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
         """Requests nodes for all bundles of (resources, labels of the node). If Ray's head does not
         answer, the next call tries again."""
         bundles = list(bundles)
         now = time.monotonic()
-        if bundles == self._told and now - self._told_at < _REPEAT_INTERVAL_S:
+        if bundles == self._last_bundles and now - self._requested_at < _REPEAT_INTERVAL_S:
             return
-        if bundles != self._told:
+        if bundles != self._last_bundles:
             log.info("Ray's autoscaler is asked for room for %d processes", len(bundles))
         try:
             request_resources(
@@ -306,8 +308,8 @@ class NodeRequests:
         except (ray.exceptions.RayError, RuntimeError, OSError) as error:
             log.warning("Ray's autoscaler cannot be asked for nodes: %s", error)
             return
-        self._told = bundles
-        self._told_at = now
+        self._last_bundles = bundles
+        self._requested_at = now
 
 
 def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:

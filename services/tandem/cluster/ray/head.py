@@ -48,5 +48,5 @@ def main(run_folder: Path, node: RayNode) -> None:
 
 
 if __name__ == "__main__":
-    told = sys.argv[2] if len(sys.argv) > 2 else "{}"
-    main(Path(sys.argv[1]), msgspec.json.decode(told, type=RayNode))
+    node_json = sys.argv[2] if len(sys.argv) > 2 else "{}"
+    main(Path(sys.argv[1]), msgspec.json.decode(node_json, type=RayNode))

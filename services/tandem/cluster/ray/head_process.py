@@ -61,16 +61,16 @@ class HeadProcess:
         """Starts a head and returns immediately. Without `spec`, the head waits for `send_spec`."""
         self._start(self._node)
         if spec is not None:
-            self.tell(spec)
+            self.send_spec(spec)
 
     def _start(self, node: RayNode) -> None:
         self.end()
         self.is_listening = False
         module = "tandem.cluster.ray.head"
-        told = msgspec.json.encode(node).decode()
+        node_json = msgspec.json.encode(node).decode()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(self._run_folder), told],
+                [sys.executable, "-m", module, str(self._run_folder), node_json],
                 env=head_environment(self._environment, self._run_folder, node),
                 cwd=self._run_folder,
                 bufsize=0,  # Unbuffered, because `select` would miss a buffered second line.
@@ -80,7 +80,7 @@ class HeadProcess:
                 start_new_session=True,
             )
 
-    def tell(self, spec: ClusterSpec) -> None:
+    def send_spec(self, spec: ClusterSpec) -> None:
         """Sends the spec to the starting head, which then creates the pool controller. Does nothing
         if the process has already ended; `started` then raises the reason."""
         assert self._process is not None

@@ -73,7 +73,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
     address: str = LOOPBACK
     host_id: str = ""
-    cores: str = ""  # in the format of `shown_cores`
+    cores: str = ""  # format of `shown_cores`
     num_gpus: int = 0
     labels: dict[str, str] = {}
     first_port: int = 0
@@ -117,7 +117,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
 class HeadStarted(msgspec.Struct, frozen=True):
     address: str
-    pids: dict[str, int]  # of gcs_server and raylet
+    pids: dict[str, int]  # has gcs_server and raylet
     head_s: float
     controller_s: float
 

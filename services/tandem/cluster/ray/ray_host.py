@@ -65,7 +65,7 @@ class RayHost:
     def leads(self) -> bool:
         return self._leads
 
-    def lead_first(self) -> int:
+    def become_first_head(self) -> int:
         """Takes the lease of a cluster without a head. Returns the fencing number with which the
         caller starts the head. Raises the exceptions in `store.client.UNREACHABLE`."""
         number = self._lease.take()

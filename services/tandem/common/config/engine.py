@@ -148,12 +148,12 @@ class EngineOptions(Options):
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers that keep blocks evicted from the pool, fastest first."""
-        asked = {
+        is_configured = {
             "host": bool(self.kv_host_bytes),
             "disk": bool(self.kv_disk_path),
             "store": bool(self.kv_store_url),
         }
-        return tuple(name for name, is_asked in asked.items() if is_asked)
+        return tuple(name for name, is_set in is_configured.items() if is_set)
 
     @property
     def has_tiers(self) -> bool:

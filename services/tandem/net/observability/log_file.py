@@ -62,7 +62,7 @@ def read_piece(
     """
     with ExitStack() as stack:
         opened: dict[int, BufferedReader] = {}
-        for name in (path, older(path)):  # in this order a concurrent rename is not missed
+        for name in (path, older(path)):  # this order does not miss a concurrent rename
             with suppress(FileNotFoundError):
                 file = stack.enter_context(name.open("rb"))
                 opened.setdefault(os.fstat(file.fileno()).st_ino, file)

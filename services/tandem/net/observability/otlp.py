@@ -25,7 +25,7 @@ Protocol = Literal["grpc", "http/protobuf"]
 _ENDPOINT, _PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 
-def is_asked_for(signal: Signal) -> bool:
+def is_enabled(signal: Signal) -> bool:
     """Says whether the environment enables this signal."""
     if _variable("OTEL_SDK_DISABLED").lower() == "true":
         return False

@@ -32,7 +32,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tandem.net.observability.otlp import (
     close_within,
-    is_asked_for,
+    is_enabled,
     make_resource,
     needs_sdk,
     protocol,
@@ -120,7 +120,7 @@ def make_tracing(service: str, instance: str) -> Tracing:
 
     `service` and `instance` name the process (`make_resource`).
     """
-    if not is_asked_for("TRACES"):
+    if not is_enabled("TRACES"):
         return NO_TRACING
     with needs_sdk("traces"):
         from opentelemetry.sdk.trace import TracerProvider

@@ -33,7 +33,7 @@ class CertificateFiles:
         self._paths = [chain, key] if roots is None else [chain, key, roots]
         self._lock = threading.Lock()
         try:
-            self._stamp = self._look()
+            self._stamp = self._stamps()
             self._certificate = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(f"the certificate {chain} cannot be used: {error}") from None
@@ -47,12 +47,12 @@ class CertificateFiles:
     def current(self) -> Certificate:
         """Returns the current certificate; the same object until the files change."""
         with self._lock:
-            stamp = self._look()
+            stamp = self._stamps()
             if stamp == self._stamp:
                 return self._certificate
             try:
                 read = self._read()
-                if self._look() != stamp:  # the files are changing; the next call checks again
+                if self._stamps() != stamp:  # the files are changing; the next call checks again
                     return self._certificate
                 self._certificate = read
                 log.info("the certificate %s was read again", self._paths[0])
@@ -61,7 +61,7 @@ class CertificateFiles:
             self._stamp = stamp
             return self._certificate
 
-    def _look(self) -> list[tuple[int, ...]]:
+    def _stamps(self) -> list[tuple[int, ...]]:
         """Identifies the current versions of the files."""
         return [_identity(path) for path in self._paths]
 

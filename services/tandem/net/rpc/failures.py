@@ -99,7 +99,7 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
         ) from None
 
 
-def _calm(record: logging.LogRecord) -> bool:
+def _lower_level(record: logging.LogRecord) -> bool:
     """Lowers the level of records about lost peers and malformed messages: they are not errors of
     the server."""
     error = record.exc_info[1] if record.exc_info else None
@@ -110,8 +110,8 @@ def _calm(record: logging.LogRecord) -> bool:
     return True
 
 
-def log_lost_peers_calmly() -> None:
+def quiet_peer_faults() -> None:
     """Keeps gRPC from logging faults of peers as errors with a traceback: a peer that disconnected
     in the middle of a message (its cancelled call reports that), or one that sent malformed bytes.
     May be called repeatedly."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_calm)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_lower_level)

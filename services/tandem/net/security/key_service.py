@@ -157,14 +157,16 @@ class KeyService:
         record = self._find(key_id)
         tombstone = record if record.revoked_at else keys.revoke(record, now=time.time())
         self.ring.merge([tombstone], now=time.time())
-        told = asyncio.gather(*(self._tell(url, tombstone) for url in self._others.values()))
+        sending = asyncio.gather(
+            *(self._send_record(url, tombstone) for url in self._others.values())
+        )
         try:
             await self._store.put(tombstone)
             redis = ""
         except UNREACHABLE as error:
             self._is_behind = True
             redis = f"Redis is away, and is written when it is back: {error!r}"
-        routers = dict(zip(self._others, await told, strict=True))
+        routers = dict(zip(self._others, await sending, strict=True))
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 
     def take(self, body: bytes, signature: str) -> list[KeyRecord]:
@@ -205,9 +207,9 @@ class KeyService:
         if not written:
             raise NotNow(f"the key {record.key_id} was changed just now; look at it again")
         self.ring.merge([record], now=time.time())
-        await asyncio.gather(*(self._tell(url, record) for url in self._others.values()))
+        await asyncio.gather(*(self._send_record(url, record) for url in self._others.values()))
 
-    async def _tell(self, url: str, record: KeyRecord) -> str:
+    async def _send_record(self, url: str, record: KeyRecord) -> str:
         """Sends a record to another router. Returns why it was not confirmed; empty if it was."""
         body = msgspec.json.encode([record])
         headers = {SIGNATURE_HEADER: self._sign(body), "content-type": "application/json"}
@@ -235,8 +237,8 @@ class KeyService:
         """Merges the records in Redis, and writes back those that are missing or older there."""
         found = await self._store.read()
         behind = self.ring.merge(found, now=now)
-        there = {record.key_id for record in found}
-        behind += [r for key_id, r in self.ring.records.items() if key_id not in there]
+        in_redis = {record.key_id for record in found}
+        behind += [r for key_id, r in self.ring.records.items() if key_id not in in_redis]
         for record in behind:
             await self._store.put(record)
         if old := [r.key_id for r in found if r.is_forgettable(now)]:
