@@ -15,9 +15,8 @@ from tests.parity.ways import Answer, ParityRequest, Way
 # A sequence that is recomputed in other chunks may differ in the last bit of fp32.
 LOGPROB_ABS = 1e-5
 REFERENCE_ABS = 1e-4
-TokenLogprob = tuple[
-    int, int, float
-]  # position in prompt and completion, token id, log probability
+# position in prompt and completion, token id, log probability
+TokenLogprob = tuple[int, int, float]
 _KEPT = ("prompt", "messages", "return_token_ids", "max_tokens", "seed")
 
 

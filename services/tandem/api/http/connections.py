@@ -22,9 +22,7 @@ log = logging.getLogger(__name__)
 
 _FULL_INTERVAL_S = 60.0  # interval between log messages that the limit is reached
 _SLOW_S = 1.0  # A connection without a complete request can be replaced after this silence.
-_REPLACEMENTS_A_SECOND = (
-    20.0  # limit of replacements for an address that is at its connection limit
-)
+_REPLACEMENTS_A_SECOND = 20.0  # limit for an address that is at its connection limit
 _REPLACEMENTS_AT_ONCE = 64.0
 
 

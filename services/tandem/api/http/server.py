@@ -52,9 +52,8 @@ _LINGERING_MAX = 16  # refused connections kept open; further ones are closed im
 _ACCEPTED_AT_ONCE = 1  # connections accepted before open ones get a turn of the event loop
 _ACCEPT_PAUSE_S = 1.0  # pause if the process has no free file descriptor
 _OTHER_FILES = 256  # file descriptors reserved for everything except HTTP connections
-SMALL_READ_BYTES = (
-    512  # A full network packet is larger, so a smaller read in a header is suspicious.
-)
+# A full network packet is larger, so a smaller read in a header is suspicious.
+SMALL_READ_BYTES = 512
 SMALL_READS_MAX = 3  # small reads allowed for each header before the connection is read more slowly
 _SWEEP_S = 0.05
 _READS_OF_ADDRESS = 8  # reads for one address in a sweep

@@ -42,10 +42,8 @@ class ChoiceLogprobs:
         num_top = self._request.logprobs or 0
         tokens: list[tuple[int, LogprobEntry | None]] = []
         if self._request.echoes_prompt and delta.prompt_token_ids:
-            measured_prompt = [
-                None,
-                *delta.prompt_logprobs,
-            ]  # the first token has no log probability
+            # The first token has no log probability.
+            measured_prompt = [None, *delta.prompt_logprobs]
             tokens += zip(delta.prompt_token_ids, measured_prompt, strict=True)
         tokens += zip(delta.token_ids, delta.logprobs, strict=True)
         for token_id, measured in tokens:

@@ -16,7 +16,7 @@ _Schema = dict[str, Any] | bool
 
 
 class Strict(BaseModel):
-    """A body, or a part of one, without fields that are not named."""
+    """A request body, or a part of one, that forbids unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -93,7 +93,7 @@ _FORMS = {
 
 
 class StructuredFields(Strict):
-    """The fields of a body of which at most one gives its completions a form."""
+    """The fields that request structured output, of which a body may set at most one."""
 
     response_format: ResponseFormat | None = Field(None, description=ALLOWED["response_format"])
     structured_outputs: StructuredOutputs | None = Field(

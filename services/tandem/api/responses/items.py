@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 
 class Part(BaseModel):
-    """A part of a body. It ignores further keys: clients send items as they got them."""
+    """A part of a body. It ignores unknown keys, because clients send items back as received."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
